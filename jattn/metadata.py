@@ -52,7 +52,7 @@ class CrossMetadata:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """What the attention ops of one step need to know about its batch.
+    """The batch of one step, as its attention ops need it.
 
     The sizes are padded: rows beyond the real sequences have `seq_lens` 0 and an empty query range, tokens beyond the
     real ones have slot -1. Nothing here is written by an op; the arrays may be reused by every layer.
@@ -65,9 +65,9 @@ class AttentionMetadata:
         slot_mapping: int32[num_tokens]; `block * block_size + offset` for each new token, -1 for padding.
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
-        cross: what cross attention reads; None for a model without.
-        peers: what a model that is cut sums small arrays with, this device's part of `jattn.parallel.Peers.table`; None
-            for XLA's sums.
+        cross: the arrays of cross attention; None for a model without it.
+        peers: the memory in which a split model sums small arrays, this device's part of `jattn.parallel.Peers.table`;
+            None for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
             static. None where that is not known.
     """
@@ -84,7 +84,7 @@ class AttentionMetadata:
 
     @property
     def sequences(self) -> dict[str, Any]:
-        """What an attention op asks about the sequences, by its keywords."""
+        """The arrays of an attention op about the sequences, by its keywords."""
         names = ("block_tables", "seq_lens", "query_start_loc", "max_query_len")
         return {name: getattr(self, name) for name in names}
 
@@ -101,7 +101,7 @@ class AttentionMetadata:
         max_query_len: int | None = None,
         encoder_rows: Sequence[EncoderRow] | None = None,
     ) -> AttentionMetadata:
-        """Builds a step's metadata from what each sequence does, checks every value on the host, and uploads it.
+        """Builds a step's metadata from its rows, checks every value on the host, and uploads it.
 
         Args:
             rows: one `SequenceRow` for each sequence, in the order in which their tokens are packed.
@@ -149,10 +149,10 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Builds the metadata of a step whose sequences are split over devices, one after the other.
 
-        Every array has the devices' parts in a row, padded alike, so that `PartitionSpec("dp")` for the whole record
-        cuts it. Inside `jax.shard_map` each device has its own metadata then, and any batch is served. Under plain jit
-        the ops take one batch instead: `global_ids=True` counts blocks, slots and offsets through all parts, and asks
-        for rows with `max_query_len` new tokens each.
+        Every array has the devices' parts one after the other, padded equally, so that `PartitionSpec("dp")` splits the
+        whole record. Inside `jax.shard_map` each device then has its own metadata, and any batch is served. Under plain
+        jit the ops take one batch instead: `global_ids=True` counts blocks, slots and offsets through all parts, and
+        asks for rows with `max_query_len` new tokens each.
 
         Args:
             shards: the rows of each device, with block ids of its own pool, 0 being its null block.
@@ -216,7 +216,7 @@ class AttentionMetadata:
         return cls(**arrays, max_query_len=common.max_query_len, cross=cross)
 
     def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
-        """Returns what a layer attends with, and the index of its cache array: itself, and the layer's own."""
+        """Returns a layer's metadata and the index of its cache array: this record, and the layer's own index."""
         return self, layer
 
     def check_blocks(self, name: str, block_size: int) -> None:
@@ -264,7 +264,7 @@ class GroupedMetadata:
     layer_arrays: tuple[int, ...] = field(metadata={"static": True})
 
     def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
-        """Returns what a layer attends with, and the index of its cache array."""
+        """Returns a layer's metadata and the index of its cache array."""
         return self.cache_groups[self.layer_groups[layer]], self.layer_arrays[layer]
 
 

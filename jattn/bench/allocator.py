@@ -39,7 +39,7 @@ class AllocatorRow:
         median: over all repeats, in processor time of the thread.
         best: the fastest repeat.
         limit: the median's limit; None without one.
-        vllm: median of the same work with vLLM's block pool; None if it has no such work or is not installed.
+        vllm: median of the same work with vLLM's block pool; None if it does not have this work or is not installed.
     """
 
     name: str

@@ -167,7 +167,7 @@ def _d_out(call: DenseCall[torch.Tensor]) -> torch.Tensor:
 
 
 def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs the backward kernels for every GPU, whatever the plan of the call would be."""
+    """Runs the portable backward kernels, even if the call's plan would choose others."""
     plan = backward_plan(call.map(array_spec), device_limits(call.query.device))
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
 

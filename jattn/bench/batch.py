@@ -43,7 +43,7 @@ class Batch:
 
     Attributes:
         query: [tokens, 32, head size].
-        kv_cache: [blocks, 2, 16, 8, head size]; no two sequences share a block, and block 0 is nobody's.
+        kv_cache: [blocks, 2, 16, 8, head size]; no two sequences share a block, and block 0 is unused.
         block_tables: int32 [sequences, blocks of the longest one].
         seq_lens: int32 [sequences].
         starts: query_start_loc, int32 [sequences + 1].
@@ -141,7 +141,7 @@ def ours(batch: Batch, scale: torch.Tensor | None = None) -> Callable[[], Any]:
 
 
 def fa3(found: Any, batch: Batch) -> Callable[[], Any]:
-    """Returns the call of FlashAttention-3 on a batch; `found` is what `jattn.bench.peers.load_peers` returned."""
+    """Returns the call of FlashAttention-3 on a batch; `found` is the result of `jattn.bench.peers.load_peers`."""
     key, value = batch.kv_cache.unbind(1)
     query, options = batch.query, _bounds(batch)
     if key.dtype.itemsize == 1:

@@ -48,7 +48,8 @@ def compile_all(arches: Sequence[int], only: str = "") -> Rows:
 
 
 def compare_records(records: dict[str, Rows]) -> list[str]:
-    """Returns a table with a row for each Triton version and device, registers and spills beside the first version's.
+    """Returns a table with a row per Triton version and device: registers and spills, compared with the first
+    version's.
 
     A kernel is too large if it compiles and needs more shared memory than a block of the device may have.
 

@@ -75,7 +75,7 @@ def _columns(found: Any, cache_dtype: torch.dtype, jax_columns: bool, num_tokens
 
 def _cudnn(batch: Batch) -> Callable[[], Any]:
     attend = peers.sdpa("cudnn")
-    # Dense and contiguous: what cuDNN would read if there were no pages.
+    # Dense and contiguous: the input of cuDNN without pages.
     dense = batch.kv_cache[1:].reshape(len(batch.seq_lens), -1, 2, KV_HEADS, _SIZE)[:, : batch.max_key_len]
     key, value = (dense[:, :, index].transpose(1, 2) for index in range(2))
     return lambda: attend(batch.query[:, :, None], key, value, causal=False)

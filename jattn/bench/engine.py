@@ -66,7 +66,7 @@ SHAPES = {
     ),
 }
 _BLOCK_SIZE = 16
-# Runs of a program until it is what it stays: the first compiles, in the second XLA makes a graph of it (8 ms).
+# Runs of a program until its time is stable: the first compiles it, in the second XLA builds its graph (8 ms).
 _UNCOUNTED = 2
 
 
@@ -191,7 +191,7 @@ class _Bench:
         self._profile = profile
 
     def startup(self, settings: dict[str, Any]) -> _Measured:
-        """Returns the seconds that this process took to a first answer, after `warmup`, and what of them compiled."""
+        """Returns the seconds of this process until a first answer, after `warmup`, and the seconds of compilation."""
         with open_engine(self._model, EngineConfig(**settings)) as engine:
             engine.warmup(lambda *_: None)
             engine.add(self._prompts(1, _BLOCK_SIZE)[0], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
@@ -199,7 +199,7 @@ class _Bench:
             return [_process_seconds()], "s", engine.compile_seconds, 0.0, None
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
-        """Returns the milliseconds of a decode step with so many sequences."""
+        """Returns the milliseconds of a decode step with this number of sequences."""
         blocks = batch * _blocks(context + 1 + self._new_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=self._new_tokens, ignore_eos=True)
         return self._decode(self._prompts(batch, context + 1), blocks, settings, params)
@@ -249,7 +249,7 @@ class _Bench:
             shared = params.n > 1 and settings.get("enable_cascade_attention") is not False
             kind = "greedy" if params.temperature == 0 else "plain"
             engine.warmup(lambda *_: None, wanted=_names(str(batch), kind, shared=shared))
-            # All but a token of each prompt: what is left of it is one more step of decoding.
+            # All but one token of each prompt: the rest is one more step of decoding.
             engine.assume_computed([prompt[:-1] for prompt in prompts])
             _step_ms(engine, prompts, params)
             before = engine.compile_seconds
@@ -259,7 +259,7 @@ class _Bench:
             if self._profile is not None:
                 folder = self._profile / f"{batch}x{len(prompts[0]) - 1}"
                 _start(engine, prompts, params)
-                # With what is in flight already the device has no pause at the beginning.
+                # With steps already in flight the device has no pause at the beginning.
                 kernels = str(profiled(folder, lambda: [engine.step() for _ in range(3)]))
                 _drain(engine)
             return times, "ms a step", before, late, kernels
@@ -311,7 +311,7 @@ def _drain(engine: AnyEngine) -> None:
 
 
 def _names(num_seqs: str, kind: str, *, shared: bool) -> Callable[[str], bool]:
-    """Returns what knows the names of decode steps; on a CPU greedy ones are as plain as the others."""
+    """Returns a test for the names of decode steps; on a CPU greedy steps have no name of their own."""
     kind = "plain" if jax.default_backend() == "cpu" else kind
     pattern = re.compile(rf"{num_seqs} sequences, \d+ tokens, queries up to 1, (.*, )?{kind}")
     return lambda name: bool(pattern.fullmatch(name)) and (shared or "shared prefixes" not in name)

@@ -54,7 +54,7 @@ def run(
     implementations: Sequence[str] = ("torch", "xla"),
     peer: str | None = None,
 ) -> list[GenerateRow]:
-    """Measures in rounds: every configuration once, then all again, so that a drift of the machine hits all alike.
+    """Measures in rounds: every configuration once, then all again, so that a drift of the machine affects all equally.
 
     Args:
         model: a model folder; the embedded model by default.

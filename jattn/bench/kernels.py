@@ -47,7 +47,7 @@ def profiled(folder: Path, call: Callable[[], Any]) -> KernelTimes | str:
 
     Args:
         folder: for the trace; made where it is missing.
-        call: what to trace.
+        call: the function to trace.
     """
     with jax.profiler.trace(str(folder)):
         call()

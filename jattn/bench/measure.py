@@ -31,11 +31,11 @@ __all__ = [
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
 _COLD_BYTES = 512 << 20
 _CALLS_PER_GRAPH = 16
-# A graph of this length is long beside the resolution of events; one of 16 calls of 20 ms would only take time.
+# A graph of this length is long compared with the resolution of events; 16 calls of 20 ms would only take time.
 _GRAPH_US = 5000.0
 # The same of a JAX program, which the host starts meanwhile.
 _PROGRAM_US = 2000.0
-# It becomes so many times as long at most, also where its time is lost in what the host takes.
+# The largest factor of its length, also if the host's time hides its own.
 _MOST_LONGER = 64
 _MAX_POOLS = 64
 _WARM_UP_RUNS = 5
@@ -62,7 +62,7 @@ def num_pools(pool_bytes: int) -> int:
 
 
 def rest() -> None:
-    """Lets the device's power limit forget what ran before.
+    """Rests, so that the device's power limit no longer depends on earlier work.
 
     Clocks fall under load and recover in idle: a kernel that is timed second, at once, takes up to 1.12 times as long
     as when it is first.
@@ -93,7 +93,7 @@ def graph_us(calls: Sequence[Callable[[], Any]], *, rounds: int = 9) -> float:
 
 
 def eager_us(call: Callable[[], Any], *, rounds: int = 9) -> float:
-    """Returns microseconds between two events around a call, median over rounds; for what no graph can hold."""
+    """Returns microseconds between events around a call, median over rounds; for calls that a graph cannot capture."""
     call()
     torch.cuda.synchronize()
     times = []
@@ -112,10 +112,10 @@ def jax_us(
 ) -> float:
     """Returns microseconds of one of the `calls` that a jitted program chains, median over rounds.
 
-    Programs are dispatched one after the other without waiting, as a generation loop does; what the host takes is
-    counted where it is slower than the device. What a row of programs takes at its ends, until the first one runs and
-    until the host hears of the last, is in short and long rows alike and drops out of their difference: a loop has it
-    once for thousands of steps, events around a replayed graph do not see it at all.
+    Programs are dispatched one after the other without waiting, as a generation loop does; the host's time counts if it
+    is slower than the device. The time at both ends of a sequence of programs, until the first one runs and until the
+    host learns that the last one ended, is equal in short and long sequences, and cancels in their difference: a loop
+    has it once for thousands of steps, and events around a replayed graph do not include it.
 
     With `donated` a run's last argument is the result of the one before, first `donated` itself: results that lie where
     they lay spare XLA an update of its command buffers.
@@ -197,7 +197,7 @@ def fed(attend: Callable[..., Any]) -> Callable[..., Any]:
 def kernels_us(call: Callable[[], Any]) -> float:
     """Returns microseconds that the device spends in the kernels of one call, without the gaps between them.
 
-    Every kernel of the process is counted, whoever launched it, so this compares JAX with torch.
+    Every kernel of the process is counted, launched by JAX or by torch, so this compares them.
     """
     from torch.profiler import ProfilerActivity, profile
 

@@ -76,7 +76,7 @@ def step_times(batch: int, context: int, max_length: int, features: int, rounds:
 
 
 class _Step:
-    """A module split once, its cache donated to each step; the length stands still so that all rounds are alike."""
+    """A module split once, its cache donated to each step; the length is constant, so that all rounds are equal."""
 
     def __init__(self, module: nnx.Module, x: jax.Array) -> None:
         self._graph, self._cache, self._rest = nnx.split(module, nnx.Cache, ...)

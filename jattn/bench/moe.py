@@ -108,7 +108,8 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
 
         def timed(run: Callable[[SparseMLP, jax.Array], jax.Array], x: jax.Array = x) -> float:
             def program(leaves: list[jax.Array], x: jax.Array, _: jax.Array) -> jax.Array:
-                # Added to its input, as in a model: outputs of random layers alone become alike, and their experts too.
+                # Added to its input, as in a model: without this, outputs of random layers become similar, and so do
+                # their experts.
                 for module in nnx.merge(graph, jax.tree.unflatten(tree, leaves)):
                     x = x + run(module, x)
                 return x

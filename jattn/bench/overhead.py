@@ -112,7 +112,7 @@ def _decode_both_ways() -> tuple[float, float, float, int]:
 
 
 def _steady_steps() -> dict[str, float]:
-    """Counts what must not happen in a steady decode step: Python, new addresses, new programs."""
+    """Counts events that must not happen in a steady decode step: Python calls, new addresses, new programs."""
     import jax
     import jax.numpy as jnp
 

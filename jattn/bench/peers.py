@@ -22,7 +22,7 @@ def load_peers(directory: Path | None) -> Any:
     The module has `fa3(q, k, v, ...)`, `vllm_unified(q, k, v, out, ...)` and `vllm_dense(q, k, v, out, ...)`.
 
     Raises:
-        InvalidInput: the folder has no such module.
+        InvalidInput: the module is not in the folder.
     """
     if directory is None:
         return None

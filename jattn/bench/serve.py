@@ -208,7 +208,7 @@ async def _ask(client: Any, body: dict[str, Any], arrival: float) -> _Timeline:
                 if "usage" in event:
                     timeline.num_tokens = event["usage"]["completion_tokens"]
     except Exception as error:
-        # Whatever it is, it is this request's: counted, and the others go on.
+        # Any error belongs to this request: it is counted, and the others continue.
         timeline.error = str(error) or type(error).__name__
     return timeline
 

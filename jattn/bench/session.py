@@ -33,7 +33,7 @@ class Session:
         matmul: operations per second of a large bfloat16 matrix product.
 
     Raises:
-        InvalidInput: the folder of the peers has no such module.
+        InvalidInput: the module is not in the folder of the peers.
         Unsupported: torch or JAX has no CUDA device.
     """
 

@@ -1,6 +1,6 @@
 """The only place where JAX arrays and torch tensors meet: DLPack views, the callback and the native custom call.
 
-What needs torch loads on first use: a program of kernels or of jnp runs without it, and starts seconds earlier.
+Names that need torch load on first use: a program of kernels or of jnp runs without torch, and starts seconds earlier.
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ def call_torch(
             A thread that first uses torch during the call starts with this count: torch hands down the latest one.
         capturable: XLA may record what the function launches on CUDA into a graph and replay it without the function:
             it must launch something, allocate nothing, and launch the same for the same shapes. Otherwise a replay
-            would use memory that torch has long given to somebody else.
+            would use memory that torch has reused since.
 
     Returns:
         The outputs, in order.
 
     Raises:
-        Exception: outside jit and on a CPU, what `function` raised. A jitted program, and any call on a GPU when
-            somebody waits for it, raises jax.errors.JaxRuntimeError or ValueError; run it, and wait, inside
+        Exception: outside jit and on a CPU, the exception of `function`. A jitted program, and any call on a GPU when
+            its result is awaited, raises jax.errors.JaxRuntimeError or ValueError; run it, and wait for it, inside
             `typed_errors` to get the function's own exception.
     """
     aliases = dict(aliases or {})
@@ -72,7 +72,7 @@ def call_torch(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _TorchCallback:
-    """One call site: turns buffers into tensors, runs the function where XLA expects it, keeps what it raised.
+    """One call site: converts buffers to tensors, runs the function where XLA expects it, and keeps its exception.
 
     Equal call sites compare equal, so that calls outside jit find their compiled program again.
     """

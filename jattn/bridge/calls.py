@@ -25,8 +25,8 @@ from torch_core.launch.call import Call, array_fields
 
 __all__ = ["Runtime", "array_spec", "empty_outputs", "run", "varying"]
 
-#: Puts a call into the program that is being traced, or runs it when nothing is: returns its outputs and the new values
-#: of what it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
+#: Adds a call to the traced program, or runs it outside a trace: returns its outputs and the new values of the arrays
+#: that it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
 Runtime: TypeAlias = Callable[[Call[jax.Array]], dict[str, jax.Array]]
 
 
@@ -42,7 +42,7 @@ def run(call: Call[jax.Array], runtime: Runtime) -> dict[str, jax.Array]:
 
 
 def varying(arrays: Sequence[jax.Array], beside: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns arrays that differ from device to device as far as those beside them do, which they follow from.
+    """Returns arrays that vary over the same mesh axes as the arrays that they are computed from.
 
     Inside a `jax.shard_map` that checks this (`check_vma`, its default) JAX cannot see it through a custom call.
     """

@@ -1,4 +1,4 @@
-"""What a function raised inside a JAX program, which XLA turns into text: kept beside it, and found again."""
+"""Exceptions of a function inside a JAX program: XLA converts them to text, so they are kept and found again."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["original_error", "recorded", "typed_errors"]
 
 
 class typed_errors:  # noqa: N801 (used as contextlib's own managers are)
-    """Re-raises what a torch function raised inside a JAX program as itself, not as the error that JAX makes of it.
+    """Re-raises a torch function's exception inside a JAX program as itself, not as the error that JAX raises.
 
     Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
 
     Raises:
-        Exception: whatever the torch function raised, KeyboardInterrupt included; where it happened stands in a note.
-            The first look at a failure gives the very object, a later one a copy.
+        Exception: the torch function's exception, KeyboardInterrupt included; a note says where it happened. The first
+            look-up of a failure gives the object itself, later ones a copy.
     """
 
     def __enter__(self) -> None:
         pass
 
-    # No generator: from Python 3.13 on contextlib's `__exit__` and an error that becomes another one there keep each
-    # other, and so whatever the frames between hold.
+    # No generator: from Python 3.13 on contextlib's `__exit__` and an error that is replaced by another one there
+    # reference each other, and so keep all objects of the frames in between.
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         original = error if error is None else original_error(error)
         try:
             if original is not None and original is not error:
                 raise original from None
         finally:
-            # An error and a frame that it passed would be a cycle, and keep what the other frames hold.
+            # An error and a frame that it passed would form a cycle, and keep the objects of the other frames.
             del original, error, frames
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Returns what a torch function raised, if `error` is what JAX made of it, else the error itself."""
+    """Returns the torch function's exception if `error` is JAX's error for it, else the error itself."""
     # A program's first run raises a JaxRuntimeError, JAX's fast dispatch of later runs a plain ValueError.
     if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         return _recorded.find(str(error)) or error
@@ -48,7 +48,7 @@ def original_error(error: BaseException) -> BaseException:
 
 
 def recorded(error: BaseException) -> RuntimeError:
-    """Returns what to raise into XLA in place of an error, so that `typed_errors` finds it again.
+    """Returns the exception to raise into XLA instead of an error, so that `typed_errors` finds the error again.
 
     XLA turns any exception into text, KeyboardInterrupt too.
     """
@@ -77,8 +77,8 @@ class _RecordedErrors:
         with self._lock:
             for key in re.findall(r"jattn-callback-error-\d+", text):
                 if (error := self._errors.pop(key, None)) is not None:
-                    # Each output of a failed program raises the same text. The next look at it gets a copy: what is
-                    # handed out gathers the frames of all whom it passes, and a kept one would keep what they hold.
+                    # Each output of a failed program raises the same text. The next look-up gets a copy: a raised
+                    # exception collects the frames that it passes, and a kept one would keep their objects.
                     with contextlib.suppress(Exception):
                         self._errors[key] = copy.copy(error)
                     return error

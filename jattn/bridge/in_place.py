@@ -1,4 +1,4 @@
-"""What keeps an array that a custom call updates in place where XLA put it."""
+"""Barriers that keep an array, which a custom call updates in place, at the address that XLA gave it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def pinned(arrays: Sequence[jax.Array], updated: Container[int]) -> list[jax.Arr
     XLA's dynamic-slice fusion, on by default on GPUs from jaxlib 0.11.1, folds the slices around a custom call into
     addresses: `x[i]` before it, `x.at[i].set` after it, a scan's and a vmap's among them. Until its
     PreservesCustomCallAliases (xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc) it forgot that one was
-    to be updated in place of the other: what a kernel wrote went to the array that was sliced, often one that nobody
-    had donated, and not to the result. XLA removes the barrier after that pass; programs without such slices stay as
-    they are.
+    to be updated instead of the other: a kernel then wrote to the sliced array, often one that had not been donated,
+    and not to the result. XLA removes the barrier after that pass; programs without such slices stay as they are.
     """
     return [
         jax.lax.optimization_barrier(array) if index in updated and isinstance(array, Tracer) else array

@@ -1,8 +1,8 @@
 """Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write.
 
 Triton keeps a disk cache of its own and believes what it finds there, in a directory that TRITON_CACHE_DIR may put
-anywhere. A compilation here neither reads nor writes it. What torch runs (`torch_core.launch.run`) still does, as
-every Triton kernel of the process does: whoever shares an account or sets that variable should know.
+anywhere. A compilation here neither reads nor writes it. Kernels that torch runs (`torch_core.launch.run`) still use
+it, like every Triton kernel of the process; keep this in mind if accounts are shared or that variable is set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMPILING = threading.Lock()
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What the compiler fixed about one TMA descriptor parameter.
+    """The compile-time facts of one TMA descriptor parameter.
 
     Attributes:
         element_type: CUtensorMapDataType, as the driver numbers it.
@@ -56,7 +56,7 @@ class KernelImage:
     Attributes:
         name: the entry point in `ptx`.
         ptx: the code.
-        cubin: the machine code that Triton made of it, which is what torch launches too.
+        cubin: Triton's machine code, which torch launches too.
         num_warps: warps of one block, the workers of a warp-specialised kernel included.
         shared_memory: bytes of dynamic shared memory.
         tensor_maps: one per descriptor parameter, in order.
@@ -78,9 +78,9 @@ def default_directory() -> Path:
 class KernelCache:
     """Compiles each kernel variant once, for this process and for later ones.
 
-    Files are code: whoever can write them decides what runs on the device. So a directory that others may write is
-    refused, a file is written whole or not at all, and one whose checksum does not hold is compiled anew. A full or
-    read-only disk costs later processes a compilation and nothing else.
+    Files are code: a user who can write them controls the device. So a directory that others may write is refused, a
+    file is written completely or not at all, and a kernel whose checksum does not match is compiled again. A full or
+    read-only disk only costs later processes a compilation.
 
     Args:
         directory: where to keep the kernels; created with mode 700. None keeps them in memory only.
@@ -160,7 +160,7 @@ def _without_tritons_cache() -> Iterator[None]:
 
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             if override or dump:
-                # What TRITON_KERNEL_OVERRIDE and TRITON_KERNEL_DUMP ask for, by name.
+                # The settings of TRITON_KERNEL_OVERRIDE and TRITON_KERNEL_DUMP, by name.
                 super().__init__(key, override, dump)
                 return
             self.key, self.cache_dir = key, tempfile.mkdtemp(prefix="jattn-")

@@ -1,9 +1,9 @@
 """One launch of a kernel as a JAX primitive, which is lowered to jaxlib's launcher with no more than it needs.
 
-XLA asks the launcher to get ready at every execution of a program, also where it replays a CUDA graph, and then the
-launcher copies, hashes and compares the whole attribute of each call (jaxlib/gpu/triton_kernels.cc,
-GetOrCreateKernelCall). With the code in it that is 4 to 60 kilobytes a launch, so a program names code that its process
-has loaded before. What `jax.export` stores runs in other processes and carries the code itself.
+XLA initialises the launcher at every execution of a program, also when it replays a CUDA graph, and the launcher then
+copies, hashes and compares the whole attribute of each call (jaxlib/gpu/triton_kernels.cc, GetOrCreateKernelCall). With
+the code in it that is 4 to 60 kilobytes a launch, so a program names code that its process has loaded before. A program
+stored by `jax.export` runs in other processes and contains the code itself.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _is_loaded(loader: bytes) -> bool:
 def _load(loader: bytes) -> bool:
     """Compiles a program whose custom call loads a kernel; jaxlib keeps it for as long as the process lives."""
     result = jax.ShapeDtypeStruct((1,), "uint8")
-    # An attribute that nobody reads: the same program from JAX's compilation cache would load nothing. Nor is it stored
-    # there, where no other process would find it.
+    # An unused attribute: the same program from JAX's compilation cache would not load the code. The code is not stored
+    # there either, because other processes would not find it.
     program = jax.jit(lambda: jax.ffi.ffi_call(TARGET, result)(opaque=loader, once=uuid.uuid4().hex))
     try:
         devices = jax.local_devices(backend="cuda")
@@ -121,7 +121,7 @@ def _load(loader: bytes) -> bool:
         with persistent_cache_min_compile_time_secs(math.inf), jax.default_device(devices[0]):
             program.lower().compile()
     except RuntimeError as error:
-        # There is no such device here, jaxlib takes no machine code, or there is no memory: each call carries its code.
+        # The device is missing, jaxlib takes no machine code, or there is no memory: each call carries its code.
         _LOG.debug("kernels are launched with their code, as it could not be loaded: %s", error)
         return False
     return True

@@ -82,8 +82,8 @@ def call_operation(
 
     Raises:
         InvalidInput: an array is missing or has another shape or dtype than the plan was made for.
-        Unsupported: triton, a CUDA build of jaxlib or a CUDA device is missing, jaxlib is too old, or a kernel does
-            not fit the device; the message says what to use instead.
+        Unsupported: triton, a CUDA build of jaxlib or a CUDA device is missing, jaxlib is too old, or a kernel does not
+            fit the device; the message names an alternative.
     """
     values = {name: _checked(plan.name, name, arrays.get(name), spec) for name, spec in plan.inputs}
     own = limits is None
@@ -197,7 +197,7 @@ def _serialised(
 
 
 def _machine_code(image: KernelImage) -> bytes:
-    """Returns what, behind a serialised call, gives its kernel machine code (jaxlib/gpu/triton.proto).
+    """Returns the bytes that, appended to a serialised call, give its kernel machine code (jaxlib/gpu/triton.proto).
 
     The launcher then takes its PTX for a name and looks no code up by another.
     """

@@ -1,7 +1,7 @@
 """Calls that partition themselves: where operands are split over heads or sequences, each device computes its own.
 
-XLA cannot look into a custom call: it would gather every operand and compute everything everywhere. What may be split,
-and how, is `jattn.bridge.split`'s to say.
+XLA cannot look into a custom call: it would gather every operand and compute everything everywhere.
+`jattn.bridge.split` decides which axes may be split, and how.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Parts:
     def specs(
         self, mesh: Any, found: Sequence[Any]
     ) -> tuple[Callable[..., Any], tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """Returns what runs a part, and how operands have to be split over a mesh and results are."""
+        """Returns the function that runs a part, and the shardings of operands and results."""
         given = zip(self.operands, (sharding.spec for sharding in found), strict=True)
         split = split_of(self.call, mesh, dict(given))
         shapes = {name: array.shape for name, array in (*self.call.arrays().items(), *self.call.outputs().items())}
@@ -152,13 +152,13 @@ def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         factors |= {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == parts.call.key.shape[0]}
 
     def mapping(name: str) -> list[str]:
-        # What is no plain name, as num_seqs+1, is a factor of its own.
+        # An axis that is not a plain name, such as num_seqs+1, is a separate factor.
         dims = [dim if dim.isidentifier() else f"{name}_{axis}" for axis, dim in enumerate(dims_of(parts.call, name))]
         return [factors.get(dim, dim) for dim in dims]
 
     sides = [[mapping(name) for name in names] for names in (parts.operands, parts.results)]
     found = {factor for side in sides for each in side for factor in each}
-    # JAX asks for the size of what no axis is alone: dense sequences have no array with a row for each.
+    # JAX needs the size of a factor that is never an axis by itself: dense sequences have no array with a row for each.
     if "num_seqs" not in found and any(factor.startswith("(num_seqs ") for factor in found):
         sizes["num_seqs"] = num_seqs
     return " -> ".join(", ".join(map(" ".join, side)) for side in sides), sizes

@@ -1,4 +1,4 @@
-"""The platform that a program is compiled for, which JAX tells nobody before the lowering."""
+"""The platform that a program is compiled for, which is unknown before JAX lowers the program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Call
     Args:
         platform: "cpu" or "cuda".
         name: of the primitive, which a printed jaxpr shows.
-        error: makes what is raised; also outside jit, for an array that is on that platform.
+        error: creates the exception; it is also raised outside jit, for an array on that platform.
     """
 
     def refuse(context: object, array: object) -> Any:

@@ -1,8 +1,8 @@
 """How a call can be split over devices without a collective: by heads, and by sequences where their rows are even.
 
-What may be split stands in the annotations of the call's fields. Packed rows follow from running offsets, which XLA
-cannot cut: they are split where shapes promise that every sequence has the same number of rows, and what the promise
-leaves open is looked at on the device.
+The annotations of the call's fields say which axes may be split. Packed rows are addressed by cumulative offsets, which
+XLA cannot split. They are split if the shapes prove that every sequence has the same number of rows; the device checks
+the values that shapes do not determine.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Split:
         return call.with_arrays(arrays), fits if isinstance(call, AttentionCall) else None
 
     def joined(self, call: Call[Any], name: str, result: jax.Array, fits: jax.Array | None) -> jax.Array:
-        """Returns a part's result as the whole call's: NaN where the part was not what the shapes promise."""
+        """Returns a part's result as the whole call's, or NaN if the part's values contradict the shapes."""
         if fits is None or name in call.written:
             return result
         if isinstance(call, DenseBackwardCall) and not set(dims_of(call, name)) & set(_ROWS):
-            # The gradient of what all sequences share.
+            # The gradient of arrays that all sequences share.
             result = jax.lax.psum(result, self.rows)
         return jnp.where(fits, result, jnp.asarray(jnp.nan, result.dtype))
 
@@ -105,7 +105,7 @@ def dims_of(call: Call[Any], name: str) -> tuple[str, ...]:
     fields = array_fields(type(call))
     if name == "lse" and name not in fields:
         return dims_of(call, "out" if "out" in fields else "out_a")[:2]
-    # A gradient has the axes of what it is the gradient of.
+    # A gradient has the axes of its operand.
     field = fields.get(name, fields.get(name.removeprefix("d_")))
     if field is None:
         shape, rows = call.outputs()[name].shape, _num_rows(call)
@@ -223,7 +223,7 @@ def _rows_split(
     parts = math.prod(mesh.shape[axis] for axis in axes)
     by_blocks = axes if any(blocks.values()) else ()
     if not rows and not isinstance(call, AttentionCall):
-        # Each device takes what is for its blocks.
+        # Each device takes the rows of its own blocks.
         return (), by_blocks
     if "query_start_loc" in shapes and not isinstance(call, AttentionCall):
         raise Unsupported(

@@ -93,7 +93,7 @@ class _Compute:
         try:
             results = self.run(call)
         except Exception:
-            # The check says what was wrong with the values; where it finds nothing, the failure speaks for itself.
+            # The check explains a fault of the values; if it finds none, the original failure is raised.
             call.check_values()
             raise
         for name in self.outputs:

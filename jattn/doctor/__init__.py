@@ -1,4 +1,4 @@
-"""`jattn doctor`: what this machine has, what works on it, and why the rest does not."""
+"""`jattn doctor`: the parts of this machine, the features that work on it, and why others do not."""
 
 from __future__ import annotations
 

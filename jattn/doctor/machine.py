@@ -16,7 +16,7 @@ __all__ = ["compile_caches", "devices", "environment", "memory", "threads", "ver
 
 _PACKAGES = ("jattn", "jax", "jaxlib", "flax", "torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
 _OPTIONAL = {"transformers": "not installed (jattn crosscheck then uses its own torch decoder)"}
-#: The variables that change what jattn does or how much memory each side takes.
+#: The variables that change jattn's behaviour or the memory of either side.
 _VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
@@ -60,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def devices() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yields what JAX and torch each see."""
+    """Yields the devices that JAX and torch see."""
     yield "jax", _jax_devices
     yield "torch", _torch_devices
     yield "together", _together
@@ -119,7 +119,7 @@ def _host_memory() -> str:
 
 
 def _available_memory() -> int | None:
-    """Returns what Linux would give to a new process without swapping, page cache included; None elsewhere."""
+    """Returns the memory that Linux can give a new process without swapping, page cache included; None elsewhere."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return None
@@ -151,7 +151,7 @@ def _gib(count: int) -> str:
 
 
 def environment() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yields the variables that are set and change what jattn does or how much memory each side takes."""
+    """Yields the set variables that change jattn's behaviour or the memory of either side."""
     present = [name for name in _VARIABLES if name in os.environ]
     for name in present:
         yield name, functools.partial(os.environ.__getitem__, name)

@@ -1,4 +1,4 @@
-"""collect: goes through every part of the machine and turns what it finds, failures included, into lines."""
+"""collect: checks every part of the machine and returns the results, failures included, as lines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Check:
     """One line of the report.
 
     Attributes:
-        section: what it belongs to.
+        section: the group of the line.
         name: of the thing looked at.
-        text: what was found.
+        text: the result.
         works: False when it is broken; a thing that is merely absent, or cannot run on this machine, is not.
     """
 
@@ -53,7 +53,7 @@ class DoctorReport:
         return "\n".join([*lines, "", "all parts work" if count == 0 else f"{count} broken: see above"])
 
 
-#: A part's name and how to look at it; looking returns the text or raises what is broken.
+#: A part's name and its check, which returns the text or raises the fault.
 Part = tuple[str, Callable[[], str]]
 
 
@@ -83,7 +83,7 @@ def collect() -> DoctorReport:
 
 def look_at(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check]:
     """Yields one check for each part, and one for the section itself if its parts cannot even be listed."""
-    # Whatever a broken installation raises belongs in the report: that is what a doctor is for.
+    # Any exception of a broken installation belongs in the report.
     try:
         for name, look in parts():
             try:

@@ -134,7 +134,7 @@ def _view_in_torch() -> str:
 
     from jattn.bridge import to_torch
 
-    # The bridge itself refuses what it would have to copy.
+    # The bridge itself refuses arrays that it would have to copy.
     to_torch(jnp.arange(64.0))
     return "zero-copy"
 

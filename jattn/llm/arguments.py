@@ -1,4 +1,4 @@
-"""What commands are told about loading, devices and processes, as arguments and as what a model and an engine take."""
+"""The commands' options for loading, devices and processes, and their conversion to keywords of model and engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
 
 
 def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what they tell `LLM` about loading.
+    """Returns the options of loading as keywords of `LLM`.
 
     Raises:
         InvalidInput: overrides that are no JSON object.

@@ -22,12 +22,12 @@ def converse(
 ) -> list[dict[str, str]]:
     """Answers each line in the light of those before it; the cached prefix makes that cheap.
 
-    An interrupt ends the answer at hand, and what was said of it stays. `/clear` forgets the conversation, `/exit` and
-    the last line end it.
+    An interrupt ends the current answer, and the text so far stays. `/clear` forgets the conversation, `/exit` and the
+    last line end it.
 
     Args:
         llm: whose model answers.
-        lines: what the user says.
+        lines: the user's lines.
         say: takes each piece of an answer, and the newline behind it.
         params: of every answer.
         system: the system's message.

@@ -1,1 +1,1 @@
-"""What every room may import: errors, checks, specs."""
+"""The modules that every room may import: errors, checks, limits, specs."""

@@ -1,4 +1,4 @@
-"""Checks of plain values that users pass, with messages that can print whatever that is; standard library only."""
+"""Checks of plain values that users pass, with messages that can print any value; standard library only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, *, also:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raises InvalidInput for what is neither True nor False."""
+    """Raises InvalidInput for a value that is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidInput(argument=name, value=value, wanted="it must be True or False")
 

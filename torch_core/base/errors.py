@@ -132,7 +132,7 @@ class InvalidInput(ArgumentError, ValueError):
 
 
 class EngineAsleep(InvalidInput):
-    """The engine gave its pool's memory away until `wake`; its requests survive that, and whoever waits tries again."""
+    """The engine released its pool's memory until `wake`; its requests survive, and callers can wait and try again."""
 
 
 class RequestTooLong(InvalidInput):
@@ -140,7 +140,7 @@ class RequestTooLong(InvalidInput):
 
 
 class Unsupported(ArgumentError, NotImplementedError):
-    """A valid request that this build, device or implementation does not serve; the message says what does."""
+    """A valid request that this build, device or implementation does not serve; the message names an alternative."""
 
 
 class OutOfBlocks(JattnError, RuntimeError):

@@ -108,7 +108,7 @@ class ArraySpec:
     dtype: str
     strides: tuple[int, ...] | None = None
     aligned: bool = True
-    # Plans are looked up by the specs of a call: hashing each of them anew would be felt on every launch.
+    # Plans are looked up by the specs of a call: hashing each spec again would slow down every launch.
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __hash__(self) -> int:
@@ -241,7 +241,7 @@ class LatentCacheSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The static options of one attention call: what is the same for every sequence of every step.
+    """The static options of one attention call, which are the same for every sequence of every step.
 
     Query row `i` of a sequence with `q` new and `n` total tokens stands at position `p = n - q + i` (the mask is
     aligned bottom-right). It sees key `j < n` when every condition that is set holds:

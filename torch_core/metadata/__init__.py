@@ -1,6 +1,6 @@
 """From the rows of a step to the int32 arrays that every backend and JAX share; numpy only, no torch, no jax.
 
-Each file says in its `__all__` what it offers here.
+The `__all__` of each file lists its public names.
 """
 
 # ruff: noqa: F403

@@ -16,7 +16,7 @@ class Buckets:
     """A strictly increasing list of sizes that a value may be padded to.
 
     Attributes:
-        name: what is being padded; used in messages.
+        name: the padded quantity; used in messages.
         sizes: the allowed sizes, positive and strictly increasing.
 
     Raises:

@@ -46,7 +46,7 @@ def build_common_metadata(
     lengths, the padded sizes, and that no two sequences write one block. `check_metadata` checks the rest.
 
     Args:
-        rows: what each sequence does; new tokens are laid out in this order. Not changed, not kept.
+        rows: one row per sequence; new tokens are laid out in this order. Not changed, not kept.
         block_size: tokens of one block.
         num_blocks: blocks of the pool, the null block (0) included.
         num_seqs: padded number of rows; None for none.

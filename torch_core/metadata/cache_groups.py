@@ -1,4 +1,4 @@
-"""The tables and slots of further cache groups of a step, beside those of the first in one packed buffer."""
+"""The tables and slots of further cache groups of a step, in one packed buffer with those of the first group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group_fields(cache_group: int) -> tuple[str, str]:
 def group_layout(
     num_groups: int, *, num_seqs: int, num_tokens: int, max_blocks: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns what `metadata_layout` takes as `extra` to have room for the groups behind the first one.
+    """Returns the `extra` of `metadata_layout` that gives room for the groups after the first one.
 
     Args:
         num_groups: cache groups, the first included.

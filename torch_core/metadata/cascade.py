@@ -23,7 +23,7 @@ _SHORT_QUERY_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeCosts:
-    """What decides for or against cascade attention on one kind of device; from measurements, not from data sheets.
+    """The cost model of cascade attention on one kind of device; from measurements, not from data sheets.
 
     The defaults fit 147 measurements on an H200 (2 to 256 sequences, prefixes of 256 to 8192 tokens, five head
     geometries, suffixes of 64 and 1024 tokens, with a warm and a cold L2 cache): cascade is chosen nowhere where it
@@ -33,7 +33,7 @@ class CascadeCosts:
         bytes_per_us: rate at which attention reads the cache.
         flops_per_us_per_sm: rate of one multiprocessor over the shared prefix.
         merge_bytes_per_us: output per microsecond of the partial results, their merge and the second attention.
-        overhead_us: what the second attention and the merge cost, however small they are.
+        overhead_us: fixed cost of the second attention and the merge, in microseconds.
         margin: cascade is used when it should take at most this fraction of the plain time.
     """
 

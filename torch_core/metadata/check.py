@@ -171,7 +171,7 @@ def check_written_blocks(
     slots: np.ndarray, query_lens: np.ndarray, *, block_size: int, seq_ids: Callable[[], SeqIds] | None = None
 ) -> None:
     """Raises InvalidInput for a slot of real tokens (int32[T], in row order) written twice, or a block by two rows."""
-    # A screen that may suspect padding as well; what it suspects is looked at slot by slot.
+    # A quick test that may also suspect padding; suspected slots are checked one by one.
     if query_lens.shape[0] == 1:
         ordered = np.sort(slots)
         suspicious = ordered[1:] == ordered[:-1]

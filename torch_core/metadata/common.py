@@ -33,7 +33,7 @@ class EncoderMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CommonAttentionMetadata:
-    """What one step's batch looks like; computed once in numpy, then uploaded and shared by all layers.
+    """One step's batch: computed once in numpy, then uploaded and shared by all layers.
 
     All arrays are int32. `S` and `T` are the padded numbers of sequences and new tokens. Rows from `num_reqs` on and
     tokens from `num_actual_tokens` on are padding: their sequences have length 0 and no query, their slots are -1.
@@ -112,7 +112,7 @@ class CommonAttentionMetadata:
             num_actual_reqs: sequences that stay, the first ones; None for all.
 
         Raises:
-            InvalidInput: there are not so many sequences, or they have another number of tokens.
+            InvalidInput: the batch has fewer sequences, or another number of tokens.
         """
         reqs = self.num_reqs if num_actual_reqs is None else num_actual_reqs
         if not 0 <= reqs <= self.num_reqs:

@@ -79,7 +79,7 @@ def prefix_groups(metadata: CommonAttentionMetadata, *, piece_tokens: int, max_p
 
 
 def _grouped(shared: list[int]) -> list[tuple[int, int, int]]:
-    """Returns (first, end, blocks) of groups and of what lies between, from what each shares with the next one."""
+    """Returns (first, end, blocks) of groups and of the sequences between, from the blocks that neighbours share."""
     groups: list[tuple[int, int, int]] = []
     first, blocks = 0, 0
     for index, common in enumerate(shared):

@@ -91,7 +91,7 @@ class PackedLayout:
         """Returns the place of one field.
 
         Raises:
-            InvalidInput: there is no such field.
+            InvalidInput: the field does not exist.
         """
         entry = self._by_name.get(name)
         if entry is None:

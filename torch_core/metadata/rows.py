@@ -18,7 +18,7 @@ __all__ = ["SequenceRow", "SequenceRowLike"]
 
 
 class SequenceRowLike(Protocol):
-    """Anything that says what one sequence does in one step; the allocator's records qualify as they are.
+    """The work of one sequence in one step; the allocator's records satisfy this protocol.
 
     Two more attributes are read when they are there: `seq_id`, the name of the sequence, and `group_block_ids`, its
     tables in all cache groups. A sequence of rows may have an attribute `columns`, which maps the name of each field to
@@ -44,7 +44,7 @@ class SequenceRow:
 
     Attributes:
         block_ids: as in `SequenceRowLike`. An `array.array("i")` or an int32 numpy array is read without converting
-            each id, which is what makes large batches cheap; a list or tuple works too.
+            each id, which makes large batches cheap; a list or tuple works too.
         num_computed_tokens: tokens in the cache before the step.
         num_new_tokens: tokens of this step.
         seq_id: the name of the sequence, in messages and for a `BlockTableCache`; None for its row number alone.
@@ -93,7 +93,7 @@ class RowColumns:
         """Returns the block table of each row, of one cache group when it is given.
 
         Raises:
-            InvalidInput: the rows have no such group.
+            InvalidInput: the group does not exist in the rows.
         """
         if cache_group is None:
             return self["block_ids"]
@@ -107,7 +107,7 @@ class RowColumns:
 
 
 class Lengths(NamedTuple):
-    """What the rows of a step say about their lengths.
+    """The lengths of a step's rows.
 
     Attributes:
         computed: int32[S], tokens before the step.

@@ -42,7 +42,7 @@ class BlockTableCache:
         self.least, self.most = 1, 0
 
     def convert(self, seq_ids: Sequence[str | None], tables: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Converts what is new and forgets every sequence that is not named.
+        """Converts new blocks and forgets every sequence that is not named.
 
         Args:
             seq_ids: the name of each sequence; the names of one call differ.
@@ -78,7 +78,7 @@ class BlockTableCache:
         lens = np.zeros(len(seq_ids), np.int32)
         rows[kept], lens[kept] = self._rows[places[kept]], self._lens[places[kept]]
         tables = [_NEVER_SEEN if index < 0 else self._tables[index] for index in places.tolist()]
-        # In this order an interrupt leaves a cache that knows nobody.
+        # In this order an interrupt leaves an empty cache.
         self._seq_ids = []
         self._tables, self._rows, self._lens = tables, rows, lens
         self._seq_ids = seq_ids
@@ -87,7 +87,7 @@ class BlockTableCache:
         last, stop = self._tables[index], len(table)
         # Equal ids are mostly the same objects, so this comparison costs a tenth of a conversion.
         start = len(last) if type(last) is tuple and type(table) is tuple and table[: len(last)] == last else 0
-        # Whatever interrupts this leaves a row that is converted again.
+        # An interrupt here leaves a row that is converted again.
         self._tables[index] = _NEVER_SEEN
         if stop > self._rows.shape[1]:
             grown = np.zeros((self._rows.shape[0], max(stop, 2 * self._rows.shape[1])), np.int32)

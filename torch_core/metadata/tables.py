@@ -49,7 +49,7 @@ def write_checked_tables(
         seq_ids=columns.seq_ids,
         table_cache=table_cache,
     )
-    # What every id that a cache has seen is, need not be looked for in each table.
+    # Ids that the cache has seen were checked before, and need no search in each table.
     if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
         check_block_tables(
             out,
@@ -104,7 +104,7 @@ def _write_converted(
     seq_ids: Callable[[], Sequence[str | None]],
     table_cache: BlockTableCache,
 ) -> bool:
-    """Does the work of `write_tables` by a cache; returns False when something is wrong, for it to find out what."""
+    """Does the work of `write_tables` with a cache; returns False on a fault, which `write_tables` then finds."""
     try:
         rows, lens = table_cache.convert(seq_ids(), tables)
     except (TypeError, OverflowError):

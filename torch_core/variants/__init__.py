@@ -1,1 +1,1 @@
-"""The kernel variants that models use, and what they take when compiled."""
+"""The kernel variants that models use, and their resources when compiled."""

@@ -42,11 +42,11 @@ _WINDOW_SINKS: dict[str, Any] = {"spec": _WINDOW, "sinks": ArraySpec((32,), "flo
 def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     """Returns representative plans by label: 32 query heads of size 128 over 8 key/value heads unless it says other.
 
-    A label starts with the operation; the rest names what differs from bfloat16, block size 16 and causal.
+    A label starts with the operation; the rest names the differences from bfloat16, block size 16 and causal.
 
     Args:
-        arch: compute capability as one number; for 90 some plans of the older devices are among them. What a device
-            does not serve is left out.
+        arch: compute capability as one number; for 90 this includes some plans of older devices. Plans that a device
+            does not serve are left out.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),

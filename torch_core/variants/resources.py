@@ -1,4 +1,4 @@
-"""What compiled kernel variants take: registers, shared memory, spills; and the table where that is recorded."""
+"""The resources of compiled kernel variants: registers, shared memory, spills; and the table that records them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What variants took when they were last compiled.
+    """The resources of variants when they were last compiled.
 
     Attributes:
         triton: the version that compiled them.
@@ -54,7 +54,7 @@ class Table:
     keys: Mapping[str, str]
 
     def row_of(self, label: str, variant: KernelVariant) -> Resources | None:
-        """Returns what a variant takes, or None where it, or Triton, is another than was recorded."""
+        """Returns the resources of a variant, or None if it, or Triton, has changed since the record."""
         current = self.triton == triton.__version__ and self.keys.get(label) == variant.key()
         return self.resources[label] if current else None
 
@@ -78,7 +78,7 @@ def measure(variant: KernelVariant, arch: int = 90) -> Resources:
 
 
 def read_table(path: Path = TABLE_PATH) -> Table:
-    """Returns what was recorded."""
+    """Returns the record."""
     record = json.loads(path.read_text())
     rows = {label: Resources(**row) for label, row in record["variants"].items()}
     return Table(record["triton"], rows, record["keys"])

@@ -28,10 +28,10 @@ _RANDOM_TOKENS = 128
 def calibrate_kv_cache(
     model: PagedModel, prompts: Sequence[Sequence[int]] | None = None, *, seed: int = 0
 ) -> KVCacheScales:
-    """Runs prompts through a model, each on its own, and returns the ranges of what its layers cache.
+    """Runs each prompt through a model and returns the ranges of the keys and values that its layers cache.
 
-    Take prompts like those that will be served: what gets larger than in any of them saturates. One program is
-    compiled, for the longest prompt; the caches of one prompt are allocated meanwhile.
+    Use prompts like those that will be served: values beyond these ranges saturate. One program is compiled, for the
+    longest prompt; the caches of one prompt are allocated meanwhile.
 
     Args:
         model: of layers of `PagedAttention`, or of latents; it stays as it is.

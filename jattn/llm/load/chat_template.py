@@ -25,7 +25,7 @@ __all__ = ["ChatTemplate"]
 _MAX_SOURCE = 1 << 17
 _MAX_PROMPT = 1 << 24
 _MAX_STEPS = 1 << 18
-# Of what one operation may make: the product of its two largest operands' sizes.
+# Limit for the result of one operation: the product of its two largest operands' sizes.
 _MAX_PRODUCT = 1 << 26
 # Of a list, as text, with all that is in it.
 _MAX_WEIGHT = 1 << 24
@@ -42,8 +42,8 @@ _WIDTH = re.compile(r"[%:]\D{0,3}(\d{5,20})")
 class ChatTemplate:
     """A Jinja template as transformers has them: `messages`, `tools`, `add_generation_prompt`, `bos_token`, ...
 
-    It runs in jinja2's immutable sandbox: no attribute of Python's own objects, no change of what it was given. What it
-    may do is limited in length of the source, of the text, and in evaluated steps, so that it ends.
+    It runs in jinja2's immutable sandbox: it cannot reach attributes of Python's own objects or change its arguments.
+    The length of its source, the length of its text and its evaluated steps are limited, so it always ends.
 
     Args:
         source: of the template.
@@ -103,13 +103,13 @@ class ChatTemplate:
         except InvalidInput:
             raise
         except Exception as error:
-            # A template is a program: it can raise what it likes, a TypeError of Python's own included.
+            # A template is a program: it can raise any exception, including Python's TypeError.
             raise InvalidInput(f"the chat template fails on these messages: {type(error).__name__}: {error}.") from None
         return "".join(parts)
 
 
 class _Work(threading.local):
-    """What the text that a thread is at has taken so far."""
+    """The work that the thread's current text has taken so far."""
 
     def __init__(self) -> None:
         self.begin()
@@ -127,8 +127,8 @@ class _Work(threading.local):
     def made(self, value: Any) -> Any:
         """Returns a value that an operation made; refuses one that is too large, or one too many.
 
-        A list that holds another one twice doubles with each line: what it weighs, and not its length, is what writing
-        it or comparing it takes.
+        A list that contains another list twice doubles with each line: the cost of printing or comparing it is its
+        total size, not its length.
         """
         if isinstance(value, str):
             self._add(len(value))
@@ -161,7 +161,7 @@ _work = _Work()
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks, for training, what the assistant says; here it means nothing."""
+    """`{% generation %}` marks the assistant's text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -171,7 +171,7 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with transformers' helpers, which counts what a template does and bounds what that makes."""
+    """The sandbox with transformers' helpers; it counts a template's steps and limits the size of its values."""
 
     # These go through call_binop.
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -244,7 +244,7 @@ def _bounded(applied: Callable[..., Any], least: int) -> Callable[..., Any]:
 
 
 def _check_size(values: Sequence[Any], least: int = _MAX_COUNT, most: int = _MAX_PRODUCT) -> None:
-    """Refuses what could make of these values more than a prompt may have: repeat, pad, replace, format, raise.
+    """Refuses operations whose result could exceed the size of a prompt: repeat, pad, replace, format, power.
 
     Args:
         values: of the operation.

@@ -19,15 +19,15 @@ from torch_core.base.specs import QUERY_DTYPES
 
 __all__ = ["family_of", "parse_config", "render_config"]
 
-#: What an encoder does not have.
+#: Fields that an encoder does not have.
 _OF_LOGITS = ("decoder_start_token_id", "forced_bos_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """Builds the config of a supported model from the object in its config.json.
 
-    `dtype` is the one in which the file says its weights are stored (float32 when it says nothing). What the file
-    leaves out has the value that transformers gives it.
+    `dtype` is the file's dtype of stored weights (float32 if the file has none). Missing keys have transformers'
+    defaults.
 
     Args:
         raw: the parsed JSON object; not changed.
@@ -158,7 +158,7 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
-    """Returns what the file calls a field whose value it holds as it is; the field's own name otherwise."""
+    """Returns the file's name of a field whose value is stored unchanged; otherwise the field's own name."""
     fields = {name, f"moe.{name}", f"latent.{name}"}
     own = (key for key, entry in family.all_keys.items() if entry.is_plain and fields & {*entry.fields})
     return next((key for key in own if key in raw), name)
@@ -170,7 +170,7 @@ def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a decoder's encoder: the same but for its own keys and what is about logits."""
+    """Returns the config of a decoder's encoder: the same except for its own keys and the fields about logits."""
     shared = {name: value for name, value in options.items() if name not in _OF_LOGITS}
     try:
         return ModelConfig(**{**shared, **own, "is_encoder": True})
@@ -189,7 +189,7 @@ def _derived_head_dim(options: Mapping[str, Any]) -> int:
 
 
 def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the window of all layers, or of each, from what the file says and the family's pattern."""
+    """Returns the window of all layers, or of each layer, from the file's keys and the family's pattern."""
     window, types = raw.get("sliding_window"), raw.get("layer_types")
     count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
     is_used = raw.get("use_sliding_window", True)

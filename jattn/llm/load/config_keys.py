@@ -1,4 +1,4 @@
-"""The keys of config.json: which ones a family's file may have, which it must, and what is refused by name."""
+"""The keys of config.json: the allowed, required and refused keys of a family's file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 FILE = "config.json"
-#: Fields that every file sets, under whatever key.
+#: Fields that every file sets, under any key.
 REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))
-#: Of the parts that a family may have, what none is made without.
+#: The required fields of the optional parts of a family.
 _REQUIRED_OF_PARTS = tuple(
     f"{part}.{field.name}"
     for part, kind in (("moe", MoEConfig), ("latent", LatentConfig))
@@ -50,9 +50,9 @@ _STRUCTURE = (
     "forced_eos_token_id",
     "quantization_config",
 )
-#: What holds for the language model of a whole.
+#: Keys of a composite model that apply to its language model.
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
-#: What is read by the functions of a family.
+#: Keys that the functions of a family read.
 _DERIVED = ("decoder_sparse_step", "mlp_layer_types", "no_rope_layers", "no_rope_layer_interval")
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 #: Keys with one value under which the model is the one that is computed here.
@@ -108,7 +108,7 @@ def is_whole(raw: dict[str, Any], family: Family) -> bool:
 
 
 def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Returns what the family's own file would hold: of a whole, its text_config, and the whole otherwise.
+    """Returns the content of the family's own file: the text_config of a composite model, or the whole file.
 
     Raises:
         InvalidInput: no text_config, or one of another model_type.
@@ -131,7 +131,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Returns the keys that say something, with the family's defaults for those that the file leaves out.
 
     Raises:
-        InvalidInput: a key is missing or unknown, or holds what no function of a family could read.
+        InvalidInput: a key is missing or unknown, or has a value that no function of a family could read.
         Unsupported: a key of one value has another.
     """
     allowed, inert = _allowed(family), _INERT | dict(family.inert)
@@ -164,7 +164,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         raise InvalidInput(f"{FILE} lacks {', '.join(missing)}.")
     for key, default in family.defaults.items():
         if callable(default) and given.get(key) is None:
-            # Of a value that is no number nothing follows; what is wrong with it is said where it is checked.
+            # A value that is not a number is ignored here; its check raises the error.
             with contextlib.suppress(TypeError):
                 given[key] = default(given)
         elif not callable(default):
@@ -203,7 +203,7 @@ def _allowed(family: Family) -> set[str]:
 
 
 def _check_derived(given: dict[str, Any], family: Family) -> None:
-    """Checks what functions of a family read before anything else looks at it; a null flag is its default."""
+    """Checks the keys that functions of a family read, before they read them; a null flag is its default."""
     for name, default in family.defaults.items():
         if isinstance(default, bool) and name not in _WINDOW_KEYS:
             given[name] = default if given[name] is None else given[name]

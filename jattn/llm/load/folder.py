@@ -43,7 +43,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_given(name: str, path: str | os.PathLike[str]) -> str:
-    """Returns the text of a file that the user names, whatever folder it is in.
+    """Returns the text of a file that the user names, in any folder.
 
     Raises:
         InvalidInput: it cannot be read.
@@ -55,7 +55,7 @@ def read_given(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str = "") -> Path | None:
-    """Returns the path of a regular file directly inside the folder, or None where there is no such name.
+    """Returns the path of a regular file directly inside the folder, or None if the name does not exist.
 
     A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
     (`models--org--name`, or the `blobs` that all models of the cache share).
@@ -108,7 +108,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     """Returns the JSON object in a file of the folder, at most 16 mebibytes long.
 
     Raises:
-        InvalidInput: there is no such file, it cannot be read, or it holds anything else.
+        InvalidInput: the file does not exist, cannot be read, or has other content.
     """
     file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
     if file is None:

@@ -15,7 +15,7 @@ __all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "to
 
 _NAME = "generation_config.json"
 _RANGES = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
-# What would change a text and has no counterpart here, and the value that asks for nothing.
+# Settings that would change a text and are not supported, with the value that turns them off.
 _UNSERVED: dict[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -45,11 +45,11 @@ _UNSERVED: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What generation_config.json asks for; None where it says nothing. Names are those of `SamplingParams`.
+    """The settings of generation_config.json; None if the file has no value. Names are those of `SamplingParams`.
 
     Attributes:
         temperature: 0 where the file says not to sample.
-        top_k: keep so many of the likeliest tokens; 0 for all.
+        top_k: number of the likeliest tokens to keep; 0 keeps all.
         top_p: keep the likeliest tokens up to this mass.
         min_p: keep the tokens of at least this share of the likeliest one's probability.
         repetition_penalty: of the logits of tokens that were there before.
@@ -88,7 +88,7 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What was said about sampling, by keyword of `SamplingParams`."""
+        """The sampling settings, by keyword of `SamplingParams`."""
         named = {name: getattr(self, name) for name in (*_RANGES, "top_k", "max_tokens")}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -127,7 +127,7 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
 
 
 def forced_token(value: Any) -> tuple[Any, bool]:
-    """Returns the token that a list of one, or what is no list, forces, and whether nothing else was asked for.
+    """Returns the token that a value or a list of one value forces, and whether this is all that the file asks for.
 
     Between several transformers chooses without looking at the model; here none is forced then.
     """

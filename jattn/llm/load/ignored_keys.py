@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["IGNORED"]
 
-#: Keys of Hugging Face's and other writers that do not change what inference computes, whatever their value.
+#: Keys of Hugging Face's and other writers that never change the results of inference.
 IGNORED = (
     "_attn_implementation",
     "_attn_implementation_autoset",

@@ -25,7 +25,7 @@ from torch_core.base.specs import LARGEST_CODE
 
 __all__ = ["CACHE_DTYPES", "KVCacheScales", "cached_spec", "writing_8_bits"]
 
-#: vLLM's names of what a cache can be besides the model's own dtype.
+#: vLLM's names of cache dtypes other than the model's own.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 #: And of latents, whose packed rows have scales of their own.
 LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
@@ -35,7 +35,7 @@ LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
 class KVCacheScales:
     """How large the keys and values of each layer get; an 8-bit cache stores them in units of their share.
 
-    `jattn.llm.engine.calibrate_kv_cache` measures them. What is larger later saturates.
+    `jattn.llm.engine.calibrate_kv_cache` measures them. Larger values saturate later.
 
     Attributes:
         ranges: by the path of a layer's `PagedAttention`, the largest absolute key and value; above 0.
@@ -61,7 +61,7 @@ class KVCacheScales:
         """Returns k_scale and v_scale of a layer for a cache of an 8-bit dtype.
 
         Raises:
-            InvalidInput: no such layer.
+            InvalidInput: the layer does not exist.
         """
         if path not in self.ranges:
             raise InvalidInput(f"kv_cache_scales has no layer {path!r}; it has {shown(list(self.ranges))}.")
@@ -75,10 +75,10 @@ class KVCacheScales:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheScales:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-            InvalidInput: no such file, or something else in it.
+            InvalidInput: the file does not exist, or has other content.
         """
         read = read_json(read_given("kv_cache_scales", path), str(path))
         try:
@@ -110,7 +110,7 @@ class KVCacheScales:
 
 
 def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
-    """Returns a model's spec with the dtype that its cache shall have.
+    """Returns a model's spec with the requested dtype of its cache.
 
     Raises:
         InvalidInput: neither "auto", nor the model's own dtype, nor one of 8 bits; or latents that cannot be packed.
@@ -138,7 +138,8 @@ def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) 
     Args:
         model: stays as it is.
         dtype: of the cache, by name.
-        scales: None for those that the model carries; without any a unit is worth 1, but not in int8.
+        scales: dequantisation scales; None takes the model's own. Without any, the scale of fp8 is 1, and int8 is
+            refused.
 
     Raises:
         InvalidInput: int8 without scales, scales of other layers, or of packed rows.

@@ -45,7 +45,7 @@ from torch_core.base.specs import QUERY_DTYPES
 
 __all__ = ["embedded_model_folder", "load_model"]
 
-#: Tensors beside those of a language model.
+#: Tensors other than those of a language model.
 _NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
 
 
@@ -74,9 +74,9 @@ def load_model(
     pickles and links that leave the folder are refused. From generation_config.json only the ids of tokens are taken,
     those that are forced too; they win over config.json's (`load_generation_defaults` has the rest).
 
-    Weights are mapped into memory and go to the device tensor by tensor, where they are cast, transposed and joined.
-    Those in FP8 (with scales by tensor, by output or by blocks of 128 x 128) and MXFP4 become numbers of `dtype` there,
-    or stay what they are.
+    Weights are mapped into memory and copied to the device tensor by tensor, where they are cast, transposed and
+    joined. FP8 weights (with scales per tensor, per output or per block of 128 x 128) and MXFP4 weights are converted
+    to `dtype` there, or stay as stored.
 
     Args:
         folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
@@ -90,13 +90,13 @@ def load_model(
         mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
         parallel: how to cut; see `jattn.llm.models.shard_model`.
         progress: show a bar on stderr.
-        quantization: "keep" leaves the weights of linear layers and experts that are stored in FP8 or MXFP4 so on the
-            device, and they become numbers of `dtype` in each product: less memory, and in FP8 less to read in
-            decoding. "fp8" has linear layers multiply E4M3 numbers, whatever they are stored in: weights with a scale
-            for each output, and rows of inputs, which it rounds; see `jattn.llm.models.Fp8Linear`; experts as by
-            "keep". None makes all numbers of `dtype` now. Latent attention's are made numbers always.
-        hf_overrides: values that stand in the place of config.json's, by key, as in vLLM; None for a key that is
-            unknown here and does not change what the model computes.
+        quantization: "keep" leaves FP8 and MXFP4 weights of linear layers and experts as stored on the device, and each
+            product converts them to `dtype`: this takes less memory and, with FP8, less reading in decoding. "fp8"
+            makes linear layers multiply E4M3 numbers, for weights stored in any dtype: weights have a scale per output,
+            and rows of inputs are rounded with their own scale (see `jattn.llm.models.Fp8Linear`); experts are handled
+            as with "keep". None converts all weights to `dtype` now. Weights of latent attention are always converted.
+        hf_overrides: values that replace those of config.json, by key, as in vLLM; None for an unknown key that does
+            not change the model's results.
 
     Returns:
         The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.

@@ -38,7 +38,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter of the Flax model and the tensors it is made of.
+    """One parameter of the Flax model and the tensors that it is built from.
 
     Attributes:
         path: of the parameter in the nnx state.
@@ -71,7 +71,7 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
 
     Args:
         config: of the model; its family names the tensors and says how they lie in the file.
-        prefix: what the family's own prefix is in this file; None for as it is.
+        prefix: replaces the family's own prefix in this file; None keeps it.
 
     Raises:
         Unsupported: no family has this combination of options.

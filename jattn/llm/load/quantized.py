@@ -1,4 +1,4 @@
-"""Weights that are stored in fewer bits: which tensors belong together, and how a kernel is made of them."""
+"""Weights that are stored in fewer bits: the tensors that belong together, and the kernel built from them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def parts_of(piece: TensorPlan, tensors: dict[str, SafetensorsFile]) -> dict[str
     """Returns the tensors that hold a planned one and their shapes; only itself where it is not quantised.
 
     MXFP4 is gpt-oss's: `name_blocks` uint8[..., out, in / 32, 16], two numbers in a byte, and `name_scales`
-    uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] beside its scales:
-    DeepSeek's and Qwen 3's `weight_scale_inv` for each block of 128 x 128, or compressed-tensors' `weight_scale` for
-    each of them, for each output or for the tensor.
+    uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] with its scales: DeepSeek's
+    and Qwen 3's `weight_scale_inv` for each block of 128 x 128, or compressed-tensors' `weight_scale` for each of them,
+    for each output or for the tensor.
 
     Raises:
         Unsupported: a weight in a type that needs scales which are not there.

@@ -1,4 +1,4 @@
-"""Reads files ahead of whoever maps them: several threads at once, as disks want it, and in bounded steps."""
+"""Reads files before they are mapped, with several threads, which disks need for full speed, in bounded steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["FileRange", "read_ahead"]
 
 _THREADS = 8
 _CHUNK, _BUFFER = 16 << 20, 1 << 20
-# What is read and not used yet stays in the page cache, from which a machine short of memory would drop it again.
+# Data that is read and not used yet stays in the page cache, from which a machine with little memory would drop it
+# again.
 _MOST_AHEAD = 1 << 30
 
 
@@ -29,8 +30,8 @@ class FileRange(NamedTuple):
 def read_ahead(items: Sequence[Sequence[FileRange]]) -> Iterator[None]:
     """Yields once for each item, in order, when its ranges are in the page cache, and reads the next ones meanwhile.
 
-    Mapped memory is read by page faults, one after the other; so it is there before. What cannot be read is left to
-    whoever maps it, who has the words for it.
+    Mapped memory is read by page faults, one after the other; reading ahead avoids them. An unreadable file is reported
+    when it is mapped.
     """
     with ExitStack() as stack:
         paths = {each.path for item in items for each in item}

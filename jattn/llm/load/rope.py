@@ -16,7 +16,7 @@ __all__ = ["ROPE_NAMES", "read_rope", "write_rope"]
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
-#: What Phi-3's first files called longrope.
+#: The name of longrope in Phi-3's first files.
 _OLD_NAMES = {"su": "longrope"}
 
 

@@ -48,7 +48,7 @@ class StoredTensor:
 
     Attributes:
         shape: of the tensor.
-        dtype: in which it is stored; None for a type that no weight has, as of buffers beside them.
+        dtype: stored dtype; None for a type that no weight has, as in buffers.
         offset: of its first byte in the file.
         code: the file's word for the type.
     """
@@ -111,7 +111,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
-    """Returns one tensor as a view of the file, mapped into memory: reading it is what reads the file.
+    """Returns one tensor as a view of the file, mapped into memory: the file is read when the view is read.
 
     Raises:
         InvalidInput: the file changed since its header was checked, or cannot be read.

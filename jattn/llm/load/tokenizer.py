@@ -54,7 +54,7 @@ class TextTokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def within(self, vocab_size: int) -> TextTokenizer:
-        """Returns the tokenizer without the added tokens for which a model of so many tokens has no embedding.
+        """Returns the tokenizer without the added tokens beyond the model's vocabulary size, which have no embedding.
 
         Raises:
             InvalidInput: its own vocabulary is larger.
@@ -153,7 +153,7 @@ def _chat_templates(folder: Path) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Returns what tokenizer_config.json names bos_token, eos_token and so on: a text, or an object with one."""
+    """Returns the bos_token, eos_token and so on of tokenizer_config.json: a text, or an object with one."""
     described = {} if member(folder, _CONFIG) is None else read_object(folder, _CONFIG)
     named = {name: value for name, value in described.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
@@ -162,7 +162,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Turns whatever the library raises into InvalidInput; it raises plain Exception for what it does not like."""
+    """Converts the library's exceptions to InvalidInput; it raises plain Exception for bad files."""
     try:
         yield
     except BaseException as error:

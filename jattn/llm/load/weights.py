@@ -114,7 +114,7 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
 
 
 def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
-    """Refuses a config of so many tensors that naming them would take long, where the files have fewer.
+    """Refuses a config whose number of tensors would take long to list, if the files have fewer.
 
     Raises:
         InvalidInput: with both numbers.
@@ -124,7 +124,7 @@ def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
 
 
 def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
-    """Compares what the files hold with what the config asks for.
+    """Compares the tensors of the files with those of the config.
 
     Args:
         tensors: of `find_weights`.
@@ -162,14 +162,14 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
 
 
 def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> bool:
-    """Returns whether every tensor of a parameter is stored in fewer bits, with scales of one kind beside it."""
+    """Returns whether every tensor of a parameter is stored in fewer bits, with scales of one kind."""
     parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
     kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
     return all(len(each) > 1 for each in parts) and len(kinds) == 1
 
 
 def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
-    """Returns the scales of an fp8 cache that lie beside the weights: for each layer those of "k" and "v".
+    """Returns the scales of an fp8 cache that are stored with the weights: for each layer those of "k" and "v".
 
     Raises:
         InvalidInput: a scale that is no finite number above 0, of no layer, or without the other one of its layer.
@@ -239,7 +239,7 @@ def _home(on_host: bool) -> Any:
 
 
 def _pieces(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, on_host: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields each piece as the model's [in, out] has it, and its scale; None of what is not quantised."""
+    """Yields each piece in the model's layout [in, out], and its scale; None for pieces that are not quantised."""
 
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
@@ -257,7 +257,7 @@ def _pieces(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, on_ho
 def _joined(
     blocks: Iterator[Any], parameter: ParameterPlan, shape: tuple[int, ...], dtype: np.dtype, on_host: bool
 ) -> jax.Array:
-    """Casts and joins blocks along the last axis, stacks what is one of several, and puts the last axis in order."""
+    """Casts and joins blocks along the last axis, stacks members of a list, and reorders the last axis."""
     size = len(parameter.pieces) // max(parameter.num_stacked, 1)
     if on_host:
         value, end = _aligned_empty(shape, dtype), 0
@@ -284,7 +284,7 @@ def read_places(
 ) -> np.ndarray:
     """Returns some places of one parameter along an axis, in numpy; of the files no more than these are read.
 
-    Quantised tensors are the exception: what is needed of one is taken from the whole.
+    Quantised tensors are the exception: the needed part is cut from the whole tensor.
 
     Args:
         tensors: of `find_weights`.

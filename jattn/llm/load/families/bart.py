@@ -11,7 +11,7 @@ __all__ = ["BART"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
-#: What only its descendants have.
+#: Keys that only derived models have.
 _OFF = ("normalize_before", "add_final_layer_norm", "static_position_embeddings")
 
 

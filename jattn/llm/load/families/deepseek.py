@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 share: latents, shared experts, groups of experts."""
+"""The common parts of DeepSeek-V2 and V3: latents, shared experts, groups of experts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ FALCON = Family(
         "alibi": Key("position_embedding", lambda used: "alibi" if used else "rope", lambda kind: kind == "alibi"),
         "num_kv_heads": "num_key_value_heads",
         "multi_query": Key("num_key_value_heads", write=lambda heads: heads == 1),
-        # The new architecture computes what the old one does where both run side by side.
+        # With parallel attention the new architecture computes the same as the old one.
         **dict.fromkeys(("new_decoder_architecture", "parallel_attn"), Key("parallel_block", write=bool)),
         "num_ln_in_parallel_attn": Key("parallel_block", write=lambda kind: 1 + (kind == "two_norms")),
     },

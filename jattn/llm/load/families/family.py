@@ -1,4 +1,4 @@
-"""Family: how one architecture of Hugging Face's spells a ModelConfig, and what it calls its tensors."""
+"""Family: one architecture of Hugging Face: its keys for the fields of a ModelConfig, and its tensor names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Key:
 
 
 def _numeric(function: Callable[[float], float], digits: int = 17) -> Callable[[Any], Any]:
-    """Returns a conversion that leaves alone what is no positive number: ModelConfig says what is wrong with it."""
+    """Returns a conversion that does not change values other than positive numbers: ModelConfig refuses them."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
@@ -63,16 +63,15 @@ def _numeric(function: Callable[[float], float], digits: int = 17) -> Callable[[
     return convert
 
 
-# What is written is rounded, so that 144 -> 1/12 -> 144 and not its neighbour; whole numbers are ints, as strict
-# readers want.
-#: The file divides by what is multiplied with here.
+# A written value is rounded, so that 144 -> 1/12 -> 144 and not an adjacent number; whole numbers are ints, which
+# strict readers require. The file stores the divisor of this factor.
 INVERSE = (_numeric(lambda value: 1 / value), _numeric(lambda value: 1 / value, 12))
 #: The file has the number whose inverse root is multiplied with here.
 INVERSE_SQUARE = (_numeric(lambda value: value**-0.5), _numeric(lambda value: value**-2, 12))
 BOTH_BIASES = Key(("attention_bias", "attention_output_bias"))
 #: Keys that every family reads unless its own keys name the field.
 _COMMON_KEYS = {name: Key(name) for name in (*SIZE_LIMITS, "rms_norm_eps", "hidden_act", "tie_word_embeddings")}
-#: What tensors are called by module of the decoder, behind the prefix of a layer: Llama's names.
+#: Tensor names by module of the decoder, after the prefix of a layer: Llama's names.
 _NAMES: dict[str, str | tuple[str, ...]] = {
     "embed_tokens": "model.embed_tokens",
     "norm": "model.norm",
@@ -88,7 +87,7 @@ class Whole:
     """An architecture that has a model of the family, and reads pictures besides.
 
     Attributes:
-        architecture: as config.json names it; what the family's own file would say stands in its text_config.
+        architecture: as config.json names it; its text_config has the keys of the family's own file.
         model_type: likewise.
         defaults: values of keys that text_config may leave out.
     """
@@ -100,7 +99,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is different about one architecture; everything is data but a few small functions of the file's values.
+    """The differences of one architecture. Everything is data, except a few small functions of the file's values.
 
     Attributes:
         architecture: as config.json names it.
@@ -112,27 +111,27 @@ class Family:
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
-        ignored: keys of published files that change nothing, whatever their value: transformers does not read them.
+        ignored: keys of published files that never change the model: transformers does not read them.
         also: further architectures whose files have these weights among others.
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window where no layer_types does.
-        layer_types: what files call layers that see all, besides "full_attention".
-        rope_keys: what the file calls rope_theta, partial_rotary_factor and rope_local_base_freq, where it is another
-            name; partial_rotary_factor and rope_local_base_freq are read by families that name them, the second as
-            "rope_parameters" where it stands only there, by kind of layer.
-        names: of tensors by module of the decoder, where they are not those of `_NAMES`; a tuple for joined pieces.
-            Behind "encoder." stands what differs in an encoder.
-            "{expert}" counts experts; a name of experts without it holds all of them, as [experts, in, out].
+        layer_types: the files' names of layers with full attention, in addition to "full_attention".
+        rope_keys: the file's names of rope_theta, partial_rotary_factor and rope_local_base_freq, if they differ. Only
+            families that name partial_rotary_factor and rope_local_base_freq read them; the latter is "rope_parameters"
+            if the file has it only there, by kind of layer.
+        names: tensor names by module of the decoder, if they differ from `_NAMES`; a tuple for joined pieces. A key
+            with the prefix "encoder." applies to an encoder only. "{expert}" is the expert's index; a name of experts
+            without it is one tensor of all experts, [experts, in, out].
         names_of: those that depend on the model's config.
         prefix: of tensor names, which files of the model without its head leave out.
         order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
             then that key and its value), "alternating" (gate and up by turns).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
-        brings_code: folders of the hub have code beside the weights that computes the same; it is not run.
-        unread: a regular expression of tensors that files may have and that nothing here is computed with; "{layers}"
-            is the number of layers, and so the index of what follows the last one.
+        brings_code: folders of the hub contain code that computes the same; it is not run.
+        unread: a regular expression of tensors that files may have and that are not used; "{layers}" is the number of
+            layers, and so the index after the last layer.
     """
 
     architecture: str
@@ -167,7 +166,7 @@ class Family:
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
 
     def tensor_name(self, module: str, config: ModelConfig) -> str | tuple[str, ...]:
-        """Returns what the file calls a module of the decoder, or of its encoder: one name, or those of its pieces."""
+        """Returns the file's name of a module of the decoder or its encoder: one name, or the names of its pieces."""
         names = {**_NAMES, **self.names, **self.names_of(config)}
         own = names.get(module, module)
         return names.get(f"encoder.{module}", own) if config.is_encoder else own
@@ -187,7 +186,7 @@ def attention_names(module: str, where: str, pieces: Sequence[str]) -> dict[str,
 
 
 def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Returns the names of what decoder and encoder both have, behind `decoder.` and `encoder.` in the file.
+    """Returns the names of modules that decoder and encoder both have, with the prefixes `decoder.` and `encoder.`.
 
     Example:
         >>> stack_names({"norm": "final_layer_norm"})

@@ -72,7 +72,7 @@ _FAMILIES = {
 }
 
 
-# Qwen3Next is a Qwen3 by name, and a Qwen3Moe by what its files have.
+# Qwen3Next is a Qwen3 by name, and a Qwen3Moe by the content of its files.
 _AS_LIKE = 0.1
 
 
@@ -116,5 +116,5 @@ def nearest_family(architecture: str, unread: Callable[[Family], int]) -> Family
 
 
 def _stem(architecture: str) -> str:
-    """Returns what of the name is the family's: "qwen3" of "Qwen3ForCausalLM"."""
+    """Returns the family's part of the name: "qwen3" of "Qwen3ForCausalLM"."""
     return re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", architecture).lower()
