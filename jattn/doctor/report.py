@@ -95,5 +95,5 @@ def look_at(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check
 
 
 def _described(error: Exception) -> str:
-    first_line = str(error).strip().partition("\n")[0]
+    first_line, *_ = str(error).strip().splitlines() or [""]
     return first_line if isinstance(error, JattnError) else f"{type(error).__name__}: {first_line}"

@@ -39,6 +39,13 @@ def test_renaming_changes_the_first_name_of_a_path() -> None:
     assert error.argument == "prompts[1][3]"
 
 
+def test_a_whole_path_is_renamed_and_no_other() -> None:
+    error = InvalidInput("encoder.num_heads[1]", "is missing")
+    assert error.renamed("heads", old="encoder.num_heads").argument == "heads[1]"
+    assert error.renamed("heads", old="encoder.num") is error
+    assert error.renamed("heads", old="decoder") is error
+
+
 def test_renaming_leaves_an_error_without_an_argument_alone() -> None:
     error = InvalidInput("keys and values differ.")
     assert error.renamed("prompts[1]") is error

@@ -139,7 +139,7 @@ def test_a_family_that_is_known_cannot_be_registered_again(own_family):
 
 def test_what_is_no_family_cannot_be_registered():
     family: Any = {"architecture": "x"}
-    with pytest.raises(InvalidInput, match=r"it must be a jattn\.load\.Family\.$"):
+    with pytest.raises(InvalidInput, match=r"it must be a jattn\.llm\.load\.Family\.$"):
         register_family(family)
 
 

@@ -7,6 +7,7 @@ never its text.
 from __future__ import annotations
 
 import copy
+import re
 from typing import Self, overload
 
 from torch_core.base.shown import shown
@@ -94,16 +95,26 @@ class ArgumentError(JattnError):
     @property
     def root(self) -> str | None:
         """The first name of `argument`: "prompts" of "prompts[1]"; None where there is no argument."""
-        return None if self.argument is None else self.argument[: self._root_length(self.argument)]
+        return None if self.argument is None else re.split(r"[.\[ ]", self.argument, maxsplit=1)[0]
 
-    def renamed(self, root: str) -> Self:
-        """Returns the same error with another first name of its argument; itself where it has no argument.
+    def renamed(self, new: str, *, old: str | None = None) -> Self:
+        """Returns the same error with another name at the start of its argument; itself where that is another one.
 
         An error whose message is a `text` gets the new argument before it, since the text may not name it.
+
+        Args:
+            new: the name.
+            old: the beginning of the argument that it replaces, a whole path; by default `root`.
         """
-        if self.argument is None or root == self.root:
+        old = old or self.root
+        if (
+            self.argument is None
+            or old is None
+            or old == new
+            or not f"{self.argument}.".startswith((f"{old}.", f"{old}["))
+        ):
             return self
-        argument = root + self.argument[self._root_length(self.argument) :]
+        argument = new + self.argument[len(old) :]
         return self._changed(argument=argument, _places=self._places if self._text is None else (argument,))
 
     def under(self, place: str) -> Self:
@@ -121,10 +132,6 @@ class ArgumentError(JattnError):
         if text is None:
             text = f"{_name(self.argument)} {self._problem}{f'; {self.wanted}' if self.wanted else ''}."
         return "".join(f"{_name(place)}: " for place in self._places) + text
-
-    @staticmethod
-    def _root_length(argument: str) -> int:
-        return next((at for at, character in enumerate(argument) if character in ".["), len(argument))
 
 
 class InvalidInput(ArgumentError, ValueError):

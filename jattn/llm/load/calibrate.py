@@ -61,12 +61,12 @@ def calibrate_kv_cache(
         _random_prompts(spec, seed) if prompts is None else [_checked(i, each, spec) for i, each in enumerate(prompts)]
     )
     if not rows:
-        raise InvalidInput("prompts is empty; pass at least one, or None for random ones.")
+        raise InvalidInput("prompts", "is empty", "pass at least one, or None for random ones")
     watched = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers = list(paged_layers(watched))
     if not layers or spec.index_head_dim is not None:
         lacks = "has an indexer" if layers else "has no PagedAttention"
-        raise Unsupported(f"{type(model).__name__} {lacks}, and so no scales for its cache.")
+        raise Unsupported(f"{type(model).__name__} {lacks}, and so no scales for its cache.", argument="model")
     for _, layer in layers:
         layer.kv_scales, layer.kv_range = None, KVRange()
     graph, seen, rest = nnx.split(watched, KVScale, ...)
@@ -124,7 +124,7 @@ def _random_prompts(spec: PagedSpec, seed: int) -> list[np.ndarray]:
 def _checked(index: int, prompt: Sequence[int], spec: PagedSpec) -> np.ndarray:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InvalidInput(f"prompts[{index}] must be a flat sequence of token ids.")
+        raise InvalidInput(f"prompts[{index}]", "must be a flat sequence of token ids")
     check_int(f"the length of prompts[{index}]", len(tokens), 1, spec.max_model_len)
     bad = np.flatnonzero((tokens < 0) | (tokens >= spec.vocab_size))
     if bad.size:

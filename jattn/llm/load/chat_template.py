@@ -60,7 +60,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         if not isinstance(source, str) or len(source) > _MAX_SOURCE:
-            raise InvalidInput(f"chat_template must be text of {_MAX_SOURCE} characters at most.")
+            raise InvalidInput("chat_template", f"must be text of {_MAX_SOURCE} characters at most")
         self._special_tokens = dict(special_tokens or {})
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -68,7 +68,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise InvalidInput(f"chat_template does not compile: {error}.") from None
+            raise InvalidInput("chat_template", f"does not compile: {error}") from None
 
     def render(
         self,

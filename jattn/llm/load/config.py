@@ -50,17 +50,17 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     for name, key in family.all_keys.items():
         if name in raw:
             options |= dict.fromkeys(key.fields, key.read(raw[name]))
-    # Before anything is counted out, layer by layer.
-    for name in REQUIRED_FIELDS:
-        check_int(f"{FILE}: {_key_of(name, family, raw)}", options[name], 1, SIZE_LIMITS[name])
-    if options.get("num_key_value_heads") is None:
-        options["num_key_value_heads"] = options["num_attention_heads"]
-    if options.get("head_dim") is None:
-        options["head_dim"] = _derived_head_dim(options)
     forced, is_served = forced_token(raw.get("forced_eos_token_id"))
     if not is_served:
         warnings.warn(f"{FILE} has forced_eos_token_id, whose effect is missing here.", stacklevel=2)
     try:
+        # Before anything is counted out, layer by layer.
+        for name in REQUIRED_FIELDS:
+            check_int(name, options[name], 1, SIZE_LIMITS[name])
+        if options.get("num_key_value_heads") is None:
+            options["num_key_value_heads"] = options["num_attention_heads"]
+        if options.get("head_dim") is None:
+            options["head_dim"] = _derived_head_dim(options)
         if family.derive is not None:
             options |= family.derive(raw)
         options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
@@ -79,8 +79,8 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             architecture=family.architecture,
         )
     except (InvalidInput, Unsupported) as error:
-        name, space, rest = str(error).partition(" ")
-        raise type(error)(f"{FILE}: {_key_of(name, family, raw)}{space}{rest}") from None
+        name = error.argument or ""
+        raise error.renamed(_key_of(name, family, raw), old=name).under(FILE) from None
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
         raise InvalidInput(f"{FILE}: values of {family.architecture} do not fit each other ({error}).") from None
 
@@ -129,7 +129,9 @@ def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
         differing = min(differing or found, found, key=len)
     asked = ", ".join(f"{name}={shown(getattr(config, name))}" for name in differing) or "options"
     raise Unsupported(
-        f"config has {asked}; no supported architecture of {', '.join(f.architecture for f in tried)} stores that."
+        "config",
+        f"has {asked}",
+        f"no supported architecture of {', '.join(f.architecture for f in tried)} stores that",
     )
 
 
@@ -182,8 +184,9 @@ def _derived_head_dim(options: Mapping[str, Any]) -> int:
     hidden_size, num_heads = options["hidden_size"], options["num_attention_heads"]
     if hidden_size % num_heads:
         raise InvalidInput(
-            f"{FILE}: hidden_size is {hidden_size}, not a multiple of num_attention_heads ({num_heads}); "
-            "give head_dim explicitly."
+            "hidden_size",
+            f"is {hidden_size}, not a multiple of num_attention_heads ({num_heads})",
+            "give head_dim explicitly",
         )
     return hidden_size // num_heads
 
@@ -194,15 +197,16 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
     is_used = raw.get("use_sliding_window", True)
     if not isinstance(is_used, bool):
-        raise InvalidInput(f"use_sliding_window is {shown(is_used)}; it must be true or false.")
+        raise InvalidInput("use_sliding_window", value=is_used, wanted="it must be true or false")
     if types is not None and (
         not isinstance(types, list)
         or len(types) != count
         or any(kind not in ("sliding_attention", "full_attention", *family.layer_types) for kind in types)
     ):
         raise InvalidInput(
-            f"layer_types is {shown(types)}; it must have 'full_attention' or 'sliding_attention' for each of the "
-            f"{count} layers."
+            "layer_types",
+            value=types,
+            wanted=f"it must have 'full_attention' or 'sliding_attention' for each of the {count} layers",
         )
     if family.windows is None:
         asked = {
@@ -211,7 +215,7 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "layer_types": "sliding_attention" in (types or ()),
         }
         for name in (name for name, is_asked in asked.items() if is_asked):
-            raise Unsupported(f"{name} is {shown(raw[name])}; {family.architecture} has no windows.")
+            raise Unsupported(name, value=raw[name], wanted=f"{family.architecture} has no windows")
         return {}
     if window is None or not is_used:
         return {}
@@ -240,8 +244,8 @@ def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
 def _stored_dtype(raw: Mapping[str, Any]) -> str:
     given = {key: raw[key] for key in ("torch_dtype", "dtype") if raw.get(key) is not None}
     if len(set(map(str, given.values()))) > 1:
-        raise InvalidInput(f"torch_dtype and dtype differ ({shown(given)}).")
+        raise InvalidInput("torch_dtype", f"and dtype differ ({shown(given)})")
     name = next(iter(given.values()), "float32")
     if not isinstance(name, str) or name not in QUERY_DTYPES:
-        raise Unsupported(f"{next(iter(given))} is {shown(name)}; it must be one of {', '.join(QUERY_DTYPES)}.")
+        raise Unsupported(next(iter(given)), value=name, wanted=f"it must be one of {', '.join(QUERY_DTYPES)}")
     return name

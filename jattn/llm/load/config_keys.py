@@ -79,7 +79,7 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     """
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
-        raise InvalidInput(f"{FILE}: architectures is {shown(named)}; it must be a list of one name.")
+        raise InvalidInput("architectures", value=named, wanted="it must be a list of one name").under(FILE)
     known = known_families()
     wholes = {family.whole.architecture: family for family in known.values() if family.whole is not None}
     also = wholes | {name: family for family in known.values() for name in family.also}
@@ -88,17 +88,18 @@ def family_of_file(raw: dict[str, Any]) -> Family:
         unread = sorted(_unread(raw, nearest))
         missing = f"which has no {', '.join(map(shown, unread[:8]))}" if unread else "which reads each key of this file"
         raise Unsupported(
-            f"{FILE}: architectures[0] is {shown(named[0])}; the nearest that this build has is "
-            f"{nearest.architecture}, {missing}. It has {', '.join(known)}. jattn.llm.load.register_family adds "
-            f"another."
-        )
+            "architectures[0]",
+            value=named[0],
+            wanted=f"the nearest that this build has is {nearest.architecture}, {missing}. It has "
+            f"{', '.join(known)}. jattn.llm.load.register_family adds another",
+        ).under(FILE)
     family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:
-        raise Unsupported(f"{FILE} has auto_map; code from a model folder is never run.")
+        raise Unsupported(FILE, "has auto_map", "code from a model folder is never run")
     _check_quantization(raw.get("quantization_config"))
     model_type = family.model_type if family.whole is None or named[0] not in wholes else family.whole.model_type
     if raw.get("model_type", model_type) != model_type:
-        raise InvalidInput(f"{FILE}: model_type is {shown(raw['model_type'])}; {named[0]} needs {model_type!r}.")
+        raise InvalidInput("model_type", value=raw["model_type"], wanted=f"{named[0]} needs {model_type!r}").under(FILE)
     return family
 
 
@@ -117,12 +118,14 @@ def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, dict):
-        raise InvalidInput(f"{FILE}: text_config is {shown(text)}; {family.whole.architecture} needs an object.")
+        raise InvalidInput("text_config", value=text, wanted=f"{family.whole.architecture} needs an object").under(FILE)
     if text.get("model_type", family.model_type) != family.model_type:
         raise InvalidInput(
-            f"{FILE}: text_config.model_type is {shown(text['model_type'])}; this build reads the language model of "
-            f"{family.whole.architecture} where it is {family.model_type!r}."
-        )
+            "text_config.model_type",
+            value=text["model_type"],
+            wanted=f"this build reads the language model of {family.whole.architecture} where it is "
+            f"{family.model_type!r}",
+        ).under(FILE)
     common = {key: raw[key] for key in _OF_WHOLE if raw.get(key) is not None}
     return {**family.whole.defaults, **text, **common, "architectures": [family.architecture]}
 
@@ -139,16 +142,17 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         value, expected = raw.get(key), inert[key]
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
-            raise Unsupported(f"{FILE}: {key} is {shown(value)}; this build has {known}.")
+            raise Unsupported(key, value=value, wanted=f"this build has {known}").under(FILE)
     known = {*allowed, *IGNORED, *family.ignored, *inert}
     unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
     if unknown:
         named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
         raise InvalidInput(
-            f"{FILE} has unknown keys: {named}; hf_overrides={{{shown(unknown[0])}: None}} loads without one. "
-            f"Keys that are read: {', '.join(sorted(allowed))}. "
-            f"Keys that are ignored: {', '.join((*IGNORED, *family.ignored))}. "
-            f"Keys of one value: {', '.join(inert)}."
+            FILE,
+            f"has unknown keys: {named}",
+            f"hf_overrides={{{shown(unknown[0])}: None}} loads without one. Keys that are read: "
+            f"{', '.join(sorted(allowed))}. Keys that are ignored: "
+            f"{', '.join((*IGNORED, *family.ignored))}. Keys of one value: {', '.join(inert)}",
         )
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
@@ -161,7 +165,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     ]
     missing = [key for key in required if key not in given and key not in family.defaults]
     if missing:
-        raise InvalidInput(f"{FILE} lacks {', '.join(missing)}.")
+        raise InvalidInput(FILE, f"lacks {', '.join(missing)}")
     for key, default in family.defaults.items():
         if callable(default) and given.get(key) is None:
             # A value that is not a number is ignored here; its check raises the error.
@@ -169,7 +173,10 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
                 given[key] = default(given)
         elif not callable(default):
             given.setdefault(key, default)
-    _check_derived(given, family)
+    try:
+        _check_derived(given, family)
+    except InvalidInput as error:
+        raise error.under(FILE) from None
     return given
 
 
@@ -183,17 +190,18 @@ def _check_quantization(given: Any) -> None:
     method = given.get("quant_method") if isinstance(given, dict) else given
     if method not in QUANT_METHODS:
         raise Unsupported(
-            f"{FILE}: quantization_config.quant_method is {shown(method)}; this build reads {', '.join(QUANT_METHODS)}."
-        )
+            "quantization_config.quant_method", value=method, wanted=f"this build reads {', '.join(QUANT_METHODS)}"
+        ).under(FILE)
     if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
         raise Unsupported(
-            f"{FILE}: quantization_config.weight_block_size is {shown(given.get('weight_block_size'))}; this build "
-            "reads [128, 128], or one scale for a tensor or an output."
-        )
+            "quantization_config.weight_block_size",
+            value=given.get("weight_block_size"),
+            wanted="this build reads [128, 128], or one scale for a tensor or an output",
+        ).under(FILE)
     if method == "compressed-tensors" and given.get("format") != "float-quantized":
         raise Unsupported(
-            f"{FILE}: quantization_config.format is {shown(given.get('format'))}; this build reads float-quantized."
-        )
+            "quantization_config.format", value=given.get("format"), wanted="this build reads float-quantized"
+        ).under(FILE)
 
 
 def _allowed(family: Family) -> set[str]:
@@ -208,11 +216,11 @@ def _check_derived(given: dict[str, Any], family: Family) -> None:
         if isinstance(default, bool) and name not in _WINDOW_KEYS:
             given[name] = default if given[name] is None else given[name]
             if not isinstance(given[name], bool):
-                raise InvalidInput(f"{FILE}: {name} is {shown(given[name])}; it must be true or false.")
+                raise InvalidInput(name, value=given[name], wanted="it must be true or false")
     for name in ("decoder_sparse_step", "no_rope_layer_interval"):
         if given.get(name) is not None:
-            check_int(f"{FILE}: {name}", given[name], 1, SIZE_LIMITS["num_hidden_layers"])
+            check_int(name, given[name], 1, SIZE_LIMITS["num_hidden_layers"])
     for name in ("mlp_only_layers", "no_rope_layers"):
         layers = given.get(name)
         if layers is not None and not (isinstance(layers, list) and all(isinstance(each, int) for each in layers)):
-            raise InvalidInput(f"{FILE}: {name} is {shown(layers)}; it must be a list of whole numbers, or null.")
+            raise InvalidInput(name, value=layers, wanted="it must be a list of whole numbers, or null")

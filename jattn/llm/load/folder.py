@@ -29,16 +29,16 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
         InvalidInput: it does not exist or is not a folder.
     """
     if not isinstance(folder, (str, os.PathLike)):
-        raise InvalidInput(f"folder is a {type(folder).__name__}; it must be a path.")
+        raise InvalidInput("folder", f"is a {type(folder).__name__}", "it must be a path")
     path = Path(folder)
     try:
         if path.is_dir():
             return path.resolve()
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"folder {str(path)[:100]!r} cannot be read: {error.args[-1]}.") from None
+        raise InvalidInput("folder", f"{str(path)[:100]!r} cannot be read: {error.args[-1]}") from None
     cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
     if cached is None:
-        raise InvalidInput(f"folder is {str(path)!r}; it is not an existing folder{reason}.")
+        raise InvalidInput("folder", value=str(path), wanted=f"it is not an existing folder{reason}")
     return cached
 
 
@@ -51,7 +51,7 @@ def read_given(name: str, path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{name} {str(path)!r} cannot be read: {error}.") from None
+        raise InvalidInput(name, f"{str(path)!r} cannot be read: {error}") from None
 
 
 def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str = "") -> Path | None:
@@ -78,15 +78,15 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
         resolved = Path(os.path.realpath(path, strict=True))
         status = resolved.stat()
     except OSError as error:
-        raise InvalidInput(f"{name} cannot be read: {error.strerror}.") from None
+        raise InvalidInput(name, f"cannot be read: {error.strerror}") from None
     if not any(resolved.is_relative_to(home) for home in _homes(folder)):
         raise InvalidInput(
-            f"{name} is a link that leads out of the model folder; copy the folder with its links followed."
+            name, "is a link that leads out of the model folder", "copy the folder with its links followed"
         )
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidInput(f"{name} is not a regular file.")
+        raise InvalidInput(name, "is not a regular file")
     if max_bytes is not None and status.st_size > max_bytes:
-        raise InvalidInput(f"{name} has {status.st_size} bytes; at most {max_bytes} are read.")
+        raise InvalidInput(name, f"has {status.st_size} bytes", f"at most {max_bytes} are read")
     return path
 
 
@@ -99,9 +99,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path.name} is not UTF-8 text (byte {error.start}).") from None
+        raise InvalidInput(path.name, f"is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise InvalidInput(f"{path.name} cannot be read: {error.strerror}.") from None
+        raise InvalidInput(path.name, f"cannot be read: {error.strerror}") from None
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
@@ -127,22 +127,22 @@ def read_json(text: str, name: str) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             counts = collections.Counter(key for key, _ in pairs)
-            raise InvalidInput(f"{name} has the key {counts.most_common(1)[0][0]!r} more than once.")
+            raise InvalidInput(name, f"has the key {counts.most_common(1)[0][0]!r} more than once")
         return result
 
     def refuse_constant(text: str) -> NoReturn:
-        raise InvalidInput(f"{name} contains {text}, which is not JSON.")
+        raise InvalidInput(name, f"contains {text}, which is not JSON")
 
     try:
         value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant)
     except InvalidInput:
         raise
     except RecursionError:
-        raise InvalidInput(f"{name} is nested too deeply.") from None
+        raise InvalidInput(name, "is nested too deeply") from None
     except ValueError as error:
-        raise InvalidInput(f"{name} is not valid JSON: {error}.") from None
+        raise InvalidInput(name, f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidInput(f"{name} holds a JSON {type(value).__name__}; it must be an object.")
+        raise InvalidInput(name, f"holds a JSON {type(value).__name__}", "it must be an object")
     return value
 
 

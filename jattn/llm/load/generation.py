@@ -8,7 +8,7 @@ from typing import Any
 
 from jattn.llm.load.folder import check_folder, member, read_object
 from jattn.llm.models.rope_scaling import check_number
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
 __all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "token_ids"]
@@ -123,7 +123,7 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
             values["eos_token_ids"] = token_ids(raw["eos_token_id"], "eos_token_id")
         return GenerationDefaults(**values)
     except InvalidInput as error:
-        raise InvalidInput(f"{_NAME}: {error}") from None
+        raise error.under(_NAME) from None
 
 
 def forced_token(value: Any) -> tuple[Any, bool]:
@@ -144,5 +144,5 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
     """
     values = [] if value is None else value if isinstance(value, list) else [value]
     if len(values) > 64 or any(isinstance(token, bool) or not isinstance(token, int) for token in values):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a token id, a list of at most 64, or null.")
+        raise InvalidInput(name, value=value, wanted="it must be a token id, a list of at most 64, or null")
     return tuple(values)

@@ -55,7 +55,7 @@ class KVCacheScales:
         for path, pair in self.ranges.items():
             is_pair = isinstance(pair, tuple) and len(pair) == 2
             if not is_pair or not all(isinstance(x, float) and 0 < x < math.inf for x in pair):
-                raise InvalidInput(f"ranges[{path!r}] is {shown(pair)}; it must be two finite floats above 0.")
+                raise InvalidInput(f"ranges[{path!r}]", value=pair, wanted="it must be two finite floats above 0")
 
     def of(self, path: str, dtype: str) -> tuple[float, float]:
         """Returns k_scale and v_scale of a layer for a cache of an 8-bit dtype.
@@ -64,7 +64,7 @@ class KVCacheScales:
             InvalidInput: the layer does not exist.
         """
         if path not in self.ranges:
-            raise InvalidInput(f"kv_cache_scales has no layer {path!r}; it has {shown(list(self.ranges))}.")
+            raise InvalidInput("kv_cache_scales", f"has no layer {path!r}", f"it has {shown(list(self.ranges))}")
         k_max, v_max = self.ranges[path]
         return k_max / LARGEST_CODE[dtype], v_max / LARGEST_CODE[dtype]
 
@@ -84,9 +84,7 @@ class KVCacheScales:
         try:
             return cls({name: (each["k_max"], each["v_max"]) for name, each in read["kv_cache_ranges"].items()})
         except (KeyError, TypeError, AttributeError):
-            raise InvalidInput(
-                f'{path} must hold {{"kv_cache_ranges": {{layer: {{"k_max": x, "v_max": y}}}}}}.'
-            ) from None
+            raise InvalidInput(path, 'must hold {"kv_cache_ranges": {layer: {"k_max": x, "v_max": y}}}') from None
 
     @classmethod
     def carried_by(cls, model: nnx.Module) -> KVCacheScales | None:
@@ -121,13 +119,15 @@ def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
     dtypes = CACHE_DTYPES if spec.kv_lora_rank is None else LATENT_CACHE_DTYPES
     if kv_cache_dtype not in (*dtypes, *dtypes.values()):
         raise InvalidInput(
-            f"kv_cache_dtype is {shown(kv_cache_dtype)}; this model's cache can be 'auto' (its own {spec.dtype}), "
-            f"{', '.join(map(repr, dtypes))}."
+            "kv_cache_dtype",
+            value=kv_cache_dtype,
+            wanted=f"this model's cache can be 'auto' (its own {spec.dtype}), {', '.join(map(repr, dtypes))}",
         )
     if spec.index_head_dim is not None:
         raise Unsupported(
-            f"kv_cache_dtype is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the "
-            "latents here; leave it 'auto'."
+            "kv_cache_dtype",
+            f"is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the latents here",
+            "leave it 'auto'",
         )
     return replace(spec, dtype=dtypes.get(kv_cache_dtype, kv_cache_dtype))
 
@@ -147,21 +147,23 @@ def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) 
     """
     if dtype == "uint8":
         if scales is not None:
-            raise InvalidInput("kv_cache_scales is given and kv_cache_dtype is 'fp8_ds_mla', which measures its own.")
+            raise InvalidInput("kv_cache_scales", "is given and kv_cache_dtype is 'fp8_ds_mla', which measures its own")
         return model
     copy = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers, count = list(paged_layers(copy)), model.paged_spec.num_layers
     if len(layers) != count:
         raise Unsupported(
-            f"kv_cache_dtype is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention or a "
-            "MultiHeadLatentAttention, which alone know scales. A model that writes 8 bits itself says so in its "
-            "paged_spec."
+            "kv_cache_dtype",
+            f"is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention "
+            "or a MultiHeadLatentAttention, which alone know scales. A model that writes 8 bits "
+            "itself says so in its paged_spec",
         )
     scales = scales or KVCacheScales.carried_by(copy)
     if scales is None and dtype == "int8":
         raise InvalidInput(
-            "kv_cache_dtype is int8 and there are no scales, without which it keeps nothing. Measure them: "
-            "EngineConfig(kv_cache_scales=calibrate_kv_cache(model, prompts)), or take 'fp8'."
+            "kv_cache_dtype",
+            "is int8 and there are no scales, without which it keeps nothing. Measure them: "
+            "EngineConfig(kv_cache_scales=calibrate_kv_cache(model, prompts)), or take 'fp8'",
         )
     if scales is None:
         event(logging.WARNING, "kv_cache_without_scales", kv_cache_dtype=dtype, scale=1.0)

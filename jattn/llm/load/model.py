@@ -112,8 +112,10 @@ def load_model(
     """
     if quantization == "keep" and mesh is not None:
         raise Unsupported(
-            "quantization is 'keep' and there is a mesh; weights that stay as they are stored are not cut. Take "
-            "quantization='fp8', leave it away, or load onto one device."
+            "quantization",
+            "is 'keep' and there is a mesh",
+            "weights that stay as they are stored are not cut. Take quantization='fp8', leave it "
+            "away, or load onto one device",
         )
     path = check_folder(folder)
     raw = _overridden(read_object(path, "config.json"), hf_overrides)
@@ -125,9 +127,9 @@ def load_model(
         if config.position_embedding != "learned":
             config = dataclasses.replace(config, max_position_embeddings=max_model_len)
     if dtype is not None and dtype not in QUERY_DTYPES:
-        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(QUERY_DTYPES)}, or None.")
+        raise InvalidInput("dtype", value=dtype, wanted=f"it must be one of {', '.join(QUERY_DTYPES)}, or None")
     if quantization not in (None, "keep", "fp8"):
-        raise InvalidInput(f"quantization is {shown(quantization)}; it must be 'keep', 'fp8' or None.")
+        raise InvalidInput("quantization", value=quantization, wanted="it must be 'keep', 'fp8' or None")
     tensors = find_weights(path)
     family = family_of(config)
     check_count(tensors, fewest_tensors(config))
@@ -173,11 +175,11 @@ def load_model(
 def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(overrides, Mapping | None):
         raise InvalidInput(
-            f"hf_overrides is {shown(overrides)}; it must be a mapping of keys of config.json to values."
+            "hf_overrides", value=overrides, wanted="it must be a mapping of keys of config.json to values"
         )
     for key in overrides or {}:
         if not isinstance(key, str):
-            raise InvalidInput(f"hf_overrides has the key {shown(key)}; keys of config.json are text.")
+            raise InvalidInput("hf_overrides", f"has the key {shown(key)}", "keys of config.json are text")
     return {**raw, **(overrides or {})}
 
 
@@ -190,7 +192,7 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
     try:
         return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     except InvalidInput as error:
-        raise InvalidInput(f"generation_config.json: {error}") from None
+        raise error.under("generation_config.json") from None
 
 
 def _reader_of_parts(

@@ -37,19 +37,21 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
         raise InvalidInput("both rope_scaling and rope_parameters are given; keep one.")
     given = raw.get(name)
     if given is not None and not isinstance(given, dict):
-        raise InvalidInput(f"{name} is {shown(given)}; it must be an object or null.")
+        raise InvalidInput(name, value=given, wanted="it must be an object or null")
     given, local = dict(given or {}), {}
     if _LOCAL in family.rope_keys and "full_attention" in given:
         local, given = given.get("sliding_attention") or {}, given["full_attention"] or {}
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise Unsupported(f"{name}.sliding_attention is {shown(local)}; this build has rope_type 'default' there.")
+            raise Unsupported(
+                f"{name}.sliding_attention", value=local, wanted="this build has rope_type 'default' there"
+            )
     given = {key: value for key, value in given.items() if value is not None}
     fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
     partial = given.pop(_PARTIAL, None)
     if _PARTIAL in family.rope_keys:
         fields[_PARTIAL] = _value(raw, family, _PARTIAL, 1.0) if partial is None else partial
     elif partial is not None and (partial != 1 or isinstance(partial, bool)):
-        raise Unsupported(f"{_PARTIAL} is {shown(partial)}; this build has 1.0.")
+        raise Unsupported(_PARTIAL, value=partial, wanted="this build has 1.0")
     if _LOCAL in family.rope_keys:
         fields["rope_local_theta"] = local.get("rope_theta", _value(raw, family, _LOCAL, 10000.0))
     return fields | {"rope_scaling": _scaling(given, name, raw, context)}
@@ -92,7 +94,7 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
     rope_type = given.pop("rope_type", old)
     rope_type = _OLD_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
-        raise Unsupported(f"{name}.rope_type is {shown(rope_type)}; this build has {', '.join(ROPE_KEYS)}.")
+        raise Unsupported(f"{name}.rope_type", value=rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
     needed, possible = ROPE_KEYS[rope_type]
     if rope_type in ("llama3", "yarn", "longrope"):
         # Beside the object it wins, as transformers has it.
@@ -103,7 +105,7 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
     if not set(needed) <= set(given) or set(given) - {*needed, *possible}:
         also = f" and may have {sorted(possible)}" if possible else ""
         raise InvalidInput(
-            f"{name} of type {rope_type!r} has the keys {shown(sorted(given))}; it needs {sorted(needed)}{also}."
+            name, f"of type {rope_type!r} has the keys {shown(sorted(given))}", f"it needs {sorted(needed)}{also}"
         )
     if rope_type == "default":
         return None

@@ -102,10 +102,10 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     for tensor in names:
         where, entry = f"{name}: tensor {_short(tensor)}", entries[tensor]
         if set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise InvalidInput(f"{where} must have exactly dtype, shape and data_offsets.")
+            raise InvalidInput(where, "must have exactly dtype, shape and data_offsets")
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         if len(shape) > _MAX_RANK:
-            raise InvalidInput(f"{where} has shape {list(shape)}; it must be up to {_MAX_RANK} sizes.")
+            raise InvalidInput(where, f"has shape {list(shape)}", f"it must be up to {_MAX_RANK} sizes")
         tensors[tensor] = StoredTensor(shape, dtypes.get(dtype), 8 + length + entry["data_offsets"][0], dtype)
     return SafetensorsFile(path, tensors, stamp)
 
@@ -121,7 +121,7 @@ def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
     dtype = checked_dtype(file, name)
     try:
         if _stamp(file.path) != file.stamp:
-            raise InvalidInput(f"{file.path.name} was changed while it was read.")
+            raise InvalidInput(file.path.name, "was changed while it was read")
         if 0 in stored.shape:
             return np.zeros(stored.shape, dtype)
         return np.memmap(file.path, dtype, "r", stored.offset, stored.shape)
@@ -138,7 +138,9 @@ def checked_dtype(file: SafetensorsFile, name: str) -> np.dtype:
     stored = file.tensors[name]
     if stored.dtype is None:
         known = ", ".join(STORED_DTYPES | QUANTIZED_DTYPES)
-        raise Unsupported(f"{file.path.name}: tensor {_short(name)} has dtype {stored.code!r}; weights may be {known}.")
+        raise Unsupported(f"tensor {_short(name)} has dtype {stored.code!r}; weights may be {known}.").under(
+            file.path.name
+        )
     return stored.dtype
 
 
@@ -149,8 +151,8 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _unreadable(name: str, error: OSError | SafetensorError) -> InvalidInput:
     if isinstance(error, OSError):
-        return InvalidInput(f"{name} cannot be read: {error.strerror or error}.")
-    return InvalidInput(f"{name} is truncated or no safetensors file: {error}.")
+        return InvalidInput(name, f"cannot be read: {error.strerror or error}")
+    return InvalidInput(name, f"is truncated or no safetensors file: {error}")
 
 
 def _refuse_pickle(start: bytes, name: str) -> None:
@@ -158,7 +160,7 @@ def _refuse_pickle(start: bytes, name: str) -> None:
     is_pickle = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
     if not looks_like_header and (is_pickle or start.startswith(b"PK\x03\x04")):
         raise InvalidInput(
-            f"{name} is a pickle, whatever its name says; reading one can run code. Convert it to safetensors."
+            name, "is a pickle, whatever its name says", "reading one can run code. Convert it to safetensors"
         )
 
 

@@ -22,7 +22,6 @@ from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenize
 from jattn.llm.models import Decoder, ModelConfig, ParameterShards, parameter_shards
 from jattn.llm.models.fp8 import widened_from_fp8
 from jattn.llm.models.quantized import dequantize
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
 __all__ = ["save_model"]
@@ -63,7 +62,7 @@ def save_model(
     dtype = config.dtype if dtype is None else dtype
     codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
     if dtype not in codes:
-        raise InvalidInput(f"dtype is {shown(dtype)}; it must be one of {', '.join(codes)}, or None.")
+        raise InvalidInput("dtype", value=dtype, wanted=f"it must be one of {', '.join(codes)}, or None")
     rendered = render_config(config, dtype=dtype)
     values = dict(nnx.to_flat_state(nnx.state(model)))
     parallel = getattr(model, "parallel", None)

@@ -68,7 +68,7 @@ class TextTokenizer:
             rest = Tokenizer.from_str(json.dumps(described))
         found = TextTokenizer(rest, self.chat_template, self.special_tokens, self.tool_chat_template)
         if found.vocab_size > vocab_size:
-            raise InvalidInput(f"{_NAME} has token ids up to {found.vocab_size - 1}; vocab_size is {vocab_size}.")
+            raise InvalidInput(_NAME, f"has token ids up to {found.vocab_size - 1}", f"vocab_size is {vocab_size}")
         names = [token["content"] for token in added if token["id"] >= vocab_size]
         warnings.warn(
             f"{_NAME} has added tokens that the model has no embedding for ({shown(names[:8])}); they are text like "
@@ -147,8 +147,8 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     for name in ("default", "tool_use"):
         if not isinstance(named.get(name), str | None):
             raise InvalidInput(
-                f"{_CONFIG}: chat_template is {shown(named[name])}; it must be a text, or a list with a default."
-            )
+                "chat_template", value=named[name], wanted="it must be a text, or a list with a default"
+            ).under(_CONFIG)
     return {name: text for name, text in named.items() if text is not None}
 
 

@@ -335,31 +335,31 @@ def _taken(
 def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
     weight_map = index.get("weight_map")
     if set(index) - {"metadata", "weight_map"} or not isinstance(weight_map, dict):
-        raise InvalidInput(f"{_INDEX} must have weight_map and may have metadata, nothing else.")
+        raise InvalidInput(_INDEX, "must have weight_map and may have metadata, nothing else")
     if not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InvalidInput(f"{_INDEX}: weight_map must map tensor names to file names.")
+        raise InvalidInput("weight_map", "must map tensor names to file names").under(_INDEX)
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MAX_SHARDS:
-        raise InvalidInput(f"{_INDEX} names {len(shards)} files; at most {_MAX_SHARDS} are read.")
+        raise InvalidInput(_INDEX, f"names {len(shards)} files", f"at most {_MAX_SHARDS} are read")
     tensors: dict[str, SafetensorsFile] = {}
     for shard in shards:
         if Path(shard).suffix.lower() in _PICKLE_SUFFIXES:
-            raise InvalidInput(f"{_INDEX} names {shard!r}; reading a pickle can run code. Convert it to safetensors.")
+            raise InvalidInput(_INDEX, f"names {shard!r}", "reading a pickle can run code. Convert it to safetensors")
         if not shard.endswith(".safetensors"):
-            raise InvalidInput(f"{_INDEX} names {shard!r}; shards end in .safetensors.")
+            raise InvalidInput(_INDEX, f"names {shard!r}", "shards end in .safetensors")
         path = member(folder, shard)
         if path is None:
-            raise InvalidInput(f"{_INDEX} names {shard!r}, which is not in the folder.")
+            raise InvalidInput(_INDEX, f"names {shard!r}, which is not in the folder")
         file = open_safetensors(path)
         for name in file.tensors:
             if name in tensors:
                 raise InvalidInput(f"tensor {name!r} is in both {tensors[name].path.name} and {shard}.")
             if weight_map.get(name) != shard:
-                raise InvalidInput(f"{shard} holds tensor {name!r}, but {_INDEX} does not place it there.")
+                raise InvalidInput(shard, f"holds tensor {name!r}, but {_INDEX} does not place it there")
             tensors[name] = file
     absent = [name for name in weight_map if name not in tensors]
     if absent:
-        raise InvalidInput(f"{_INDEX} places {_listed(absent)} in a file that does not hold it.")
+        raise InvalidInput(_INDEX, f"places {_listed(absent)} in a file that does not hold it")
     return tensors
 
 

@@ -209,13 +209,14 @@ class ModelConfig:
             check_int(name, getattr(self, name), 1, limit)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidInput(
-                f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})."
+                "num_attention_heads",
+                value=self.num_attention_heads,
+                wanted=f"it must be a multiple of num_key_value_heads ({self.num_key_value_heads})",
             )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
-                raise Unsupported(f"{name} is {shown(getattr(self, name))}; this build has {known}.")
+                raise Unsupported(name, value=getattr(self, name), wanted=f"this build has {known}")
         self._check_positions()
         check_int("token_types", self.token_types, 0, 1 << 16)
         check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
@@ -226,13 +227,13 @@ class ModelConfig:
         self._check_windows()
         self._check_kv_sharing()
         if self.moe is not None and not isinstance(self.moe, MoEConfig):
-            raise InvalidInput(f"moe is {shown(self.moe)}; it must be a MoEConfig or None.")
+            raise InvalidInput("moe", value=self.moe, wanted="it must be a MoEConfig or None")
         if self.moe is not None and not self.gated_mlp:
-            raise Unsupported("gated_mlp is False; experts are gated in this build.")
+            raise Unsupported("gated_mlp", value=False, wanted="experts are gated in this build")
         self._check_latent()
         self._check_encoder()
         if self.dtype not in QUERY_DTYPES:
-            raise InvalidInput(f"dtype is {self.dtype!r}; it must be one of {', '.join(QUERY_DTYPES)}.")
+            raise InvalidInput("dtype", value=self.dtype, wanted=f"it must be one of {', '.join(QUERY_DTYPES)}")
         self._check_tokens()
 
     def _check_positions(self) -> None:
@@ -240,7 +241,7 @@ class ModelConfig:
         if self.rope_local_theta is not None:
             check_number("rope_local_theta", self.rope_local_theta, 1.0, 1e12)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise InvalidInput(f"rope_scaling is {self.rope_scaling!r}; it must be a RopeScaling or None.")
+            raise InvalidInput("rope_scaling", value=self.rope_scaling, wanted="it must be a RopeScaling or None")
         check_int("position_offset", self.position_offset, 0, 1 << 16)
         buckets = self.relative_attention_num_buckets
         check_int("relative_attention_num_buckets", buckets, 4, 1 << 16)
@@ -248,7 +249,7 @@ class ModelConfig:
         check_number("partial_rotary_factor", self.partial_rotary_factor, 1e-3, 1.0)
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             which = "head_dim" if self.partial_rotary_factor == 1 else "head_dim * partial_rotary_factor"
-            raise InvalidInput(f"{which} is {self.rotary_dim}; rotary embeddings need an even number.")
+            raise InvalidInput(which, value=self.rotary_dim, wanted="rotary embeddings need an even number")
         if self.rope_scaling is not None:
             self.rope_scaling.check_rotary_dim(self.rotary_dim)
 
@@ -260,24 +261,29 @@ class ModelConfig:
                 check_int(name, window, 1, MAX_CONTEXT)
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
             raise InvalidInput(
-                f"layer_windows has {len(self.layer_windows)} entries; it must have one for each of the "
-                f"{self.num_hidden_layers} layers, or none."
+                "layer_windows",
+                f"has {len(self.layer_windows)} entries",
+                f"it must have one for each of the {self.num_hidden_layers} layers, or none",
             )
         if self.layer_windows and self.sliding_window is not None:
             raise InvalidInput(
-                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
-                "second where they differ: leave one out."
+                "sliding_window",
+                f"is {self.sliding_window} and layer_windows is given",
+                "the first is for all layers, the second where they differ: leave one out",
             )
 
     def _check_kv_sharing(self) -> None:
         targets = self.kv_sharing_targets
         if targets and len(targets) != self.num_hidden_layers:
             raise InvalidInput(
-                f"kv_sharing_targets has {len(targets)} entries; it must have one for each of the "
-                f"{self.num_hidden_layers} layers, or none."
+                "kv_sharing_targets",
+                f"has {len(targets)} entries",
+                f"it must have one for each of the {self.num_hidden_layers} layers, or none",
             )
         if targets and self.is_encoder:
-            raise Unsupported("kv_sharing_targets is given and is_encoder is True; layers of an encoder share nothing.")
+            raise Unsupported(
+                "kv_sharing_targets", "is given and is_encoder is True", "layers of an encoder share nothing"
+            )
         for layer, target in enumerate(targets):
             if target is None:
                 continue
@@ -285,12 +291,14 @@ class ModelConfig:
             check_int(name, target, 0, layer - 1, also=", or None")
             if targets[target] is not None:
                 raise InvalidInput(
-                    f"{name} is {target}, which has no keys and values of its own; name the layer that has."
+                    name, f"is {target}, which has no keys and values of its own", "name the layer that has"
                 )
             if self.window_of(layer) != self.window_of(target):
                 raise InvalidInput(
-                    f"{name} is {target}, whose window is {self.window_of(target)}; layer {layer} has "
-                    f"{self.window_of(layer)}. Layers that share keys and values keep the same part of the past."
+                    name,
+                    f"is {target}, whose window is {self.window_of(target)}",
+                    f"layer {layer} has {self.window_of(layer)}. Layers that share keys and values keep "
+                    "the same part of the past",
                 )
 
     @property
@@ -303,10 +311,12 @@ class ModelConfig:
         if latent is None:
             return
         if not isinstance(latent, LatentConfig):
-            raise InvalidInput(f"latent is {shown(latent)}; it must be a LatentConfig or None.")
+            raise InvalidInput("latent", value=latent, wanted="it must be a LatentConfig or None")
         if self.head_dim != latent.qk_rope_head_dim:
             raise InvalidInput(
-                f"head_dim is {self.head_dim}; with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})."
+                "head_dim",
+                value=self.head_dim,
+                wanted=f"with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})",
             )
         wanted = _NOT_LATENT | {
             "num_key_value_heads": self.num_attention_heads,
@@ -314,12 +324,12 @@ class ModelConfig:
         }
         for name, value in wanted.items():
             if getattr(self, name) != value:
-                raise Unsupported(f"{name} is {shown(getattr(self, name))}; attention over latents has {value!r}.")
+                raise Unsupported(name, value=getattr(self, name), wanted=f"attention over latents has {value!r}")
         rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
         for name, value in rope.items():
             if getattr(scaling, name) != value:
                 raise Unsupported(
-                    f"rope_scaling.{name} is {getattr(scaling, name)!r}; attention over latents has {value}."
+                    f"rope_scaling.{name}", value=getattr(scaling, name), wanted=f"attention over latents has {value}"
                 )
 
     def _check_encoder(self) -> None:
@@ -327,21 +337,23 @@ class ModelConfig:
         if encoder is None:
             return
         if not isinstance(encoder, ModelConfig) or not encoder.is_encoder:
-            raise InvalidInput(f"encoder is {shown(encoder)}; it must be a ModelConfig with is_encoder, or None.")
+            raise InvalidInput("encoder", value=encoder, wanted="it must be a ModelConfig with is_encoder, or None")
         if self.is_encoder or self.decoder_start_token_id is None:
             raise InvalidInput(
-                "encoder is given; the model that reads it is no encoder itself and has a decoder_start_token_id."
+                "encoder", "is given", "the model that reads it is no encoder itself and has a decoder_start_token_id"
             )
         for name in _SHARED_WITH_ENCODER:
             if getattr(encoder, name) != getattr(self, name):
                 raise Unsupported(
-                    f"encoder.{name} is {shown(getattr(encoder, name))} and the decoder's {getattr(self, name)}; this "
-                    "build has the same in both."
+                    f"encoder.{name}",
+                    f"is {shown(getattr(encoder, name))} and the decoder's {getattr(self, name)}",
+                    "this build has the same in both",
                 )
         if self.parallel_block is not None or self.norm_placement not in ("before", "residual"):
             raise Unsupported(
-                f"parallel_block is {self.parallel_block!r} and norm_placement {self.norm_placement!r}; with an "
-                "encoder this build has None, and 'before' or 'residual'."
+                "parallel_block",
+                f"is {self.parallel_block!r} and norm_placement {self.norm_placement!r}",
+                "with an encoder this build has None, and 'before' or 'residual'",
             )
 
     def _check_tokens(self) -> None:
@@ -350,7 +362,7 @@ class ModelConfig:
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise InvalidInput(f"{name} is {shown(token)}; it must be a token id from 0 to {self.vocab_size - 1}.")
+                raise InvalidInput(name, value=token, wanted=f"it must be a token id from 0 to {self.vocab_size - 1}")
 
     @property
     def query_size(self) -> int:

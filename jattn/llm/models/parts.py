@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jattn.llm.models.rope_scaling import check_number
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["MAX_HEAD_DIM", "MAX_INNER", "LatentConfig", "MoEConfig", "check_flags", "last_of_each_window"]
@@ -68,12 +68,13 @@ class MoEConfig:
         check_flags(self, ("norm_topk_prob", "score_correction_bias", "router_bias", "expert_bias"))
         if self.scoring_func not in _SCORING_FUNCS:
             raise Unsupported(
-                f"scoring_func is {shown(self.scoring_func)}; this build has {', '.join(_SCORING_FUNCS)}."
+                "scoring_func", value=self.scoring_func, wanted=f"this build has {', '.join(_SCORING_FUNCS)}"
             )
         if self.shared_intermediate_size and self.n_shared_experts:
             raise InvalidInput(
-                f"shared_intermediate_size is {self.shared_intermediate_size} and n_shared_experts "
-                f"{self.n_shared_experts}; give one."
+                "shared_intermediate_size",
+                f"is {self.shared_intermediate_size} and n_shared_experts {self.n_shared_experts}",
+                "give one",
             )
         self._check_groups()
 
@@ -83,13 +84,15 @@ class MoEConfig:
         size, least = self.num_experts // self.n_group, 1 + (self.score_correction_bias and self.n_group > 1)
         if self.num_experts % self.n_group or size < least:
             raise InvalidInput(
-                f"n_group is {self.n_group} with {self.num_experts} experts; it must divide them into groups of at "
-                f"least {least}."
+                "n_group",
+                f"is {self.n_group} with {self.num_experts} experts",
+                f"it must divide them into groups of at least {least}",
             )
         if self.num_experts_per_tok > self.topk_group * size:
             raise InvalidInput(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; {self.topk_group} groups have "
-                f"{self.topk_group * size} experts."
+                "num_experts_per_tok",
+                value=self.num_experts_per_tok,
+                wanted=f"{self.topk_group} groups have {self.topk_group * size} experts",
             )
 
     @property
@@ -141,7 +144,7 @@ class LatentConfig:
         if len(given) < len(names):
             raise InvalidInput(f"{', '.join(given)} of {', '.join(names)} given; an indexer has all three.")
         if self.q_lora_rank is None:
-            raise InvalidInput("q_lora_rank is None; an indexer's queries come from the compressed query.")
+            raise InvalidInput("q_lora_rank", value=None, wanted="an indexer's queries come from the compressed query")
         check_int("index_n_heads", self.index_n_heads, 1, 1 << 16)
         # The rest of a key is not rotated.
         check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
@@ -175,8 +178,9 @@ def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int
     for layer, window in enumerate(windows[own:], own):
         if window not in last:
             raise InvalidInput(
-                f"num_kv_shared_layers is {num_kv_shared_layers}; layer {layer} has the window {window}, and none of "
-                f"the {own} layers with keys and values has."
+                "num_kv_shared_layers",
+                value=num_kv_shared_layers,
+                wanted=f"layer {layer} has the window {window}, and none of the {own} layers with keys and values has",
             )
     return (*[None] * own, *(last[window] for window in windows[own:]))
 
@@ -185,4 +189,4 @@ def check_flags(config: object, names: tuple[str, ...]) -> None:
     """Raises InvalidInput unless every named attribute is a bool."""
     for name in names:
         if not isinstance(getattr(config, name), bool):
-            raise InvalidInput(f"{name} is {shown(getattr(config, name))}; it must be true or false.")
+            raise InvalidInput(name, value=getattr(config, name), wanted="it must be true or false")

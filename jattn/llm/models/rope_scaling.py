@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["MAX_CONTEXT", "ROPE_KEYS", "RopeScaling", "check_number"]
@@ -70,7 +70,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_KEYS:
-            raise Unsupported(f"rope_type is {self.rope_type!r}; this build has {', '.join(ROPE_KEYS)}.")
+            raise Unsupported("rope_type", value=self.rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
         check_number("rope_scaling.factor", self.factor, 1.0, 1e6)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             check_number(f"rope_scaling.{name}", getattr(self, name), 1e-6, 1e6)
@@ -78,15 +78,16 @@ class RopeScaling:
             if getattr(self, name) is not None:
                 check_number(f"rope_scaling.{name}", getattr(self, name), low, 1e6)
         if not isinstance(self.truncate, bool):
-            raise InvalidInput(f"rope_scaling.truncate is {shown(self.truncate)}; it must be true or false.")
+            raise InvalidInput("rope_scaling.truncate", value=self.truncate, wanted="it must be true or false")
         for name in ("short_factor", "long_factor"):
             for index, value in enumerate(getattr(self, name)):
                 check_number(f"rope_scaling.{name}[{index}]", value, 1e-6, 1e6)
         check_int(f"rope_scaling.{_ORIGINAL}", self.original_max_position_embeddings, 2, MAX_CONTEXT)
         if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise InvalidInput(
-                f"rope_scaling.high_freq_factor is {self.high_freq_factor}; it must be greater than low_freq_factor "
-                f"({self.low_freq_factor})."
+                "rope_scaling.high_freq_factor",
+                value=self.high_freq_factor,
+                wanted=f"it must be greater than low_freq_factor ({self.low_freq_factor})",
             )
 
     def check_rotary_dim(self, rotary_dim: int) -> None:
@@ -94,8 +95,9 @@ class RopeScaling:
         for name in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
             if len(getattr(self, name)) != rotary_dim // 2:
                 raise InvalidInput(
-                    f"rope_scaling.{name} has {len(getattr(self, name))} entries; it must have {rotary_dim // 2}, one "
-                    "for each rotated pair."
+                    f"rope_scaling.{name}",
+                    f"has {len(getattr(self, name))} entries",
+                    f"it must have {rotary_dim // 2}, one for each rotated pair",
                 )
 
 
@@ -104,6 +106,6 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
     # An int may be larger than any float, so it is compared, never converted.
     is_finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a finite number from {low:g} to {high:g}.")
+        raise InvalidInput(name, value=value, wanted=f"it must be a finite number from {low:g} to {high:g}")
     if not low <= value <= high:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be from {low:g} to {high:g}.")
+        raise InvalidInput(name, value=value, wanted=f"it must be from {low:g} to {high:g}")

@@ -76,9 +76,7 @@ def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
         yield
     except InvalidInput as error:
         # An error of the parameters concerns all prompts.
-        if len(prompts) == 1 or error.root != "prompt":
-            raise
-        raise error.renamed(f"prompts[{index}]") from None
+        raise error if len(prompts) == 1 else error.renamed(f"prompts[{index}]", old="prompt") from None
 
 
 def chat_prompt(

@@ -7,7 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.deepseek import DEFAULTS, KEYS, NAMES
 from jattn.llm.load.families.family import Family, Key
-from torch_core.base.checks import shown
 from torch_core.base.errors import Unsupported
 
 __all__ = ["DEEPSEEK_V2"]
@@ -16,7 +15,7 @@ __all__ = ["DEEPSEEK_V2"]
 def _groups(raw: Mapping[str, Any]) -> dict[str, Any]:
     method = raw["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
-        raise Unsupported(f"topk_method is {shown(method)}; this build has greedy and group_limited_greedy.")
+        raise Unsupported("topk_method", value=method, wanted="this build has greedy and group_limited_greedy")
     return {"moe.n_group": 1, "moe.topk_group": 1} if method == "greedy" else {}
 
 

@@ -26,7 +26,7 @@ def _checked_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name, types in served.items():
         if raw.get(name) not in (None, *types):
-            raise Unsupported(f"{name} is {shown(raw[name])}; this build has {shown(types[0])}.")
+            raise Unsupported(name, value=raw[name], wanted=f"this build has {shown(types[0])}")
     return {}
 
 

@@ -28,7 +28,6 @@ from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jattn.llm.load.families.seed_oss import SEED_OSS
 from jattn.llm.load.families.t5 import T5
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
 __all__ = ["known_families", "nearest_family", "register_family"]
@@ -96,9 +95,9 @@ def register_family(family: Family) -> None:
         torch_core.base.errors.InvalidInput: family.architecture is 'LlamaForCausalLM', which is known already.
     """
     if not isinstance(family, Family):
-        raise InvalidInput(f"family is {shown(family)}; it must be a jattn.llm.load.Family.")
+        raise InvalidInput("family", value=family, wanted="it must be a jattn.llm.load.Family")
     if family.architecture in _FAMILIES:
-        raise InvalidInput(f"family.architecture is {family.architecture!r}, which is known already.")
+        raise InvalidInput("family.architecture", f"is {family.architecture!r}, which is known already")
     _FAMILIES[family.architecture] = family
 
 
