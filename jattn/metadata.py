@@ -173,7 +173,7 @@ class AttentionMetadata:
             ([23, -1, 40, 61], [0, 1, 2, 3, 4])
         """
         if not shards:
-            raise InvalidInput("shards is empty; give the rows of each device, [] for one without.")
+            raise InvalidInput("shards", "is empty", "give the rows of each device, [] for one without")
         pool: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
         plain = [build_common_metadata(rows, **pool) for rows in shards]
         rows_each = max_query_len if max_query_len is not None else max(step.max_query_len for step in plain)

@@ -67,12 +67,14 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
-        raise InvalidInput(f"{missing[0]} is None; give {', '.join(given)} all, or none where JAX finds them itself.")
+        raise InvalidInput(
+            missing[0], value=None, wanted=f"give {', '.join(given)} all, or none where JAX finds them itself"
+        )
     if num_processes is not None:
         check_int("num_processes", num_processes, 1, 1 << 16)
         check_int("process_id", process_id, 0, num_processes - 1)
         if not isinstance(coordinator, str) or not coordinator.rpartition(":")[2].isdigit():
-            raise InvalidInput(f"coordinator is {shown(coordinator)}; it must be HOST:PORT of the first process.")
+            raise InvalidInput("coordinator", value=coordinator, wanted="it must be HOST:PORT of the first process")
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except ValueError as error:
@@ -286,7 +288,7 @@ def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, nu
         )
     if num_host_blocks:
         raise Unsupported(
-            f"num_host_blocks is {num_host_blocks}; over several processes blocks stay on the devices: 0."
+            "num_host_blocks", value=num_host_blocks, wanted="over several processes blocks stay on the devices: 0"
         )
     check_agreement(facts())
     name = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))

@@ -47,7 +47,9 @@ def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
     check_int("num_devices", num_devices, 1)
     if num_tokens % (2 * num_devices):
         raise InvalidInput(
-            f"num_tokens is {num_tokens}; it must be a multiple of {2 * num_devices}, two chunks for each device. Pad."
+            "num_tokens",
+            value=num_tokens,
+            wanted=f"it must be a multiple of {2 * num_devices}, two chunks for each device. Pad",
         )
     chunks = np.arange(num_tokens).reshape(2 * num_devices, -1)
     return np.concatenate([chunks[[rank, -1 - rank]].reshape(-1) for rank in range(num_devices)])
@@ -92,8 +94,9 @@ def ring_attention(
     _check_chunks(query, key, value)
     if sliding_window is not None:
         raise Unsupported(
-            f"sliding_window is {sliding_window}; in a ring most steps would carry keys that nobody sees. Use "
-            "all_gather_attention."
+            "sliding_window",
+            value=sliding_window,
+            wanted="in a ring most steps would carry keys that nobody sees. Use all_gather_attention",
         )
     options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
     options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap, "use_alibi_sqrt": False}

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
@@ -31,11 +30,13 @@ def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
     """Refuses values that are no layout of a layer, or no place for arrays."""
     for spec in specs:
         if not isinstance(spec, (KVCacheSpec, LatentCacheSpec)):
-            raise InvalidInput(f"spec is {shown(spec)}; it must be a KVCacheSpec or a LatentCacheSpec.")
+            raise InvalidInput("spec", value=spec, wanted="it must be a KVCacheSpec or a LatentCacheSpec")
     if not (device is None or isinstance(device, jax.sharding.Sharding) or hasattr(device, "memory_stats")):
         raise InvalidInput(
-            f"device is {shown(device)}; it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, "
-            "None, None, 'tp')) for a mesh, or None."
+            "device",
+            value=device,
+            wanted="it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, None, "
+            "None, 'tp')) for a mesh, or None",
         )
 
 
@@ -55,12 +56,14 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
         return np.zeros((0, 2) if pairs else 0, np.int32)
     if found.dtype.kind not in "iu" or found.shape[1:] != (2,) * pairs or not found.ndim:
         wanted = "pairs of block ids, (source, target)" if pairs else "a flat sequence of block ids, which are ints"
-        raise InvalidInput(f"{name} is {shown(blocks)}; it must be {wanted}.")
+        raise InvalidInput(name, value=blocks, wanted=f"it must be {wanted}")
     bad = np.flatnonzero(((found < 0) | (found >= num_blocks)).reshape(len(found), -1).any(1))
     if bad.size:
         first = found[bad[0]].tolist()
         raise InvalidInput(
-            f"{name}[{int(bad[0])}] is {tuple(first) if pairs else first}; valid ids are 0 to {num_blocks - 1}."
+            f"{name}[{int(bad[0])}]",
+            value=tuple(first) if pairs else first,
+            wanted=f"valid ids are 0 to {num_blocks - 1}",
         )
     return found.astype(np.int32)
 
@@ -78,7 +81,7 @@ def refuse_repeated(name: str, written: np.ndarray) -> None:
     if times.size and times.max() > 1:
         block = int(times.argmax())
         first, second = np.flatnonzero(written == block)[:2].tolist()
-        raise InvalidInput(f"{name}[{first}] and {name}[{second}] both write block {block}; name each block once.")
+        raise InvalidInput(f"{name}[{first}]", f"and {name}[{second}] both write block {block}", "name each block once")
 
 
 def check_donation() -> None:
@@ -128,11 +131,15 @@ def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Na
             return sharding
     if len(shape) == 3:
         raise InvalidInput(
-            f"device is {sharding}; all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
-            "which every device has all of it."
+            "device",
+            f"is {sharding}",
+            "all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
+            "which every device has all of it",
         )
     raise InvalidInput(
-        f"device is {sharding}; a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding that "
-        "splits axes 0 and 3 alone, blocks and heads, into equal parts: NamedSharding(mesh, PartitionSpec('dp', None, "
-        "None, 'tp'))."
+        "device",
+        f"is {sharding}",
+        f"a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding "
+        "that splits axes 0 and 3 alone, blocks and heads, into equal parts: "
+        "NamedSharding(mesh, PartitionSpec('dp', None, None, 'tp'))",
     )

@@ -43,7 +43,9 @@ class HostBlocks:
         needed, memory = num_host_blocks * (pool.num_bytes // pool.num_blocks), host_memory()
         if needed > memory:
             raise InvalidInput(
-                f"num_host_blocks is {num_host_blocks}; they need {needed:,} bytes and this machine has {memory:,}."
+                "num_host_blocks",
+                value=num_host_blocks,
+                wanted=f"they need {needed:,} bytes and this machine has {memory:,}",
             )
         self._pool = pool
         self._storage = [np.zeros(spec.shape(num_host_blocks), jnp.dtype(spec.dtype)) for spec in pool.specs]
@@ -84,4 +86,7 @@ class HostBlocks:
         for name, limit in limits:
             value = getattr(swap, name)
             if not 0 <= value < limit:
-                raise InvalidInput(f"{name} of swaps[{index}] is {value}; valid ids are 0 to {limit - 1}.")
+                raise InvalidInput(
+                    f"{name} of swaps[{index}] is {value}; valid ids are 0 to {limit - 1}.",
+                    argument=f"swaps[{index}].{name}",
+                )

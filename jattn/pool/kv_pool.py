@@ -101,7 +101,9 @@ class KVPool:
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
                 raise InvalidInput(
-                    f"further[{index}] has block_size {each.block_size} and spec {spec.block_size}; they must be equal."
+                    f"further[{index}]",
+                    f"has block_size {each.block_size} and spec {spec.block_size}",
+                    "they must be equal",
                 )
         self._num_blocks = num_blocks
         self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self._specs]
@@ -284,8 +286,10 @@ class KVPool:
         apart = np.flatnonzero(part[:, 0] != part[:, 1])
         if apart.size:
             raise InvalidInput(
-                f"copies[{int(apart[0])}] is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices; a "
-                f"block is copied among the {self._blocks_of_a_part} of one. Read it and write it, or compute it again."
+                f"copies[{int(apart[0])}]",
+                f"is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices",
+                f"a block is copied among the {self._blocks_of_a_part} of one. Read it and write it, "
+                "or compute it again",
             )
         program, padded = programs.copy_program(self._first_device(), pairs)
         self.run(self._on_parts(program), padded)
@@ -341,8 +345,9 @@ class KVPool:
         found = [(layer.shape, layer.dtype) for layer in contents]
         if found != [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers]:
             raise InvalidInput(
-                f"contents are {[(shape, dtype.name) for shape, dtype in found]}; {self.num_layers} arrays of "
-                f"{(len(ids), *self._shape[1:])} {self.spec.dtype} are required."
+                "contents",
+                f"are {[(shape, dtype.name) for shape, dtype in found]}",
+                f"{self.num_layers} arrays of {(len(ids), *self._shape[1:])} {self.spec.dtype} are required",
             )
         padded = programs.pad_blocks(ids)
         place = self._opened()[0].sharding
@@ -381,24 +386,29 @@ class KVPool:
             Unsupported: tensors on a CPU, or of a dtype that JAX does not share.
         """
         if not tensors:
-            raise InvalidInput("tensors is empty; give one cache tensor per layer.")
+            raise InvalidInput("tensors", "is empty", "give one cache tensor per layer")
         first = tensors[0]
         shape: tuple[int, ...] = tuple(first.shape)
         if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
             raise InvalidInput(
-                f"tensors[0] has shape {shape}; it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or "
-                "latents of three axes with kv_lora_rank."
+                "tensors[0]",
+                f"has shape {shape}",
+                "it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or latents of "
+                "three axes with kv_lora_rank",
             )
         if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
             raise InvalidInput(
-                f"tensors[0] has shape {shape} and kv_lora_rank is {kv_lora_rank}; latents are (num_blocks, "
-                "block_size, kv_lora_rank + rope_dim)."
+                "tensors[0]",
+                f"has shape {shape} and kv_lora_rank is {kv_lora_rank}",
+                "latents are (num_blocks, block_size, kv_lora_rank + rope_dim)",
             )
         for index, tensor in enumerate(tensors):
             if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
                 raise InvalidInput(
-                    f"tensors[{index}] is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
-                    f"{first.dtype} {tuple(first.shape)} on {first.device}; they must be alike."
+                    f"tensors[{index}]",
+                    f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
+                    f"{first.dtype} {tuple(first.shape)} on {first.device}",
+                    "they must be alike",
                 )
         if first.device.type != "cuda":
             raise Unsupported(

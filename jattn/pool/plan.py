@@ -100,7 +100,7 @@ def plan_pool(
     if (num_bytes is None) == (memory_fraction is None):
         raise InvalidInput("give exactly one of num_bytes and memory_fraction.")
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise InvalidInput(f"memory_fraction is {memory_fraction}; it must be above 0 and at most 1.")
+        raise InvalidInput("memory_fraction", value=memory_fraction, wanted="it must be above 0 and at most 1")
     if num_bytes is None:
         num_bytes = int(free_bytes(_device(device)) * (memory_fraction or 0))
     needed = 1 + (-(-min_tokens // spec.block_size) if min_blocks is None else min_blocks)
@@ -148,7 +148,7 @@ def free_bytes(device: Any) -> int:
     """
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise Unsupported(f"device {device} does not report its memory; give num_bytes instead of memory_fraction.")
+        raise Unsupported("device", f"{device} does not report its memory", "give num_bytes instead of memory_fraction")
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 

@@ -82,8 +82,9 @@ def packed_latent_bytes(kv_lora_rank: int, rope_dim: int) -> int:
     """
     if kv_lora_rank % PACKED_GROUP or rope_dim % 2:
         raise InvalidInput(
-            f"kv_lora_rank is {kv_lora_rank} and rope_dim {rope_dim}; a packed row has a latent of a multiple of "
-            f"{PACKED_GROUP} and an even rotary key. Use another dtype."
+            "kv_lora_rank",
+            f"is {kv_lora_rank} and rope_dim {rope_dim}",
+            f"a packed row has a latent of a multiple of {PACKED_GROUP} and an even rotary key. Use another dtype",
         )
     return kv_lora_rank + kv_lora_rank // PACKED_GROUP * DTYPE_BYTES["float32"] + rope_dim * DTYPE_BYTES["bfloat16"]
 
@@ -117,9 +118,11 @@ class ArraySpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.shape, self.dtype, self.strides, self.aligned)))
         if self.dtype not in DTYPE_BYTES:
-            raise Unsupported(f"dtype is {self.dtype!r}; a kernel takes one of {', '.join(DTYPE_BYTES)}.")
+            raise Unsupported("dtype", value=self.dtype, wanted=f"a kernel takes one of {', '.join(DTYPE_BYTES)}")
         if self.strides is not None and len(self.strides) != len(self.shape):
-            raise InvalidInput(f"strides {self.strides} and shape {self.shape} differ in length; give one per axis.")
+            raise InvalidInput(
+                "strides", f"{self.strides} and shape {self.shape} differ in length", "give one per axis"
+            )
 
     @property
     def element_strides(self) -> tuple[int, ...]:
@@ -273,18 +276,22 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or self.scale == 0:
-            raise InvalidInput(f"scale is {self.scale}; it must be finite and not zero (usually head_size ** -0.5).")
+            raise InvalidInput(
+                "scale", value=self.scale, wanted="it must be finite and not zero (usually head_size ** -0.5)"
+            )
         for name, low in (("window_left", 0), ("window_right", 0), ("attention_chunk", 1)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, INT32_MAX)
         for name in ("causal", "use_alibi_sqrt"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+                raise InvalidInput(name, value=getattr(self, name), wanted="it must be True or False")
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
-            raise InvalidInput(f"logits_soft_cap is {cap}; it must be a positive finite number, or None for off.")
+            raise InvalidInput(
+                "logits_soft_cap", value=cap, wanted="it must be a positive finite number, or None for off"
+            )
 
 
 def _check_cache_dtype(dtype: str) -> None:
     if dtype not in KV_CACHE_DTYPES:
-        raise Unsupported(f"dtype is {dtype!r}; a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}.")
+        raise Unsupported("dtype", value=dtype, wanted=f"a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}")

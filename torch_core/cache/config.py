@@ -66,20 +66,20 @@ class CacheConfig:
                 check_int(field, getattr(self, field), 1, INT32_MAX)
         for field in ("enable_prefix_caching", "verify_tokens", "scrub_on_free"):
             if not isinstance(getattr(self, field), bool):
-                raise InvalidInput(f"{field} is {getattr(self, field)!r}; it must be True or False.")
+                raise InvalidInput(field, value=getattr(self, field), wanted="it must be True or False")
         if not isinstance(self.model_fingerprint, bytes):
-            raise InvalidInput(f"model_fingerprint is a {type(self.model_fingerprint).__name__}; it must be bytes.")
+            raise InvalidInput("model_fingerprint", f"is a {type(self.model_fingerprint).__name__}", "it must be bytes")
         if not isinstance(self.cache_dtype, str):
-            raise InvalidInput(f"cache_dtype is {self.cache_dtype!r}; it must be the name of a dtype, a string.")
+            raise InvalidInput("cache_dtype", value=self.cache_dtype, wanted="it must be the name of a dtype, a string")
         if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
-            raise InvalidInput("groups must be a tuple of CacheGroup, empty for one group of all layers.")
+            raise InvalidInput("groups", "must be a tuple of CacheGroup, empty for one group of all layers")
         if self.groups and (self.sliding_window is not None or self.attention_chunk is not None):
             raise InvalidInput(
-                "groups and sliding_window or attention_chunk are both set; put the window into a group."
+                "groups", "and sliding_window or attention_chunk are both set", "put the window into a group"
             )
         names = [layout.name for layout in self.layouts]
         if len(set(names)) != len(names):
-            raise InvalidInput(f"groups has two groups of one name: {names}; give each its own.")
+            raise InvalidInput("groups", f"has two groups of one name: {names}", "give each its own")
 
     @property
     def capacity(self) -> int:

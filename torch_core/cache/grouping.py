@@ -67,7 +67,7 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         ((1, 2, 0, 1, 2, 0), (0, 0, 0, 1, 1, 1))
     """
     if not windows:
-        raise InvalidInput("windows is empty; give one entry for each layer with a cache.")
+        raise InvalidInput("windows", "is empty", "give one entry for each layer with a cache")
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         if window is not None:

@@ -59,11 +59,11 @@ def encode_root(
     """
     if salt is not None:
         if not isinstance(salt, bytes):
-            raise InvalidInput(f"salt is a {type(salt).__name__}; it must be bytes, or None for the shared salt.")
+            raise InvalidInput("salt", f"is a {type(salt).__name__}", "it must be bytes, or None for the shared salt")
         if not 1 <= len(salt) <= _MAX_SALT_BYTES:
-            raise InvalidInput(f"salt has {len(salt)} bytes; it must have 1 to {_MAX_SALT_BYTES}.")
+            raise InvalidInput("salt", f"has {len(salt)} bytes", f"it must have 1 to {_MAX_SALT_BYTES}")
     if isinstance(extra_keys, (bytes, str)):
-        raise InvalidInput(f"extra_keys is a {type(extra_keys).__name__}; pass a list or tuple of keys.")
+        raise InvalidInput("extra_keys", f"is a {type(extra_keys).__name__}", "pass a list or tuple of keys")
     encoded_keys = [_encode_extra_key(index, key) for index, key in enumerate(extra_keys)]
     return b"".join(
         (
@@ -155,7 +155,7 @@ def _field(value: bytes) -> bytes:
 
 def _encode_extra_key(index: int, key: object) -> bytes:
     if isinstance(key, bool) or not isinstance(key, (bytes, str, int)):
-        raise InvalidInput(f"extra_keys[{index}] is a {type(key).__name__}; it must be bytes, str or int.")
+        raise InvalidInput(f"extra_keys[{index}]", f"is a {type(key).__name__}", "it must be bytes, str or int")
     if isinstance(key, bytes):
         kind, value = b"b", key
     elif isinstance(key, str):
@@ -163,7 +163,7 @@ def _encode_extra_key(index: int, key: object) -> bytes:
     else:
         kind, value = b"i", str(key).encode()
     if len(value) > _MAX_EXTRA_KEY_BYTES:
-        raise InvalidInput(f"extra_keys[{index}] has {len(value)} bytes; the limit is {_MAX_EXTRA_KEY_BYTES}.")
+        raise InvalidInput(f"extra_keys[{index}]", f"has {len(value)} bytes", f"the limit is {_MAX_EXTRA_KEY_BYTES}")
     return kind + _field(value)
 
 

@@ -64,7 +64,7 @@ def add(
     _check_new_id(state, seq_id)
     tokens = _checked_tokens(token_ids)
     if not tokens:
-        raise InvalidInput(f"token_ids of {seq_id!r} is empty; a sequence starts with at least one token.")
+        raise InvalidInput("token_ids", f"of {seq_id!r} is empty", "a sequence starts with at least one token")
     check_admission(state, seq_id, len(tokens), 0)
     keys = tuple(extra_keys) if not isinstance(extra_keys, (bytes, str)) else extra_keys
     config = state.config
@@ -248,7 +248,7 @@ def _running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, 
 def _check_new_id(state: CacheState, seq_id: object) -> None:
     if not isinstance(seq_id, str) or not 1 <= len(seq_id) <= _MAX_ID_CHARACTERS:
         shown = f"has {len(seq_id)} characters" if isinstance(seq_id, str) else f"is a {type(seq_id).__name__}"
-        raise InvalidInput(f"seq_id {shown}; it must be a string of 1 to {_MAX_ID_CHARACTERS} characters.")
+        raise InvalidInput("seq_id", shown, f"it must be a string of 1 to {_MAX_ID_CHARACTERS} characters")
     if seq_id in state.sequences:
         raise InvalidInput(f"sequence {seq_id!r} exists already; finish it first, or choose another id.")
 
@@ -256,7 +256,7 @@ def _check_new_id(state: CacheState, seq_id: object) -> None:
 def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
     # An array takes text and bytes for its own memory.
     if isinstance(token_ids, (str, bytes, bytearray)):
-        raise InvalidInput(f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints.")
+        raise InvalidInput("token_ids", f"is a {type(token_ids).__name__}", "it must be a sequence of ints")
     try:
         tokens = array("i", token_ids)
     except (TypeError, OverflowError) as error:

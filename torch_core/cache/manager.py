@@ -69,7 +69,7 @@ class CacheManager:
 
     def __init__(self, config: CacheConfig) -> None:
         if not isinstance(config, CacheConfig):
-            raise InvalidInput(f"config is a {type(config).__name__}; it must be a CacheConfig.")
+            raise InvalidInput("config", f"is a {type(config).__name__}", "it must be a CacheConfig")
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._state = CacheState(config)
@@ -218,7 +218,7 @@ class CacheManager:
             InvalidInput: the cache was built without `scrub_on_free`.
         """
         if not self._state.config.scrub_on_free:
-            raise InvalidInput("scrub_on_free is False: the cache does not note freed blocks. Set it in CacheConfig.")
+            raise InvalidInput("scrub_on_free", "is False: the cache does not note freed blocks. Set it in CacheConfig")
         return commit_plan(self._state, plan_step(self._state, ()))
 
     # Steps

@@ -22,14 +22,14 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
         seq_ids, counts = zip(*work, strict=True) if work else ((), ())
         sequences = list(map(state.sequences.get, seq_ids))
     except (TypeError, ValueError) as error:
-        raise InvalidInput("work must be a sequence of pairs (seq_id: str, num_new_tokens: int).") from error
+        raise InvalidInput("work", "must be a sequence of pairs (seq_id: str, num_new_tokens: int)") from error
     tables = [sequence.table for sequence in sequences if sequence is not None and sequence.table is not None]
     if len(tables) != len(counts) or (counts and (set(map(type, counts)) != {int} or min(counts) < 1)):
         for seq_id, count in zip(seq_ids, counts, strict=True):
             _check_entry(state, seq_id, count)
     if len(set(seq_ids)) != len(seq_ids):
         seq_id = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
-        raise InvalidInput(f"work names sequence {seq_id!r} twice; add its tokens up into one entry.")
+        raise InvalidInput("work", f"names sequence {seq_id!r} twice", "add its tokens up into one entry")
     ends = [table.scheduled + count for table, count in zip(tables, counts, strict=True)]
     growths: dict[int, Growth] = {}
     claimed: dict[int, int] = {}
@@ -87,7 +87,7 @@ def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, i
     record = steps.get(step_id) if step_id.__class__ is int else None
     if record is None or record.seen:
         waiting = ", ".join(str(step) for step, record in steps.items() if not record.seen) or "none"
-        raise InvalidInput(f"step_id is {step_id!r}; steps in flight are {waiting}. Retire each step once.")
+        raise InvalidInput("step_id", value=step_id, wanted=f"steps in flight are {waiting}. Retire each step once")
     if num_kept_tokens:
         for position, end in _checked_cuts(record, step_id, num_kept_tokens):
             _cut(state, record, position, end)
@@ -128,18 +128,19 @@ def _grow(
 
 def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str, int]) -> list[tuple[int, int]]:
     if not isinstance(num_kept_tokens, Mapping):
-        raise InvalidInput(f"num_kept_tokens is a {type(num_kept_tokens).__name__}; it must map seq_id to an int.")
+        raise InvalidInput("num_kept_tokens", f"is a {type(num_kept_tokens).__name__}", "it must map seq_id to an int")
     positions = {table.seq_id: position for position, table in enumerate(record.tables)}
     cuts = []
     for seq_id, kept in num_kept_tokens.items():
         position = positions.get(seq_id)
         if position is None or not record.counts:
-            raise InvalidInput(f"num_kept_tokens names sequence {seq_id!r}, which has no row in step {step_id}.")
+            raise InvalidInput("num_kept_tokens", f"names sequence {seq_id!r}, which has no row in step {step_id}")
         table, count, end = record.tables[position], record.counts[position], record.ends[position]
         if type(kept) is not int or not 1 <= kept <= count:
             raise InvalidInput(
-                f"num_kept_tokens of sequence {seq_id!r} is {kept!r}; it must be an int from 1 to {count}, the new "
-                f"tokens of its row in step {step_id}."
+                "num_kept_tokens",
+                f"of sequence {seq_id!r} is {kept!r}",
+                f"it must be an int from 1 to {count}, the new tokens of its row in step {step_id}",
             )
         if kept == count:
             continue
@@ -213,4 +214,4 @@ def _check_entry(state: CacheState, seq_id: object, count: object) -> None:
         place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
         raise InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
     if type(count) is not int or count < 1:
-        raise InvalidInput(f"num_new_tokens of sequence {seq_id!r} is {count!r}; it must be an int of at least 1.")
+        raise InvalidInput("num_new_tokens", f"of sequence {seq_id!r} is {count!r}", "it must be an int of at least 1")

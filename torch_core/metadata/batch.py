@@ -147,7 +147,9 @@ def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offs
     for index, length in enumerate(seq_lens.tolist()):
         if length > workspace_size:
             raise RequestTooLong(
-                f"seq_lens[{index}] is {length}; the workspace holds {workspace_size} tokens. Split the prompt."
+                f"seq_lens[{index}]",
+                value=length,
+                wanted=f"the workspace holds {workspace_size} tokens. Split the prompt",
             )
         if filled + length > workspace_size:
             chunks.append((start + request_offset, index + request_offset))

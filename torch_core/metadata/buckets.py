@@ -67,11 +67,12 @@ class Buckets:
             RequestTooLong: `value` is beyond the largest size.
         """
         if value < 0:
-            raise InvalidInput(f"{self.name} is {value}; it cannot be negative.")
+            raise InvalidInput(self.name, value=value, wanted="it cannot be negative")
         index = bisect_left(self.sizes, value)
         if index == len(self.sizes):
             raise RequestTooLong(
-                f"{self.name} is {value}; the largest bucket is {self.sizes[-1]}. Split the step, or configure a "
-                "larger bucket."
+                self.name,
+                value=value,
+                wanted=f"the largest bucket is {self.sizes[-1]}. Split the step, or configure a larger bucket",
             )
         return self.sizes[index]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_core.base.checks import INT32_MAX, shown
+from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
@@ -173,17 +173,19 @@ def _check_ints(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and not isinstance(size, (int, np.integer)):
             or_none = "" if name in ("block_size", "num_blocks") else ", or None"
-            raise InvalidInput(f"{name} is {shown(size)}; it must be an int{or_none}.")
+            raise InvalidInput(name, value=size, wanted=f"it must be an int{or_none}")
 
 
 def _check_pool(block_size: int, num_blocks: int) -> None:
     if block_size < 1:
-        raise InvalidInput(f"block_size is {block_size}; it must be at least 1.")
+        raise InvalidInput("block_size", value=block_size, wanted="it must be at least 1")
     if num_blocks < 2:
-        raise InvalidInput(f"num_blocks is {num_blocks}; it must be at least 2, since block 0 is the null block.")
+        raise InvalidInput(
+            "num_blocks", value=num_blocks, wanted="it must be at least 2, since block 0 is the null block"
+        )
     if num_blocks * block_size > INT32_MAX:
         raise InvalidInput(
-            f"num_blocks * block_size is {num_blocks * block_size}; int32 slots allow at most {INT32_MAX}."
+            "num_blocks", f"* block_size is {num_blocks * block_size}", f"int32 slots allow at most {INT32_MAX}"
         )
 
 
@@ -191,7 +193,7 @@ def _padded(name: str, size: int | None, needed: int, what: str) -> int:
     if size is None:
         return needed
     if size < needed:
-        raise RequestTooLong(f"{name} is {size}, but the step has {needed} {what}. Pad to a larger bucket.")
+        raise RequestTooLong(name, f"is {size}, but the step has {needed} {what}. Pad to a larger bucket")
     return size
 
 
@@ -203,9 +205,10 @@ def _table_width(
     if max_blocks < widest:
         index = int(np.argmax(live > max_blocks))
         raise RequestTooLong(
-            f"seq_lens[{index}] is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has "
-            f"{max_blocks} columns (max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the "
-            "sequence."
+            f"seq_lens[{index}]",
+            f"is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has "
+            f"{max_blocks} columns (max_blocks) for {row_name(index, columns.seq_ids())}. Widen "
+            "the table or end the sequence",
         )
     return max_blocks
 

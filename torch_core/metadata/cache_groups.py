@@ -79,7 +79,7 @@ def build_group_metadata(
         ([[0, 6, 3]], [12, -1], [28, -1])
     """
     if first.layout is None or first.packed is None:
-        raise InvalidInput("first has no layout: its arrays were given apart. Make it with build_common_metadata.")
+        raise InvalidInput("first", "has no layout: its arrays were given apart. Make it with build_common_metadata")
     columns, num_reqs = RowColumns(rows), first.num_reqs
     tables, slots = (first.layout[name].of(first.packed) for name in group_fields(cache_group))
     totals, new, num_new = first.seq_lens[:num_reqs], first.query_lens[:num_reqs], first.num_actual_tokens

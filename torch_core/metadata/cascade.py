@@ -129,10 +129,10 @@ def use_cascade_attention(
         (True, False)
     """
     if common_prefix_len < 0:
-        raise InvalidInput(f"common_prefix_len is {common_prefix_len}; it cannot be negative.")
+        raise InvalidInput("common_prefix_len", value=common_prefix_len, wanted="it cannot be negative")
     if num_kv_heads < 1 or num_query_heads % num_kv_heads:
         raise InvalidInput(
-            f"num_query_heads is {num_query_heads}; it must be a multiple of num_kv_heads, {num_kv_heads}."
+            "num_query_heads", value=num_query_heads, wanted=f"it must be a multiple of num_kv_heads, {num_kv_heads}"
         )
     if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
         return False

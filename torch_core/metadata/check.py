@@ -74,29 +74,36 @@ def check_query_start_loc(
     rows = query_start_loc.shape[0] - 1
     reqs = rows if num_reqs is None else num_reqs
     if rows < 0:
-        raise InvalidInput("query_start_loc is empty; it needs num_seqs + 1 entries, the first one 0.")
+        raise InvalidInput("query_start_loc", "is empty", "it needs num_seqs + 1 entries, the first one 0")
     if query_start_loc[0] != 0:
-        raise InvalidInput(f"query_start_loc[0] is {query_start_loc[0]}; a running sum starts with 0.")
+        raise InvalidInput("query_start_loc[0]", value=query_start_loc[0], wanted="a running sum starts with 0")
     steps = np.diff(query_start_loc)
     if (index := first_true(steps < 0)) is not None:
         raise InvalidInput(
-            f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}; it cannot "
-            f"decrease ({row_name(index, seq_ids)})."
+            f"query_start_loc[{index + 1}]",
+            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}",
+            f"it cannot decrease ({row_name(index, seq_ids)})",
         )
     if (index := first_true(steps[:reqs] == 0)) is not None:
         raise InvalidInput(
-            f"query_start_loc[{index + 1}] equals query_start_loc[{index}] ({query_start_loc[index]}): "
-            f"{row_name(index, seq_ids)} has no query. Leave it out of the step, or make it a padding row."
+            f"query_start_loc[{index + 1}]",
+            f"equals query_start_loc[{index}] ({query_start_loc[index]}): "
+            f"{row_name(index, seq_ids)} has no query. Leave it out of the step, or make it a "
+            "padding row",
         )
     if (padding := first_true(steps[reqs:] != 0)) is not None:
         index = reqs + padding
         raise InvalidInput(
-            f"query_start_loc[{index + 1}] is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row "
-            f"{index} is padding (num_reqs is {reqs}); padding rows repeat the last sum."
+            f"query_start_loc[{index + 1}]",
+            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row {index} is "
+            f"padding (num_reqs is {reqs})",
+            "padding rows repeat the last sum",
         )
     if query_start_loc[-1] != num_tokens:
         raise InvalidInput(
-            f"query_start_loc[{rows}] is {query_start_loc[-1]}; it must equal the number of new tokens, {num_tokens}."
+            f"query_start_loc[{rows}]",
+            value=query_start_loc[-1],
+            wanted=f"it must equal the number of new tokens, {num_tokens}",
         )
 
 
@@ -104,17 +111,19 @@ def _check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, num_reqs: int,
     live = seq_lens[:num_reqs]
     if (index := first_true(live < 1)) is not None:
         raise InvalidInput(
-            f"seq_lens[{index}] is {live[index]} for {row_name(index, seq_ids)}; a sequence in a step has at "
-            "least 1 token."
+            f"seq_lens[{index}]",
+            f"is {live[index]} for {row_name(index, seq_ids)}",
+            "a sequence in a step has at least 1 token",
         )
     if (index := first_true(query_lens > live)) is not None:
         raise InvalidInput(
-            f"seq_lens[{index}] is {live[index]} but its query has {query_lens[index]} tokens "
-            f"({row_name(index, seq_ids)}); seq_lens counts the new tokens too."
+            f"seq_lens[{index}]",
+            f"is {live[index]} but its query has {query_lens[index]} tokens ({row_name(index, seq_ids)})",
+            "seq_lens counts the new tokens too",
         )
     if (padding := first_true(seq_lens[num_reqs:] != 0)) is not None:
         index = num_reqs + padding
-        raise InvalidInput(f"seq_lens[{index}] is {seq_lens[index]}, but row {index} is padding and must be 0.")
+        raise InvalidInput(f"seq_lens[{index}]", f"is {seq_lens[index]}, but row {index} is padding and must be 0")
 
 
 def check_block_tables(
@@ -137,8 +146,9 @@ def check_block_tables(
     width = block_tables.shape[1]
     if (row := first_true(live > width)) is not None:
         raise InvalidInput(
-            f"seq_lens[{row}] is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} "
-            f"columns ({row_name(row, seq_ids())})."
+            f"seq_lens[{row}]",
+            f"is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has "
+            f"{width} columns ({row_name(row, seq_ids())})",
         )
     # Seen as unsigned, a negative id is larger than any pool.
     in_pool = tails_are_zero and block_tables.view(np.uint32).max(initial=0) < num_blocks
@@ -198,14 +208,17 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
         token := first_true((slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size)))
     ) is not None:
         raise InvalidInput(
-            f"slot_mapping[{token}] is {slots[token]}; slots are {block_size}..{limit - 1} ({metadata.num_blocks} "
-            f"blocks of {block_size}, block 0 is never written) or {PAD_SLOT_ID} for none."
+            f"slot_mapping[{token}]",
+            value=slots[token],
+            wanted=f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, "
+            f"block 0 is never written) or {PAD_SLOT_ID} for none",
         )
     if (padding := first_true(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)) is not None:
         token = tokens + padding
         raise InvalidInput(
-            f"slot_mapping[{token}] is {metadata.slot_mapping[token]}, but token {token} is padding "
-            f"(num_actual_tokens is {tokens}); it must be {PAD_SLOT_ID}."
+            f"slot_mapping[{token}]",
+            f"is {metadata.slot_mapping[token]}, but token {token} is padding (num_actual_tokens is {tokens})",
+            f"it must be {PAD_SLOT_ID}",
         )
     query_lens = metadata.query_lens[: metadata.num_reqs]
     row = np.repeat(np.arange(metadata.num_reqs), query_lens)
@@ -220,8 +233,10 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
     expected = block * block_size + expected_position % block_size
     if (token := first_true((slots != expected) & (slots != PAD_SLOT_ID))) is not None:
         raise InvalidInput(
-            f"slot_mapping[{token}] is {slots[token]}, but position {expected_position[token]} of "
-            f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block {block[token]})."
+            f"slot_mapping[{token}]",
+            f"is {slots[token]}, but position {expected_position[token]} of "
+            f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block "
+            f"{block[token]})",
         )
 
 
@@ -253,20 +268,22 @@ def _check_arrays(metadata: CommonAttentionMetadata) -> None:
     for name, shape in shapes.items():
         value = getattr(metadata, name)
         if value.dtype != np.int32:
-            raise InvalidInput(f"{name} has dtype {value.dtype}; int32 is required. Use {name}.astype(np.int32).")
+            raise InvalidInput(name, f"has dtype {value.dtype}", f"int32 is required. Use {name}.astype(np.int32)")
         if value.shape != shape:
-            raise InvalidInput(f"{name} has shape {value.shape}; {shape} is required.")
+            raise InvalidInput(name, f"has shape {value.shape}", f"{shape} is required")
     if metadata.num_reqs > metadata.num_seqs or metadata.num_actual_tokens > metadata.num_tokens:
         raise InvalidInput(
-            f"num_reqs is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is "
-            f"{metadata.num_actual_tokens} of {metadata.num_tokens} tokens; the arrays must hold them all."
+            "num_reqs",
+            f"is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is "
+            f"{metadata.num_actual_tokens} of {metadata.num_tokens} tokens",
+            "the arrays must hold them all",
         )
 
 
 def _check_bound(name: str, bound: int, lengths: np.ndarray) -> None:
     if lengths.size and lengths.max() > bound:
         index = int(np.argmax(lengths))
-        raise InvalidInput(f"{name} is {bound}, but row {index} has {lengths[index]} tokens.")
+        raise InvalidInput(name, f"is {bound}, but row {index} has {lengths[index]} tokens")
 
 
 def _check_tails(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> None:
@@ -292,8 +309,10 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
         if (index := first_true(counts != 1)) is not None:
             token = int(np.flatnonzero(written)[index])
             raise InvalidInput(
-                f"slot_mapping[{token}] is {slots[token]} in block {blocks[index]}, which has {counts[index]} "
-                f"holders ({row_name(int(row[token]), seq_ids)} writes it); copy the block first."
+                f"slot_mapping[{token}]",
+                f"is {slots[token]} in block {blocks[index]}, which has {counts[index]} holders "
+                f"({row_name(int(row[token]), seq_ids)} writes it)",
+                "copy the block first",
             )
     owner = np.full(metadata.num_blocks, -1)
     owner[blocks] = row[written]
@@ -311,8 +330,9 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
     if twice.any():
         index, column = np.argwhere(twice)[0].tolist()
         raise InvalidInput(
-            f"block_tables[{index}] holds block {ordered[index, column]} twice ({row_name(index, seq_ids)}); a "
-            "sequence has each block once."
+            f"block_tables[{index}]",
+            f"holds block {ordered[index, column]} twice ({row_name(index, seq_ids)})",
+            "a sequence has each block once",
         )
 
 
@@ -332,7 +352,8 @@ def _explain_written_blocks(slots: np.ndarray, query_lens: np.ndarray, block_siz
             )
         if slot in seen:
             raise InvalidInput(
-                f"slot_mapping[{seen[slot]}] and slot_mapping[{token}] are both {slot} "
-                f"({row_name(owner[token], seq_ids)}); its table holds block {block} twice."
+                f"slot_mapping[{seen[slot]}]",
+                f"and slot_mapping[{token}] are both {slot} ({row_name(owner[token], seq_ids)})",
+                f"its table holds block {block} twice",
             )
         seen[slot] = token

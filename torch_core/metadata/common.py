@@ -116,10 +116,12 @@ class CommonAttentionMetadata:
         """
         reqs = self.num_reqs if num_actual_reqs is None else num_actual_reqs
         if not 0 <= reqs <= self.num_reqs:
-            raise InvalidInput(f"num_actual_reqs is {reqs}; the batch has {self.num_reqs} sequences.")
+            raise InvalidInput("num_actual_reqs", value=reqs, wanted=f"the batch has {self.num_reqs} sequences")
         tokens = int(self.query_start_loc[reqs])
         if num_actual_tokens not in (None, tokens):
-            raise InvalidInput(f"num_actual_tokens is {num_actual_tokens}; the first {reqs} sequences have {tokens}.")
+            raise InvalidInput(
+                "num_actual_tokens", value=num_actual_tokens, wanted=f"the first {reqs} sequences have {tokens}"
+            )
         if reqs == self.num_seqs and tokens == self.num_tokens:
             return self
         return replace(

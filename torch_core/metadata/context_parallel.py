@@ -63,7 +63,9 @@ def get_dcp_local_slots(
     """
     _check_ranks(dcp_world_size, dcp_rank, interleave_size)
     if block_size % interleave_size:
-        raise InvalidInput(f"interleave_size is {interleave_size}; it must divide the block size, {block_size}.")
+        raise InvalidInput(
+            "interleave_size", value=interleave_size, wanted=f"it must divide the block size, {block_size}"
+        )
     # Blocks hold whole cycles, so slots are dealt out as positions are.
     place = {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size}
     local = get_dcp_local_seq_lens(slot_mapping, **place)

@@ -37,7 +37,7 @@ def build_dense_metadata(
     lens = np.array(query_lens, np.int64)
     if lens.size and lens.min() < 1:
         index = int(np.argmin(lens))
-        raise InvalidInput(f"query_lens[{index}] is {lens[index]}; it must be at least 1.")
+        raise InvalidInput(f"query_lens[{index}]", value=lens[index], wanted="it must be at least 1")
     total = int(lens.sum())
     num_seqs = lens.size if num_seqs is None else num_seqs
     num_tokens = total if num_tokens is None else num_tokens

@@ -40,8 +40,9 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     indices = np.asarray(logits_indices)
     if indices.size and (indices[0] < 0 or indices[-1] >= tokens or (np.diff(indices) <= 0).any()):
         raise InvalidInput(
-            f"logits_indices must rise strictly within 0..{tokens - 1}; they begin with {indices[:4].tolist()} and end "
-            f"with {indices[-1]}."
+            "logits_indices",
+            f"must rise strictly within 0..{tokens - 1}",
+            f"they begin with {indices[:4].tolist()} and end with {indices[-1]}",
         )
     ends = metadata.query_start_loc[1 : reqs + 1]
     row = np.searchsorted(ends, indices, side="right")
@@ -50,8 +51,9 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     if (counts == 0).any() or not last.all():
         index = int(np.argmin(counts)) if (counts == 0).any() else int(row[np.argmin(last)])
         raise InvalidInput(
-            f"logits_indices do not choose the last tokens of row {index} ({counts[index]} chosen); every sequence "
-            "needs at least its last token, and no gaps."
+            "logits_indices",
+            f"do not choose the last tokens of row {index} ({counts[index]} chosen)",
+            "every sequence needs at least its last token, and no gaps",
         )
     return replace(
         metadata,
@@ -98,7 +100,9 @@ def make_local_attention_virtual_batches(
     block_size = metadata.block_size
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise InvalidInput(
-            f"attn_chunk_size is {attn_chunk_size}; it must be a positive multiple of the block size, {block_size}."
+            "attn_chunk_size",
+            value=attn_chunk_size,
+            wanted=f"it must be a positive multiple of the block size, {block_size}",
         )
     reqs = metadata.num_reqs
     ends = metadata.seq_lens[:reqs].astype(np.int64)

@@ -58,7 +58,7 @@ def build_encoder_metadata(
         RequestTooLong: the rows do not fit into the layout.
     """
     if len(rows) != len(seq_ids):
-        raise InvalidInput(f"encoder_rows has {len(rows)} entries; the step has {len(seq_ids)} rows.")
+        raise InvalidInput("encoder_rows", f"has {len(rows)} entries", f"the step has {len(seq_ids)} rows")
     totals = np.array([row.num_tokens for row in rows], np.int64)
     new = np.array([row.num_new_tokens for row in rows], np.int64)
     _check_lengths(totals, new, seq_ids)
@@ -71,8 +71,9 @@ def build_encoder_metadata(
     if live.max(initial=0) > tables.shape[1]:
         index = int(np.argmax(live))
         raise RequestTooLong(
-            f"encoder_seq_lens[{index}] is {totals[index]} ({live[index]} blocks of {block_size}) but "
-            f"cross_block_tables has {tables.shape[1]} columns for {row_name(index, seq_ids)}."
+            f"encoder_seq_lens[{index}]",
+            f"is {totals[index]} ({live[index]} blocks of {block_size}) but cross_block_tables "
+            f"has {tables.shape[1]} columns for {row_name(index, seq_ids)}",
         )
     if num_new > slots.shape[0]:
         raise RequestTooLong(
@@ -112,6 +113,7 @@ def build_encoder_metadata(
 def _check_lengths(totals: np.ndarray, new: np.ndarray, seq_ids: Sequence[str | None]) -> None:
     if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
         raise InvalidInput(
-            f"encoder_rows[{index}] has num_tokens {totals[index]} and num_new_tokens {new[index]} for "
-            f"{row_name(index, seq_ids)}; the first must be at least 1 and the second from 0 to the first."
+            f"encoder_rows[{index}]",
+            f"has num_tokens {totals[index]} and num_new_tokens {new[index]} for {row_name(index, seq_ids)}",
+            "the first must be at least 1 and the second from 0 to the first",
         )

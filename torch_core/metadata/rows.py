@@ -101,8 +101,9 @@ class RowColumns:
             return [tables[cache_group] for tables in self["group_block_ids"]]
         except (AttributeError, IndexError):
             raise InvalidInput(
-                f"cache_group is {cache_group}, but a row has no group_block_ids[{cache_group}]; the rows come from an "
-                "allocator with fewer cache groups."
+                "cache_group",
+                f"is {cache_group}, but a row has no group_block_ids[{cache_group}]",
+                "the rows come from an allocator with fewer cache groups",
             ) from None
 
 
@@ -171,14 +172,15 @@ def _ints(name: str, rows: RowColumns, *, smallest: int) -> tuple[np.ndarray, in
             (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > INT32_MAX), 0
         )
         raise InvalidInput(
-            f"{name} of {row_name(bad, rows.seq_ids())} is {values[bad]!r}; it must be an int up to {INT32_MAX}."
+            name, f"of {row_name(bad, rows.seq_ids())} is {values[bad]!r}", f"it must be an int up to {INT32_MAX}"
         ) from None
     # Python's own: of the few numbers of a step, numpy's first reduction costs more than all the rest of this.
     if min(values, default=smallest) < smallest:
         index = int(np.argmax(out < smallest))
         raise InvalidInput(
-            f"{name} of {row_name(index, rows.seq_ids())} is {out[index]}; it must be at least {smallest}. Leave a "
-            "sequence that does nothing out of the step."
+            name,
+            f"of {row_name(index, rows.seq_ids())} is {out[index]}",
+            f"it must be at least {smallest}. Leave a sequence that does nothing out of the step",
         )
     return out, max(values, default=0)
 

@@ -131,14 +131,16 @@ def _first_ids(
 ) -> np.ndarray | array:
     if len(ids) < needed:
         raise InvalidInput(
-            f"block_ids of {row_name(index, seq_ids())} has {len(ids)} blocks; its {total} tokens need {needed} blocks "
-            f"of {block_size}. Allocate before building."
+            "block_ids",
+            f"of {row_name(index, seq_ids())} has {len(ids)} blocks",
+            f"its {total} tokens need {needed} blocks of {block_size}. Allocate before building",
         )
     if isinstance(ids, np.ndarray):
         if ids.dtype != np.int32 or ids.ndim != 1:
             raise InvalidInput(
-                f"block_ids of {row_name(index, seq_ids())} has dtype {ids.dtype} and rank {ids.ndim}; int32 of rank 1 "
-                "is required. Use block_ids.astype(np.int32)."
+                "block_ids",
+                f"of {row_name(index, seq_ids())} has dtype {ids.dtype} and rank {ids.ndim}",
+                "int32 of rank 1 is required. Use block_ids.astype(np.int32)",
             )
         return np.ascontiguousarray(ids[:needed])
     if isinstance(ids, array) and ids.typecode == "i":
@@ -147,5 +149,5 @@ def _first_ids(
         return array("i", ids[:needed])
     except (TypeError, OverflowError) as error:
         raise InvalidInput(
-            f"block_ids of {row_name(index, seq_ids())} holds something that is not an int32 block id ({error})."
+            "block_ids", f"of {row_name(index, seq_ids())} holds something that is not an int32 block id ({error})"
         ) from None

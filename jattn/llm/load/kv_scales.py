@@ -84,7 +84,7 @@ class KVCacheScales:
         try:
             return cls({name: (each["k_max"], each["v_max"]) for name, each in read["kv_cache_ranges"].items()})
         except (KeyError, TypeError, AttributeError):
-            raise InvalidInput(path, 'must hold {"kv_cache_ranges": {layer: {"k_max": x, "v_max": y}}}') from None
+            raise InvalidInput(str(path), 'must hold {"kv_cache_ranges": {layer: {"k_max": x, "v_max": y}}}') from None
 
     @classmethod
     def carried_by(cls, model: nnx.Module) -> KVCacheScales | None:
