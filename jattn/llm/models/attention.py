@@ -20,11 +20,11 @@ from jattn.parallel import attend_spread
 
 __all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
 
-#: What attention makes of positions: cosine and sine for a layer that sees everything, and for one with a window; or
-#: the bias of `relative_bias`.
+#: The attention inputs computed from positions: cosine and sine for layers with full attention, and for layers with a
+#: window; or the bias of `relative_bias`.
 Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
 
-#: Of dense sequences, by the index of their layer: what later layers read.
+#: Keys and values of dense sequences that later layers read, by the index of their layer.
 KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
 
 
@@ -32,7 +32,7 @@ class Attention(nnx.Module):
     """Self-attention of one layer; query, key and value share one matrix product.
 
     Args:
-        config: the model's, or of what one device has of it.
+        config: the model's, or that of one device's part.
         layer: index of the layer.
         rngs: source of the initial values.
         implementation: of the paged ops; see `jattn.ops.paged_attention`.
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         self.window = config.window_of(layer)
         self.rotates = config.position_embedding == "rope" and layer not in config.nope_layers
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        # Of no layer that nobody shares: equal layers are traced once.
+        # Not set for layers that share nothing: equal layers are traced once.
         self.layer = layer if layer in config.kv_sharing_targets else None
         self.kv_sharing_target = config.kv_sharing_target(layer)
         self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
@@ -116,7 +116,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache.
 
-        What later layers read is put into `shared`, by the index of the layer, and what earlier ones put is read there.
+        The layer stores keys and values for later layers in `shared`, by the index of the layer, and reads those of
+        earlier layers there.
         """
         query, key, value = self._project(x, angles)
         shared = {} if shared is None else shared
@@ -129,7 +130,7 @@ class Attention(nnx.Module):
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
     def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
-        """Says what a unit of an 8-bit cache is worth, as it came with a checkpoint; other caches do not ask."""
+        """Sets the dequantisation scales of an 8-bit cache from a checkpoint; other caches do not use them."""
         self.paged_attention.kv_scales = KVScales(k_scale, v_scale)
 
     def _biases(self, angles: Angles | None) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class Attention(nnx.Module):
         return biases
 
     def _turns_in_the_write(self, angles: Angles | None) -> TypeGuard[tuple[Any, Any]]:
-        """Returns whether one launch rotates and writes what the projection brings; norms come before a rotation."""
+        """Returns whether one launch rotates and writes the projection's output; norms come before a rotation."""
         plain = self.rotates and self.num_kv_heads and self.config.qk_norm is None and angles is not None
         return bool(plain) and self.paged_attention.rotates_in_one_launch
 

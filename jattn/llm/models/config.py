@@ -64,7 +64,7 @@ _NOT_LATENT = {
     "encoder": None,
     "kv_sharing_targets": (),
 }
-#: What an encoder and the decoder that reads it share: one vocabulary, one width, and a cache for both.
+#: The fields that an encoder and its decoder share: one vocabulary, one width, and a cache for both.
 _SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
 
 
@@ -84,8 +84,8 @@ class ModelConfig:
         norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
             multiplies by 1 + weight; "layer_norm".
         norm_bias: a layer norm has a bias.
-        norm_placement: of the norms of each branch: "before" it, "after" it, "both", or "residual": after what the
-            branch adds was added.
+        norm_placement: place of the norms of each branch: "before" it, "after" it, "both", or "residual" (after the
+            branch was added to the residual stream).
         rms_norm_eps: added to the mean square, or to the variance, before its root.
         qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
             ("per_head": a weight for each), or over "all" heads at once; None for none.
@@ -93,8 +93,8 @@ class ModelConfig:
             one each ("two_norms"); None for one after the other.
         hidden_act: of the feed-forward layer.
         gated_mlp: the activation gates a second projection.
-        moe: experts in the place of the feed-forward layer.
-        latent: attention over latents in the place of keys and values of each head.
+        moe: experts instead of the feed-forward layer.
+        latent: attention over latents instead of keys and values of each head.
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
             (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
         position_offset: rows of a learned table before that of the first position.
@@ -109,7 +109,7 @@ class ModelConfig:
         token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
         embedding_norm: a norm behind the embedding.
         embedding_multiplier: of the embedding, in the model's dtype.
-        residual_multiplier: of what each branch adds.
+        residual_multiplier: factor of each branch before it is added.
         logits_scale: of the logits.
         attention_scale: of the attention scores; None for head_dim ** -0.5.
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
@@ -117,8 +117,8 @@ class ModelConfig:
         attention_sinks: every head has a logit without a value in its softmax.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
         final_norm: there is a norm behind the last layer.
-        encoder: what cross attention behind the self-attention of each layer reads: an encoder with the same embedding.
-            None for a model without.
+        encoder: the encoder that each layer's cross attention (after the self-attention) reads; it has the same
+            embedding. None for a model without.
         decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
         forced_bos_token_id: one that always follows it there; None for none.
         forced_eos_token_id: the last one of a text that is as long as it may be; None for none.

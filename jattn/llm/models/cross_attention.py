@@ -1,4 +1,4 @@
-"""CrossAttention: one layer's attention to what an encoder made, over blocks that it filled or over arrays."""
+"""CrossAttention: one layer's attention to an encoder's output, over cache blocks or over arrays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class CrossAttention(nnx.Module):
         return self.paged_attention.write(key, value, kv_cache, slot_mapping)
 
     def forward_paged(self, x: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata) -> jax.Array:
-        """Attends packed tokens `[tokens, hidden]` to what `write` left in the blocks of `metadata.cross`.
+        """Attends packed tokens `[tokens, hidden]` to the keys and values that `write` stored in the blocks of
+        `metadata.cross`.
 
         Raises:
             InvalidInput: the metadata are those of a step without cross attention.

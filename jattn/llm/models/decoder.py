@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
         kv_caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata | GroupedMetadata,
     ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
-        """Yields what `hidden_states` does, of packed tokens, each with the caches as they are then.
+        """Yields the same as `hidden_states`, for packed tokens, each with the caches at that point.
 
         Args:
             token_ids, positions, kv_caches, metadata: of a call.
@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
         yield normed, tuple(caches)
 
     def layers_and_norms(self) -> Iterator[tuple[DecoderLayer, Any]]:
-        """Yields each layer and the norm of what follows it, the next one's or the model's last; None for none."""
+        """Yields each layer and the norm after it (the next layer's first or the model's last); None for none."""
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
         yield from zip(self.layers, norms[1:], strict=True)
 
@@ -217,10 +217,10 @@ class Decoder(nnx.Module):
     def embed(
         self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean", normalize: bool = True
     ) -> jax.Array:
-        """Returns float32[batch, hidden], a vector for each row: what a text is about.
+        """Returns float32[batch, hidden], an embedding of each row's text.
 
         Args:
-            token_ids: int32[batch, tokens]; what lies past a row's length may be any token.
+            token_ids: int32[batch, tokens]; positions past a row's length may hold any token.
             lengths: int32[batch], real tokens of each row, at least 1.
             pooling: the "mean" of the last hidden states, that of the first token ("cls") or of the last ("last").
             normalize: divide each vector by its length.
@@ -250,13 +250,13 @@ class Decoder(nnx.Module):
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
 
-        The last is what `logits` takes; the one before it is the last layer's, not normalised yet.
+        The last one is the argument of `logits`; the one before it is the last layer's output, not yet normalised.
 
         Args:
             token_ids: int32[batch, tokens], or their embeddings; every row starts at position 0.
             dropout: of the embedding and of each residual branch; None for off.
             lengths: int32[batch], real tokens of each row; None for all.
-            encoded: what cross attention reads, of a model with an encoder.
+            encoded: the encoder's output for cross attention, for a model with an encoder.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
@@ -271,10 +271,10 @@ class Decoder(nnx.Module):
     def embedded(
         self, token_ids: jax.Array, positions: jax.Array, peers: jax.Array | None = None
     ) -> tuple[jax.Array, Angles | None]:
-        """Returns the first layer's input, and what attention makes of positions, if anything.
+        """Returns the first layer's input, and the attention inputs computed from positions, if any.
 
         Args:
-            token_ids: int32[..., tokens], or what the embedding has for them, float[..., tokens, hidden].
+            token_ids: int32[..., tokens], or their embeddings, float[..., tokens, hidden].
             positions: int32[tokens].
             peers: see `AttentionMetadata`.
         """
@@ -322,12 +322,12 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
 
 
 def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
-    """Calls a layer with the norm of what follows; in a program, pairs that are alike are traced and lowered once.
+    """Calls a layer with the norm that follows it; in a program, equal pairs are traced and lowered once.
 
     The last layer is for itself where the model's last norm is unlike that of a layer's input, or one is missing.
     """
     *_, metadata = operands
-    # Known values are looked at on the host, which a function of their own would hide, as it would what a layer notes.
+    # The host checks known values; a separate function would hide them, and the layer's notes too.
     if isinstance(metadata.seq_lens, Tracer):
         graph, weights, noted = nnx.split(modules, nnx.Param, ...)
         if not noted:

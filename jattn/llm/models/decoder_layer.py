@@ -1,4 +1,4 @@
-"""DecoderLayer: attention and feed-forward part, and how what they find joins the residual stream."""
+"""DecoderLayer: attention and feed-forward part, and the addition of their outputs to the residual stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from jattn.metadata import AttentionMetadata
 
 __all__ = ["DecoderLayer", "Encoded", "scaled", "through"]
 
-#: What an encoder made of each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for all.
+#: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
+#: rows.
 Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]
 _Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -71,10 +72,11 @@ class DecoderLayer(nnx.Module):
         Args:
             x: `[tokens, hidden]`, the residual stream.
             normed: the same through `input_layernorm`.
-            angles: what attention makes of positions, if anything; see `Decoder.embedded`.
+            angles: the attention inputs computed from positions, if any; see `Decoder.embedded`.
             kv_cache: this layer's.
             metadata: of the step.
-            following: the norm of what follows, `input_layernorm` of the next layer or the model's last; None for none.
+            following: the norm after this layer (`input_layernorm` of the next layer, or the model's last); None for
+                none.
 
         Returns:
             (the residual stream, the same through `following`, the caches).
@@ -112,7 +114,7 @@ class DecoderLayer(nnx.Module):
         following: Any = None,
         peers: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds what attention found, and what the other parts make of it, to the residual stream; see `__call__`."""
+        """Adds the outputs of attention and of the following parts to the residual stream; see `__call__`."""
         if self.config.norm_placement == "residual":
             x = through(self.attention_output_norm, x + through(dropout, self._summed(attended, "heads", peers)))
             if cross is not None:
@@ -129,7 +131,8 @@ class DecoderLayer(nnx.Module):
             seen = through(self.post_attention_layernorm, after)
         elif kind is not None:
             seen = normed if kind == "shared_norm" else through(self.post_attention_layernorm, x)
-            # Beside attention this sum does not follow from that one, and two at once would use the same memory.
+            # In parallel with attention, this sum does not depend on attention's sum, and two at once would use the
+            # same memory.
             peers = None
         branch, axis = self._feed_forward(seen)
         return self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers)
@@ -144,7 +147,7 @@ class DecoderLayer(nnx.Module):
         dropout: _Branch | None,
         peers: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds a branch to the residual stream; returns that and what `following` makes of it."""
+        """Adds a branch to the residual stream; returns the stream and its value after `following`."""
         scale = self.config.residual_multiplier
         if self.parallel is not None and own_norm is None and dropout is None and scale == 1:
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
@@ -162,7 +165,7 @@ class DecoderLayer(nnx.Module):
 
 
 def through(module: Any, x: jax.Array) -> jax.Array:
-    """Returns what a module makes of x, which is x where there is none."""
+    """Returns module(x), or x if module is None."""
     return x if module is None else module(x)
 
 

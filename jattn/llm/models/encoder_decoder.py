@@ -1,4 +1,4 @@
-"""EncoderDecoder: a decoder whose layers also attend to what an encoder made of the prompt."""
+"""EncoderDecoder: a decoder whose layers also attend to an encoder's output for the prompt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EncoderDecoder(Decoder):
     def encode(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, ...]:
-        """Runs the encoder over whole inputs, packed into one axis, and writes what cross attention will read.
+        """Runs the encoder over whole inputs, packed into one axis, and writes the keys and values of cross attention.
 
         Args:
             token_ids: int32[tokens], below vocab_size. Padding may be any token.

@@ -1,4 +1,4 @@
-"""SparseMLP: a feed-forward layer of experts in which no token is dropped, whatever the router says."""
+"""SparseMLP: a feed-forward layer of experts that never drops a token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class ExpertLinear(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Sends each token to its experts and adds up what they return, weighted (Shazeer et al. 2017, arXiv:1701.06538).
+    """Sends each token to its experts and returns the weighted sum of their outputs (Shazeer et al. 2017,
+    arXiv:1701.06538).
 
     There is no capacity: rows that share an expert are multiplied together, as many as they are, and an expert that no
     row goes to is not read. See `jattn.ops.fused_experts`.
@@ -76,7 +77,7 @@ class SparseMLP(nnx.Module):
     def routed(
         self, rows: jax.Array, weights: jax.Array, experts: jax.Array, *, implementation: str | None = None
     ) -> jax.Array:
-        """Returns the weighted sums `[rows, hidden]` of what the experts of each row make of it.
+        """Returns the weighted sums `[rows, hidden]` of the outputs of each row's experts.
 
         Args:
             rows: `[rows, hidden]`.

@@ -41,7 +41,7 @@ class Fp8Linear(nnx.Module):
         """Maps `[..., in]` to `[..., out]`."""
         rows, unit = _rounded(x)
         dtype = jnp.dtype(self.preferred_element_type or x.dtype)
-        # Sums are float32. bfloat16 holds all of their range, and what waits in memory to be scaled is half as much.
+        # Sums are float32. bfloat16 covers their range, and halves the memory of products that wait for their scale.
         product = functools.partial(_product, dtype=dtype if dtype == jnp.bfloat16 else jnp.float32)
         if x.size == x.shape[-1]:
             among_others = functools.partial(_row_among_others, product)
@@ -53,14 +53,14 @@ class Fp8Linear(nnx.Module):
 
 
 class Fp8Kernel(NamedTuple):
-    """What an `Fp8Linear` is made of; see there."""
+    """The parts of an `Fp8Linear`; see there."""
 
     weight: jax.Array
     scale: jax.Array
 
 
 def round_to_fp8(kernel: jax.Array) -> Fp8Kernel:
-    """Rounds a kernel to what `Fp8Linear` multiplies.
+    """Rounds a kernel to the operands of `Fp8Linear`.
 
     Args:
         kernel: [in, out]. Of one that is cut over a mesh each device rounds its part to the same numbers; where inputs
@@ -79,7 +79,7 @@ def round_to_fp8(kernel: jax.Array) -> Fp8Kernel:
 
 
 def widened_from_fp8(weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the float32[in, out] that the parts of an `Fp8Linear` are worth, cut as they are."""
+    """Returns the float32[in, out] kernel that the parts of an `Fp8Linear` represent, with the same sharding."""
     return _part_by_part(_widen_part, kernel_sharding(weight), is_inverse=True)(weight, scale)
 
 
@@ -129,11 +129,11 @@ def _row_among_others(product: Callable[..., jax.Array], rows: jax.Array, weight
 
 
 def _rounded(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns rows, or parts of rows along a mesh axis, as E4M3 numbers, and what a unit of each is worth, float32."""
+    """Returns rows, or parts of rows along a mesh axis, as E4M3 numbers, and their float32 scales."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     if axis is not None:
         largest = jax.lax.pmax(largest, axis)
-    # Not 0, for zeros and what is hardly more. What is not finite stays so: an infinity makes its whole row NaN.
+    # Not 0, for rows of zeros or tiny values. Values that are not finite stay so: an infinity makes its whole row NaN.
     unit = jnp.maximum(largest / _FP8_MAX, jnp.finfo(jnp.float32).tiny)
     return (wide / unit).astype(jnp.float8_e4m3fn), unit

@@ -37,7 +37,7 @@ class _Layer:
 
     @classmethod
     def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
-        """Returns what the layer takes of a config, beside what its parts take, too."""
+        """Returns the layer's arguments from a config; its parts take their own."""
         latent = config.latent
         if latent is None:
             raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
@@ -46,7 +46,7 @@ class _Layer:
             **{name: getattr(latent, name) for name in sizes},
             "rope": _rope(config),
             "use_bias": config.attention_bias,
-            # The norms of latents have epsilon 1e-6 whatever rms_norm_eps is, as in transformers.
+            # The norms of latents always have epsilon 1e-6, as in transformers, not rms_norm_eps.
             "param_dtype": jnp.dtype(config.dtype),
             "kernel_init": INITIALIZER,
             **shared,
@@ -59,13 +59,13 @@ class _Layer:
         return self(x, cache=kv_cache, metadata=metadata)  # type: ignore[operator]
 
     def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
-        """Does what `Attention` does; keys and values are one latent, of one scale."""
+        """The counterpart of `Attention`; keys and values are one latent, with one scale."""
         self.kv_scales = KVScales(k_scale, k_scale)
 
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
     ) -> jax.Array:
-        """Attends within each row of `[batch, tokens, hidden]`; what lies past a row's length is behind its tokens."""
+        """Attends within each row of `[batch, tokens, hidden]`; padding comes after a row's tokens."""
         return self(x)  # type: ignore[operator]
 
 
@@ -73,8 +73,8 @@ class LatentAttention(_Layer, MultiHeadLatentAttention):
     """Multi-head latent attention of one layer.
 
     Args:
-        config: the model's, with `latent`, or of what one device has of it.
-        layer: index of the layer; all are alike.
+        config: the model's, with `latent`, or that of one device's part.
+        layer: index of the layer; all layers are equal.
         rngs: source of the initial values.
         implementation: of the ops; see `jattn.mla_attention`.
         parallel: how the model is cut; a device's heads need to know of no others.

@@ -18,8 +18,8 @@ __all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
 
-# Of a row's product with up to so many weights XLA's GPU compiler (jax 0.11.2) makes a multiplication and a sum, and
-# the one writes what the other reads: 21 us for 16 MiB on an H200. Of two rows it makes one kernel.
+# Up to this number of weights, XLA's GPU compiler (jax 0.11.2) computes the product of one row as a multiplication and
+# a sum, with the intermediate in memory: 21 us for 16 MiB on an H200. For two rows it uses one kernel.
 _FEW_WEIGHTS = 1 << 23
 
 
@@ -68,7 +68,7 @@ class RMSNorm(nnx.Module):
         epsilon: added to the mean square.
         dtype: of the weight.
         norm_type: see `ModelConfig`.
-        parallel: how the heads are cut, for a mean over those of all devices; None for a mean over what is here.
+        parallel: the split of the heads, for a mean over those of all devices; None for a mean over the local heads.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RMSNorm(nnx.Module):
             peers: this device's part of `Peers.table`.
 
         Returns:
-            None for a mean over the heads of all devices, and for what the kernel does not take.
+            None for a mean over the heads of all devices, and for operands that the kernel does not take.
         """
         if self.parallel is not None:
             return None

@@ -1,8 +1,8 @@
-"""What the axes of parameters mean, and which mesh axis splits each: Megatron's rules, or others.
+"""The logical axes of parameters, and the mesh axis that splits each: Megatron's rules, or others.
 
-That is flax's way (`flax.linen.logical_axis_rules`): a model says what an axis is, a table says where it goes. Here the
-meaning follows from a parameter's path, so that parameters that are loaded, made or received from a trainer need no
-metadata of their own.
+This is flax's way (`flax.linen.logical_axis_rules`): a model names an axis, a table maps the name to a mesh axis. Here
+the name follows from a parameter's path, so parameters that are loaded, initialised or received from a trainer need no
+metadata.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch_core.base.errors import InvalidInput
 
 __all__ = ["DEFAULT_RULES", "logical_axes", "partition_specs", "spec_of"]
 
-#: Megatron's rules (Shoeybi et al. 2019, arXiv:1909.08053): columns of what comes first, then rows, so that one sum
-#: over devices ends each branch; the vocabulary and the experts are dealt out.
+#: Megatron's rules (Shoeybi et al. 2019, arXiv:1909.08053): the first product is split by columns, the second by rows,
+#: so that one sum over devices ends each branch; the vocabulary and the experts are distributed.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
     {
         "vocab": "tp",
@@ -51,7 +51,7 @@ _HEADS = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
 
 
 def logical_axes(path: Sequence[str | int], ndim: int) -> tuple[str | None, ...]:
-    """Returns what each axis of a parameter means, None for what nobody splits.
+    """Returns the logical name of each axis of a parameter; None for an axis that is never split.
 
     Args:
         path: of the parameter in the nnx state of a module of `jattn.nn` or `jattn.llm.models`.
@@ -102,8 +102,8 @@ def spec_of(axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAUL
 def partition_specs(model: nnx.Module | nnx.State, rules: Mapping[str, str | None] = DEFAULT_RULES) -> Any:
     """Returns a state of the same tree with a PartitionSpec for every parameter: for training along Auto axes.
 
-    A parameter is laid out as on one device, only cut: XLA moves activations where a cut does not fit what is done with
-    them (a product that makes queries, keys and values at once). For generation see `jattn.llm.models.shard_model`.
+    A parameter has the layout of one device, only split: XLA moves activations where the split does not fit their use
+    (a product that computes queries, keys and values at once). For generation see `jattn.llm.models.shard_model`.
 
     Args:
         model: a module of `jattn.nn` or `jattn.llm.models`, or its state.

@@ -1,4 +1,4 @@
-"""PagedModel: what the engine asks of a model, and the few facts that it needs to know of one."""
+"""PagedModel: the methods that the engine calls on a model, and the facts that it needs about one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedSpec:
-    """What an engine must know of a model before it runs it.
+    """The facts that an engine needs about a model.
 
     Attributes:
         vocab_size: token ids are below it.
@@ -34,14 +34,15 @@ class PagedSpec:
         dtype: of the keys and values that the layers write, by name.
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
-        layer_windows: where layers differ, what each sees, None for all; empty otherwise. Layers of one window keep
-            their blocks apart from the others' then, and the model must ask its metadata for those of each layer.
+        layer_windows: window of each layer, in tokens, if layers differ, None for a layer with full attention; empty
+            otherwise. Layers with the same window then have their own blocks, and the model must ask its metadata for
+            each layer's part.
         eos_token_ids: tokens that end a generation.
         max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
             is the encoder's input then, and a generation starts with decoder_start_token_id.
         decoder_start_token_id: that token; None without an encoder.
         forced_bos_token_id: one that always follows it; None for none.
-        forced_eos_token_id: the last one of a generation of max_tokens, whatever was sampled; None for none.
+        forced_eos_token_id: the last token of a generation of max_tokens, instead of the sampled one; None for none.
 
     Raises:
         InvalidInput: a value out of range.
@@ -109,11 +110,11 @@ class PagedSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """What each layer with a cache sees."""
+        """The window of each layer with a cache."""
         return self.layer_windows or (self.sliding_window,) * self.num_layers
 
     def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
-        """Returns the layout of each layer's cache in blocks of so many tokens."""
+        """Returns the layout of each layer's cache in blocks of `block_size` tokens."""
         if self.kv_lora_rank is not None:
             return LatentCacheSpec(
                 kv_lora_rank=self.kv_lora_rank, rope_dim=self.head_dim, block_size=block_size, dtype=self.dtype
@@ -123,7 +124,7 @@ class PagedSpec:
         )
 
     def further_specs(self, block_size: int) -> list[LatentCacheSpec]:
-        """Returns the layouts of what layers cache besides; see `index_head_dim`."""
+        """Returns the layouts of the layers' further caches; see `index_head_dim`."""
         if self.index_head_dim is None:
             return []
         rest = self.index_head_dim - self.head_dim
@@ -172,8 +173,8 @@ class PagedModel(Protocol):
                 `(num_blocks, block_size, index_head_dim)` per layer; donated.
             metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
                 `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
-                that of the layer's array; several layers may share one, so each passes on what it wrote. It may be a
-                `jattn.metadata.GroupedMetadata` then.
+                that of the layer's array; several layers may share one, so each passes on the updated array. The
+                metadata may then be a `jattn.metadata.GroupedMetadata`.
 
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.
@@ -194,7 +195,7 @@ class EncoderModel(PagedModel, Protocol):
     def encode(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, ...]:
-        """Runs the encoder over whole inputs, packed into one axis, and writes what cross attention will read.
+        """Runs the encoder over whole inputs, packed into one axis, and writes the keys and values of cross attention.
 
         Args:
             token_ids, positions, kv_caches, metadata: as in `PagedModel.__call__`; every sequence starts at 0.

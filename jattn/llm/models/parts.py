@@ -1,4 +1,4 @@
-"""What a decoder may have in the place of its plain parts: experts, and attention over latents."""
+"""Replacements of a decoder's plain parts: experts, and attention over latents."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class MoEConfig:
 
     @property
     def shared_width(self) -> int:
-        """Width of what every token goes to, 0 for nothing."""
+        """Width of the shared expert, which every token goes to; 0 for none."""
         return self.shared_intermediate_size or self.n_shared_experts * self.intermediate_size
 
 

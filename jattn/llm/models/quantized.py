@@ -26,12 +26,12 @@ __all__ = [
 #: Modules whose kernels may be in fewer bits.
 _MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 
-#: What the four bits of an MXFP4 number mean (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
+#: The values of the four bits of an MXFP4 number (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
-    """Returns what a quantised kernel is worth: float32[..., in, out].
+    """Returns the dequantised kernel: float32[..., in, out].
 
     Args:
         kernel: float8_e4m3fn[..., in, out], or MXFP4 as uint8[..., in / 2, out], an even row in the lower four bits.
@@ -63,7 +63,7 @@ def _powers_of_two(exponents: Any, xp: Any) -> Any:
 
 
 def group_rows(num_rows: int, num_groups: int) -> int:
-    """Returns the rows that share a scale: all, or the power of two that gives so many groups.
+    """Returns the number of rows that share a scale: all, or the power of two that gives this number of groups.
 
     Example:
         >>> group_rows(200, 1), group_rows(200, 2), group_rows(64, 2)
@@ -105,8 +105,8 @@ class QuantizedLinear(nnx.Module):
 def quantize_fp8(model: Any) -> None:
     """Rounds the linear layers of a decoder's attention and feed-forward parts to E4M3, in place; see `Fp8Linear`.
 
-    As `load_model(quantization="fp8")` does, for a model that is in memory already. Embeddings, heads, experts, routers
-    and latent attention stay what they are.
+    This does the same as `load_model(quantization="fp8")` to a model in memory. Embeddings, heads, experts, routers and
+    latent attention are unchanged.
 
     Args:
         model: of `jattn.llm.models`, whole or cut over devices.
@@ -125,10 +125,10 @@ def quantize_fp8(model: Any) -> None:
 
 
 def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, ...]]:
-    """Returns the module in the place of a linear one, or of one for each expert, and the names of its two arrays.
+    """Returns the module that replaces a linear one, or one per expert, and the names of its two arrays.
 
     Args:
-        old: what it replaces.
+        old: the module to replace.
         parts: an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
         bias: of the old one, or None.
     """

@@ -40,11 +40,12 @@ class RopeScaling:
         low_freq_factor: llama3 only; wavelengths above original_max_position_embeddings / this are divided fully.
         high_freq_factor: llama3 only; wavelengths below original_max_position_embeddings / this are kept.
         original_max_position_embeddings: the context of the first training, in tokens.
-        attention_factor: yarn and longrope; of cosine and sine. None for what the paper derives from `factor`.
+        attention_factor: yarn and longrope; factor of cosine and sine. None for the paper's value, derived from
+            `factor`.
         beta_fast: yarn only; frequencies with more rotations within the first context are kept.
         beta_slow: yarn only; those with fewer are divided fully.
         truncate: yarn only; the two bounds are whole numbers of pairs.
-        mscale, mscale_all_dim: yarn only; weights of what is derived from `factor`, for cosine and sine and for the
+        mscale, mscale_all_dim: yarn only; weights of the value derived from `factor`, for cosine and sine and for the
             scores of attention over latents (DeepSeek-V2, arXiv:2405.04434). None for the paper's.
         short_factor: longrope only; for each pair of elements, of models whose context is the original one.
         long_factor: longrope only; likewise of models with a longer context.

@@ -46,7 +46,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Returns what cosine and sine are multiplied by: where a long context would flatten the attention."""
+    """Returns the factor of cosine and sine, which counters the flatter attention over a long context."""
     if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

@@ -27,7 +27,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["ParameterShards", "decoder_of", "parameter_shards", "put_whole", "shard_model", "tensor_parallel_of"]
 
-#: In the place of an element that a device has and the parameter has not: 0.
+#: The index of an element that a device has and the parameter does not have: 0.
 _NONE = -1
 
 
@@ -127,7 +127,7 @@ def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> Te
     """Returns how a decoder is cut over a mesh: as asked, or over its axis "tp" by Megatron's rules.
 
     Raises:
-        InvalidInput: the mesh has no such axis, or has it in another size.
+        InvalidInput: the mesh does not have the axis, or has it in another size.
     """
     axis = "tp" if parallel is None else parallel.axis
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:

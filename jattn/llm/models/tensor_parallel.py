@@ -1,4 +1,4 @@
-"""TensorParallel: how a decoder is cut over a mesh axis, and what one device's part of it computes."""
+"""TensorParallel: the split of a decoder over a mesh axis, and the computation of one device's part."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class TensorParallel:
     """A cut of a decoder over the devices of a mesh axis, Megatron's by default (arXiv:1909.08053).
 
     Each device has some heads, some columns of the feed-forward layers (or some experts) and some rows of the
-    vocabulary; what leaves attention and feed-forward part is summed over the devices. Of fewer key/value heads than
-    devices each has a copy on several.
+    vocabulary; the outputs of attention and feed-forward part are summed over the devices. If there are fewer key/value
+    heads than devices, each head has a copy on several devices.
 
     Attributes:
         size: devices.
         axis: the mesh axis.
-        context_size: of the devices that have copies of the same key/value heads, so many neighbours share one cache,
-            in which each keeps its share of every sequence's tokens (decode context parallelism).
+        context_size: number of neighbouring devices, among those with copies of the same key/value heads, that share
+            one cache; each keeps its share of every sequence's tokens (decode context parallelism).
         rules: changes of `jattn.llm.models.DEFAULT_RULES`: None keeps "vocab", "mlp", "experts" or "heads" (with them
             "kv_heads") whole on every device.
 
@@ -107,7 +107,7 @@ class TensorParallel:
                 raise InvalidInput("rules split one of 'mlp' and 'experts'; with shared experts they go together.")
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Returns the config of what one device has of each layer."""
+        """Returns the config of one device's part of each layer."""
         heads, kv_heads = config.num_attention_heads // self.parts("heads"), self.kv_heads(config)
         return replace(
             config,

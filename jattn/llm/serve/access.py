@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["AccessLog", "log"]
 
-#: At level INFO; what probes ask all the time (/health, /metrics) at DEBUG.
+#: At level INFO; the frequent requests of probes (/health, /metrics) at DEBUG.
 log = logging.getLogger("jattn.llm.serve.access")
 
 _PROBES = ("/health", "/metrics")
@@ -22,8 +22,8 @@ _HEADER = b"x-request-id"
 class AccessLog:
     """ASGI middleware. A client's own X-Request-Id is kept where it is 1 to 128 letters, digits, or any of `_.:-`.
 
-    The application finds the id in `scope["state"]["request_id"]` and adds there, under "log", what else the line says.
-    Prompts, answers and keys are in no line.
+    The application finds the id in `scope["state"]["request_id"]` and adds further fields of the line there, under
+    "log". No line has prompts, answers or keys.
     """
 
     def __init__(self, app: Any) -> None:

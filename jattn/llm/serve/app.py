@@ -46,7 +46,7 @@ __all__ = ["ServeConfig", "create_app"]
 
 _log = logging.getLogger("jattn.llm.serve")
 
-# What nginx answers, in its log, to a client that is gone.
+# The status that nginx logs for a client that disconnected.
 _CLIENT_GONE = 499
 
 
@@ -142,7 +142,7 @@ class _Server:
         return handle_or_refuse
 
     async def refuse_route(self, request: Request, error: Exception) -> Response:
-        """Answers what no route takes."""
+        """Answers requests without a route."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
 
@@ -232,7 +232,7 @@ class _Server:
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)
         self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
-        # Whoever comes before these are queued counts them.
+        # Requests that arrive before these are queued count them.
         self._num_arriving += wanted
         try:
             if generation.messages is not None:

@@ -27,13 +27,13 @@ _NAP_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step brought for one sample of a request.
+    """The result of one step for one sample of a request.
 
     Attributes:
         new: its new text and tokens; the reason, if it ended.
         finished: all samples ended.
-        output: what `SamplingParams.output_kind` asks for: all of the request so far, or what is new; None where it
-            asks for the end alone.
+        output: the part that `SamplingParams.output_kind` asks for: the whole request so far, or the new tokens; None
+            if it asks only for the final output.
     """
 
     new: CompletionOutput
@@ -112,7 +112,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
             RequestTooLong: it can never fit.
         """
         token_ids, text = encoded(prompt, self.llm.tokenizer)
-        # Nobody's tokens wait for a grammar.
+        # No request's tokens wait for a grammar.
         self.llm.engine.prepare(params)
         with self._lock:
             if self._closed:
@@ -160,7 +160,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         try:
             await asyncio.shield(adding)
         except BaseException:
-            # A thread cannot be cancelled: what it adds is, when it has.
+            # A thread cannot be cancelled: its request is cancelled after it was added.
             adding.add_done_callback(lambda done: (done.cancelled() or done.exception(), submission.cancel()))
             raise
         return submission
@@ -171,7 +171,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncGenerator[Update, None]:
-        """Yields what each step brings. Closing the generator, or cancelling its task, cancels the request.
+        """Yields the outputs of each step. Closing the generator, or cancelling its task, cancels the request.
 
         Raises:
             InvalidInput, RequestTooLong: as `add`, before the first update.
@@ -221,7 +221,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
                 try:
                     deltas = self.llm.engine.wait(self._outbox)
                 except EngineAsleep:
-                    # Its requests survive that. Nobody tells of the end: whoever wakes it knows the engine alone.
+                    # Its requests survive. The end of the sleep is not announced: `wake` is a call of the engine.
                     self._wake.clear()
                     self._wake.wait(_NAP_SECONDS)
                     continue
@@ -298,7 +298,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
 
 class Submission(contextlib.AbstractContextManager):
-    """The updates of some prompts, for one task; as a context manager it cancels at the end what has not ended.
+    """The updates of some prompts, for one task; as a context manager it cancels the unfinished ones at the end.
 
     Attributes:
         ids: of the requests that were added.
@@ -316,7 +316,7 @@ class Submission(contextlib.AbstractContextManager):
         self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
 
     def cancel(self) -> None:
-        """Ends what has not ended."""
+        """Cancels the unfinished requests."""
         for request_id in self.ids:
             self._llm.cancel(request_id)
 

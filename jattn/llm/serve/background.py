@@ -43,7 +43,7 @@ class BackgroundServer(contextlib.AbstractContextManager):
         self.url = f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
-        """Finishes what runs and stops."""
+        """Finishes the running requests and stops."""
         self._server.should_exit = True
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: what OpenAI's clients send and read, over `LLM.embed`."""
+"""`/v1/embeddings`: OpenAI's requests and answers, over `LLM.embed`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def embeddings_body(
     """Returns OpenAI's answer.
 
     Args:
-        request: what was asked.
+        request: the request.
         vectors: float32[hidden_size] of each prompt.
         model: the name that is served.
         num_tokens: of all prompts.

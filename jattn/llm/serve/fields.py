@@ -16,7 +16,7 @@ SAMPLING = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "prompt_logprobs"),
     *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "logits_processors"),
 )
-#: What clients send that changes nothing of the answer.
+#: Fields of clients that do not change the answer.
 IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 
 
@@ -46,7 +46,7 @@ def as_request_error(
     """Returns the refusal for an error of ours; the field is the error's argument.
 
     Args:
-        error: anything; what is not the client's fault becomes a 500 that says nothing of the inside.
+        error: any exception; a fault of the server becomes a 500 without internal details.
         default: the field where the error has no argument, and the client's name for `prompt`.
         grammar: the field that has the structured output.
         aliases: our names to the client's, where he wrote another one.
@@ -65,7 +65,7 @@ def as_request_error(
 
 
 class Fields:
-    """The fields of a body, taken out one by one, so that what is left is unknown.
+    """The fields of a body, taken out one by one; the fields that remain are unknown.
 
     Args:
         body: of the request; a field that is null is as one that is missing.
@@ -106,7 +106,7 @@ class Fields:
         return self.take(name, lambda value: isinstance(value, dict), "an object")
 
     def finish(self) -> None:
-        """Refuses what nobody took."""
+        """Refuses the fields that remain."""
         for name in self._left:
             raise RequestError(400, f"{shown(name)} is no field of this request.", param=name)
 

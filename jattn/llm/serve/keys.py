@@ -32,7 +32,7 @@ class KeyRing:
         ]
 
     def tenant(self, authorization: str) -> tuple[bytes, str | None] | None:
-        """Returns what a request's Authorization header says of its tenant: a digest, and the name if it has one.
+        """Returns the tenant of a request's Authorization header: a digest, and the name if it has one.
 
         None where the key is missing or wrong, and where there are no keys.
         """
@@ -70,5 +70,5 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
 
 
 def digest(text: str) -> bytes:
-    """Returns 32 bytes that stand for a text, whatever characters it has."""
+    """Returns 32 bytes that identify a text with any characters."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

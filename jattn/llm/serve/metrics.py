@@ -1,4 +1,4 @@
-"""What Prometheus reads: counts, times and the state of the cache."""
+"""Metrics for Prometheus: counts, times and the state of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send, turned into prompts and SamplingParams; every refusal names its field."""
+"""Converts OpenAI's requests to prompts and SamplingParams; every refusal names its field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is to be generated, and how the answer looks.
+    """The requested generation, and the form of the answer.
 
     Attributes:
         prompts: of a completion; a chat has one, to be made from `messages`.
@@ -44,8 +44,8 @@ class Generation:
         num_choices: of each prompt; below params.n they are the best.
         salt: only requests of equal salt share cached prefixes.
         priority: lower comes first.
-        grammar_field: that says what the text must match; None where nothing does.
-        messages, template: of a chat, with what its template takes.
+        grammar_field: the field with the required format of the text; None without one.
+        messages, template: of a chat, with the arguments of its template.
         chat_template: that the client brings.
     """
 
@@ -216,7 +216,7 @@ def _generation(
     template: dict[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> Generation:
-    """Reads what completions and chats have in common; `aliases` are the client's names for fields of `changes`."""
+    """Reads the common fields of completions and chats; `aliases` are the client's names for fields of `changes`."""
     model = fields.text("model")
     stream = fields.flag("stream")
     include_usage = _includes_usage(fields, stream=stream)
@@ -295,7 +295,7 @@ def _includes_usage(fields: Fields, *, stream: bool) -> bool:
 
 
 def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Returns what the text must match, behind the field that says it."""
+    """Returns the field with the required format of the text, and the format."""
     wanted = fields.object("structured_outputs")
     for unknown in (wanted or {}).keys() - StructuredOutputsParams.__dataclass_fields__:
         raise RequestError(400, f"structured_outputs has no {shown(unknown)}.", param="structured_outputs")
@@ -319,7 +319,7 @@ def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | N
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """Returns a message with its content as text, which is what templates know."""
+    """Returns a message with its content as text, which templates expect."""
     name = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(400, f"{name} is {shown(message)}; it must be an object with a role.", param=name)

@@ -1,4 +1,4 @@
-"""What OpenAI's clients read: completions and chats, whole or in events, and errors."""
+"""OpenAI's answers: completions and chats, whole or in events, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer:
     """The frame of one HTTP answer.
 
     Attributes:
-        request: what was asked.
+        request: the request.
         answer_id: of the answer.
         model: the name that is served.
         created: seconds of Unix time.
@@ -74,7 +74,7 @@ class Answer:
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
 
     def part(self, prompt: int, new: CompletionOutput, start: int) -> dict[str, Any]:
-        """Returns the event for what is new of one sample, behind `start` characters of its tokens."""
+        """Returns the event for the new text of one sample, after `start` characters of its tokens."""
         index = prompt * self.request.params.n + new.index
         if self.is_chat:
             chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})

@@ -1,4 +1,4 @@
-"""`jattn serve`: a model folder behind OpenAI's HTTP interface, until SIGTERM; then what runs is finished."""
+"""`jattn serve`: a model folder behind OpenAI's HTTP interface; SIGTERM lets running requests finish."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Returns the engine's sizes: those that are options, and what --engine-config adds.
+    """Returns the engine's sizes: those of options, and those of --engine-config.
 
     Raises:
         InvalidInput: a value out of range; a field that is unknown, an option of its own, or none that JSON can spell.
@@ -172,7 +172,7 @@ def _check_address(host: str, port: int) -> None:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As uvicorn's own: what a server of before left behind does not count.
+            # Like uvicorn: sockets that an earlier server left do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError) as error:

@@ -77,7 +77,7 @@ def compare_with_torch(
         max_tokens: greedy tokens for each prompt.
         dtype: of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
         torch_device: where transformers runs.
-        layers: compare what lies behind every layer too, so that the first that differs is named.
+        layers: also compare the output of every layer, so that the report names the first one that differs.
 
     Raises:
         InvalidInput: nothing to compare: no prompts, an empty one, a token outside the vocabulary, an unknown
@@ -113,7 +113,7 @@ def compare_with_torch(
         if layers or not TorchDecoder.serves(torch_config):
             exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
         stack.enter_context(suitable_threads(config.num_parameters))
-        # With an encoder, prompts are its inputs, and what is generated begins with one token.
+        # With an encoder, prompts are its inputs, and the generation begins with one token.
         inputs = tokens if config.encoder is not None else []
         prompts_fed = [(config.decoder_start_token_id or 0,) for _ in inputs] or tokens
         torch_runs = [
@@ -191,7 +191,7 @@ def _as_long(decoder: Decoder, longest: int) -> Decoder:
 
 
 def _probes(config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Returns random tokens where no sequence is long enough to show what float32 costs, and else nothing.
+    """Returns random tokens if no sequence is long enough to show float32's error, otherwise nothing.
 
     Torch multiplies few rows by other kernels than many, which round a third as much; jattn pads to many.
     """

@@ -14,7 +14,7 @@ __all__ = ["Truth", "compare_tokens", "measure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What every run is measured against.
+    """The reference of every run.
 
     Attributes:
         logits: float64, for each sequence [tokens, vocab_size].

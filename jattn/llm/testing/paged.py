@@ -53,7 +53,7 @@ class PagedRun:
     Args:
         model: the decoder.
         sequences: token ids of each sequence, at least one.
-        encoder_inputs: what an encoder reads for each of them; none without one.
+        encoder_inputs: each sequence's input of the encoder; none without one.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class PagedRun:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
 
         The first `prefill_lens[i]` tokens of sequence `i` are prefilled (in chunks beyond 512 tokens a step, as the
-        engine does), the others decoded one by one. The whole pool holds NaN before: what is read without having been
-        written shows.
+        engine does), the others decoded one by one. The whole pool holds NaN before, so a read of an unwritten slot
+        shows.
 
         Args:
             prefill_lens: for each sequence 1 to its length.
@@ -117,7 +117,7 @@ class PagedRun:
         return [np.concatenate(each) for each in pieces]
 
     def _encode(self, row: EncoderRow, token_ids: np.ndarray) -> None:
-        """Runs the encoder over one input, which leaves what cross attention reads in the blocks of `row`."""
+        """Runs the encoder over one input; it writes keys and values of cross attention to the blocks of `row`."""
         num_tokens = max(_BLOCK_SIZE, 1 << (len(token_ids) - 1).bit_length())
         common = build_common_metadata(
             [SequenceRow(row.block_ids, 0, len(token_ids))],

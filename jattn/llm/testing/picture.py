@@ -19,7 +19,7 @@ def check_picture_path(path: str | os.PathLike[str]) -> None:
     """Checks that a picture can be written there, before anything is compared.
 
     Raises:
-        InvalidInput: no such folder, or an ending of no known format.
+        InvalidInput: the folder does not exist, or the ending names no known format.
         Unsupported: matplotlib is not installed.
     """
     known = _figure().canvas.get_supported_filetypes()

@@ -80,7 +80,7 @@ class CrosscheckRow(Deviation):
 
     @property
     def verdict(self) -> str:
-        """ "pass", or what is wrong."""
+        """ "pass", or the fault."""
         wrong = []
         if self.error is not None and not self.error <= self.limit:
             wrong.append("NaN" if math.isnan(self.error) else "error")
@@ -91,7 +91,7 @@ class CrosscheckRow(Deviation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrosscheckReport:
-    """What `compare_with_torch` found; `str(report)` is a table.
+    """The result of `compare_with_torch`; `str(report)` is a table.
 
     Attributes:
         model: the folder's name or "Decoder", with its size.
@@ -99,16 +99,16 @@ class CrosscheckReport:
         prompt_lens: tokens of each prompt.
         max_tokens: greedy tokens of each prompt.
         jax_side: version and device.
-        torch_side: what was compared with; says why when that is not transformers.
+        torch_side: the torch implementation; if it is not transformers, with the reason.
         torch_name: short name of the torch side.
         torch_error: torch's own error against float64, relative to the largest logit; in float32 of a longer sequence
             where all are short.
-        torch_limit: what that error must not exceed for the comparison to mean anything: the square root of the
-            dtype's eps, half of its digits.
-        limit: 2 x (torch_error + eps), what is allowed to jattn.
+        torch_limit: largest error of torch for a meaningful comparison: the square root of the dtype's eps, half of its
+            digits.
+        limit: 2 x (torch_error + eps), the largest allowed error of jattn.
         rows: one for each implementation and path.
         skipped: implementations that cannot run here, each with the reason.
-        truth: what computed the float64 logits.
+        truth: the implementation that computed the float64 logits.
         layers: one for each implementation and layer, if asked for.
     """
 
@@ -133,7 +133,7 @@ class CrosscheckReport:
         return next((row for row in self.layers if not row.passed), None)
 
     def to_json(self) -> str:
-        """Returns everything as a JSON object; what is no number is null."""
+        """Returns everything as a JSON object; NaN is null."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, dict):

@@ -22,7 +22,7 @@ from torch_core.reference import attention
 
 __all__ = ["TorchDecoder"]
 
-#: What it computes; every other option must be off.
+#: The supported options; every other option must be off.
 _OPTIONS = (
     *SIZE_LIMITS,
     *("rms_norm_eps", "rope_theta", "rope_scaling", "tie_word_embeddings", "sliding_window", "bos_token_id"),
@@ -33,7 +33,7 @@ Past = list[tuple[Tensor, Tensor]]
 
 
 class TorchDecoder:
-    """Computes logits of one sequence, with a plain list of keys and values in the place of a cache.
+    """Computes logits of one sequence, with a plain list of keys and values instead of a cache.
 
     It shares nothing with the Flax model but `parse_config`: it reads the safetensors itself, keeps the file's tensors
     apart and as they lie there, and attends through `torch_core.reference`. With `compute_dtype` float64
@@ -65,7 +65,7 @@ class TorchDecoder:
         if not self.serves(config):
             raise Unsupported(f"{config.architecture} has options that TorchDecoder does not compute.")
         self._dtype = compute_dtype
-        # What norms and rotary embeddings are computed in: at least float32, as in every implementation of Llama.
+        # The dtype of norms and rotary embeddings: at least float32, as in every implementation of Llama.
         self._wide = torch.promote_types(compute_dtype, torch.float32)
         self._weights = {
             name: tensor.to(weight_dtype).to(compute_dtype) for name, tensor in _read_tensors(path).items()
@@ -93,7 +93,7 @@ class TorchDecoder:
 
         Args:
             token_ids: one or more tokens that follow those of `past`.
-            past: what the last call returned, not changed; None at the start of a sequence.
+            past: result of the last call, not changed; None at the start of a sequence.
         """
         start = past[0][0].shape[0] if past else 0
         positions = torch.arange(start, start + len(token_ids), dtype=self._wide)
