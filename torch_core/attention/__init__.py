@@ -1,3 +1,3 @@
-"""Attention: its calls, their meaning, and a folder for each kernel; `op.py` names what belongs to each op."""
+"""Attention: its calls, their references, and a folder for each kernel; `op.py` lists the parts of each op."""
 
 from torch_core.attention import op as op

@@ -1,4 +1,4 @@
-"""DenseBackwardCall: the derivative of dense attention, from what the forward pass left behind."""
+"""DenseBackwardCall: the derivative of dense attention, from the results of the forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_core.launch.call import A, dtype_name
 
 __all__ = ["DIFFERENTIATED", "DenseBackwardCall", "backward_of", "forward_of"]
 
-#: What attention has gradients of.
+#: The fields that attention has gradients for.
 DIFFERENTIATED = ("query", "key", "value", "alibi_slopes", "sinks")
 
 
@@ -23,7 +23,7 @@ class DenseBackwardCall(DenseCall[A]):
     """The gradients of a `DenseCall`'s inputs, given those of its results (FlashAttention-2, arXiv 2307.08691).
 
     Everything else is as in the forward call, whose results `out` and `lse` are only read here. Rows that see nothing
-    and rows past the last offset have no gradient, and what `d_out` and `d_lse` hold past it is never read.
+    and rows past the last offset have no gradient, and the values of `d_out` and `d_lse` past it are never read.
 
     Attributes:
         lse: of the forward pass; -inf in rows that saw nothing.
@@ -48,7 +48,7 @@ class DenseBackwardCall(DenseCall[A]):
         return {f"d_{name}": ArraySpec(tuple(x.shape), dtype_name(x)) for name, x in given if x is not None}
 
     def check_options(self) -> None:
-        """Checks what the forward call checks, and that its results and their gradients go together."""
+        """Runs the forward call's checks, and checks that its results and their gradients fit together."""
         if self.out is None:
             raise InvalidInput("out is missing; give the forward pass's output.")
         super().check_options()

@@ -23,25 +23,25 @@ SCORE_FIELDS = (*BIAS_FIELDS, "mm_prefix_range")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(Call[A]):
-    """What both kinds of attention have in common.
+    """The common fields of paged and dense attention.
 
     Attributes:
-        query: rows at and after the last offset of `query_start_loc` are padding. An fp8 query is worth `q_scale` a
-            unit.
-        query_start_loc: running sum of the query lengths, starting with 0.
+        query: packed queries; rows from the last offset of `query_start_loc` on are padding. An fp8 query is multiplied
+            by `q_scale`.
+        query_start_loc: cumulative sum of the query lengths, starting with 0.
         alibi_slopes: one slope for each query head; see `AttentionSpec`.
-        sinks: a logit without a value in every softmax of a head; the lse includes it.
+        sinks: one logit per query head that every softmax includes without a value; the lse includes it.
         mm_prefix_range: pairs (first, last position) of bidirectional attention: a query inside a pair sees every key
-            inside it, whatever the other bounds say. A pair with last <= first is empty.
-        qq_bias: added to the scores between a sequence's own new tokens (tree attention); -inf hides.
-        relative_bias: added to the scores by the distance of key and query, head by head (T5's buckets, spread out):
+            inside it, even outside the other bounds. A pair with last <= first is empty.
+        qq_bias: bias of the scores between a sequence's own new tokens (tree attention); -inf hides a key.
+        relative_bias: bias of the scores by the distance of key and query, for each head (T5's buckets, expanded):
             entry `D + clip(key - query, -D, D)` of `2 * D + 1`; finite.
-        seq_causal: overrides `spec.causal` sequence by sequence.
-        out: where the result goes; None makes a new array.
-        out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
+        seq_causal: for each sequence, overrides `spec.causal`.
+        out: array to write the result to; None allocates a new one.
+        out_scale: scale of an fp8 output, which then holds `result / out_scale`, saturated.
         spec: the static options.
-        max_query_len: an upper bound on the query lengths; it never changes a result.
-        with_lse: the natural log-sum-exp of each row's scores is wanted too, float32 [num_tokens, num_heads].
+        max_query_len: upper bound on the query lengths, in tokens; it never changes a result.
+        with_lse: also return the natural log-sum-exp of each row's scores, float32 [num_tokens, num_heads].
         out_dtype: element type of a new output; None for the query's, bfloat16 for an fp8 query.
     """
 
@@ -147,7 +147,7 @@ class AttentionCall(Call[A]):
 
     @property
     def sees_distances(self) -> str | None:
-        """What of mask and bias depends on where a key stands, beside the causal mask; None for nothing."""
+        """The parts of mask and bias, except the causal mask, that depend on a key's position; None without any."""
         spec = self.spec
         given = {
             "a sliding window": spec.window_left is not None or spec.window_right is not None,
@@ -229,19 +229,19 @@ class AttentionCall(Call[A]):
 
 @dataclass(frozen=True, kw_only=True)
 class TableCall(AttentionCall[A]):
-    """Attention of new tokens to what their sequences have in the blocks of a cache.
+    """Attention of new tokens to the cached tokens of their sequences.
 
-    Query rows are the last ones of their sequence; what they attend to is in the cache already. Table entries past a
-    sequence's last block are never followed.
+    Query rows are the last tokens of their sequence; their keys and values are in the cache already. Table entries past
+    a sequence's last block are never read.
 
     Attributes:
-        block_tables: the blocks of each sequence, in order.
-        seq_lens: tokens in the cache, the new ones included; 0 for a padding row.
-        q_scale: what one unit of an fp8 query is worth.
-        k_scale: what one unit of a stored key is worth.
-        kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128; None for the tile table's. With
-            a number, a sequence has the same bits in all tables and batches whose plans have the same tile, and long
-            queries are not split.
+        block_tables: block ids of each sequence, in order.
+        seq_lens: tokens of each sequence in the cache, including the new ones; 0 for a padding row.
+        q_scale: dequantisation scale of an fp8 query; None for 1.
+        k_scale: dequantisation scale of stored keys; None for 1.
+        kv_chunk_size: number of keys in one chunk of the split kernel, a power of two, at least 128; None for the tile
+            table's. With a number, a sequence has the same bits in all tables and batches whose plans have the same
+            tile, and long queries are not split.
     """
 
     block_tables: Int32[A, "num_seqs max_blocks"]
@@ -294,7 +294,7 @@ class TableCall(AttentionCall[A]):
             raise InvalidInput(f"kv_chunk_size is {chunk}; it must be a power of two, 128 or more.")
 
     def check_options(self) -> None:
-        """Checks what all attention checks, that there is a block, and the dtypes that go together."""
+        """Runs the checks of all attention, and checks that a block exists and that the dtypes fit together."""
         super().check_options()
         if self.num_blocks == 0:
             raise InvalidInput("the cache has no block; block 0 at least must be there.")
@@ -305,14 +305,14 @@ class TableCall(AttentionCall[A]):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCall(TableCall[A]):
-    """Attention of new tokens to their sequences' keys and values in a paged cache: one array, or one for each.
+    """Attention of new tokens to their sequences' keys and values in a paged cache: one array, or a pair of arrays.
 
     Attributes:
-        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 belongs to nobody.
+        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 is the null block.
         key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
         value_cache: values alone; their head size may differ.
-        v_scale: what one unit of a stored value is worth.
-        k_scale_cache: what one unit is worth for each token and head, in place of `k_scale`.
+        v_scale: dequantisation scale of stored values; None for 1.
+        k_scale_cache: dequantisation scale of each token and head, instead of `k_scale`.
         v_scale_cache: the same for values.
     """
 
@@ -348,7 +348,7 @@ class PagedCall(TableCall[A]):
         return ("key_cache", "value_cache") if self.kv_cache is None else ("kv_cache", "kv_cache")
 
     def check_options(self) -> None:
-        """Checks the form of the cache and its scales, and what every call with a table checks."""
+        """Checks the form of the cache and its scales, and runs the checks of every call with a table."""
         check_caches(self.kv_cache, self.key_cache, self.value_cache)
         super().check_options()
         check_token_scales(self.k_scale_cache, self.v_scale_cache, self.k_scale, self.v_scale, self.key_dtype)
@@ -363,18 +363,18 @@ class PagedCall(TableCall[A]):
 class DenseCall(AttentionCall[A]):
     """Attention of packed queries to packed keys and values, sequence by sequence.
 
-    Keys need not be as many as queries (cross attention); the mask is aligned bottom-right.
+    The numbers of keys and queries may differ (cross attention); the mask is aligned bottom-right.
 
     Attributes:
-        key: packed like the queries.
-        value: their head size may differ.
-        key_start_loc: running sum of the key lengths, starting with 0.
-        dropout_seeds: for each sequence and head what decides which weights go; see `torch_core.attention.dropout`.
-            The lse knows nothing of it.
-        max_key_len: an upper bound on the key lengths; None for what the arrays allow.
-        dropout_rate: the share of weights that go, to a multiple of 2^-16; above 0 with `dropout_seeds`.
-        deterministic: gradients have the same bits every time; without it, the Hopper kernels add to the queries'
-            gradient in any order, and are faster.
+        key: keys, packed like the queries.
+        value: values, packed like the keys; their head size may differ.
+        key_start_loc: cumulative sum of the key lengths, starting with 0.
+        dropout_seeds: seeds of each sequence and head that choose the dropped weights; see
+            `torch_core.attention.dropout`. The lse does not depend on them.
+        max_key_len: upper bound on the key lengths, in tokens; None for the length of the arrays.
+        dropout_rate: share of dropped weights, rounded to a multiple of 2^-16; above 0 only with `dropout_seeds`.
+        deterministic: whether gradients have the same bits in every run. If False, the Hopper kernels add to the
+            queries' gradient in any order, and are faster.
     """
 
     name: ClassVar[str] = "attention"
@@ -424,7 +424,7 @@ class DenseCall(AttentionCall[A]):
             check_static("max_key_len", self.max_key_len)
 
     def check_options(self) -> None:
-        """Checks what all attention checks, that keys have the query's dtype, and that dropout has seeds."""
+        """Runs the checks of all attention, and checks that keys have the query's dtype and that dropout has seeds."""
         super().check_options()
         if (self.dropout_rate > 0) != self.drops:
             given = "given" if self.drops else "missing"

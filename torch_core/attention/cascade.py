@@ -20,13 +20,13 @@ __all__ = ["SharedPrefix", "cascade_attention", "cascade_calls", "shared_prefix"
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix(Call[A]):
-    """The prefix that all sequences of a batch share, and what each has of its own; field names are vLLM's.
+    """The prefix that all sequences of a batch share, and each sequence's own rest; field names are vLLM's.
 
     Attributes:
         prefix_block_table: the blocks of the prefix, once for each piece.
         prefix_kv_lens: the tokens of the prefix, once for each piece.
         cu_prefix_query_lens: running sum of the queries of each piece: all queries of the batch, in its order.
-        suffix_block_table: what follows the prefix, for each sequence.
+        suffix_block_table: block ids after the prefix, for each sequence.
         suffix_kv_lens: how many tokens that is; 0 for a padding row.
         max_prefix_query_len: an upper bound on the queries of a piece.
     """
@@ -87,8 +87,8 @@ def shared_prefix(
 def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCall[A], PagedCall[A]]:
     """Returns the attention of all queries to the prefix, and that of each sequence to its own rest.
 
-    Every query stands behind the prefix, so the first needs no mask: it is cut into pieces, so that enough programs
-    share the work whatever the batch.
+    Every query comes after the prefix, so the first call needs no mask: it is split into pieces, so that enough
+    programs share the work for any batch.
 
     Raises:
         InvalidInput: an array of the prefix has another shape or dtype.
@@ -124,7 +124,7 @@ def cascade_calls(call: PagedCall[A], prefix: SharedPrefix[A]) -> tuple[PagedCal
 def cascade_attention(
     call: PagedCall[A], prefix: SharedPrefix[A], run: Callable[[Call[A]], dict[str, A]]
 ) -> dict[str, A]:
-    """Computes what `run(call)` would, within rounding, reading the prefix once for all sequences.
+    """Computes the result of `run(call)`, within rounding, but reads the prefix once for all sequences.
 
     Two softmaxes over disjoint keys merge by their log-sum-exp (Hydragen, arXiv 2402.05099; FlashInfer's cascade).
 
@@ -147,7 +147,7 @@ def cascade_attention(
         lse_a=before["lse"],
         out_b=own["out"],
         lse_b=own["lse"],
-        # Merged where it lies: what has been written is not the array that was given, to JAX.
+        # Merged in place: for JAX, the written array is not the array that was passed.
         out=call.out if suffix_call.out is None else own["out"],
         out_scale=call.out_scale,
         out_dtype=call.result_dtype,

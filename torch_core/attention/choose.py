@@ -24,9 +24,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. Of e4m3 queries that
     are all short, Hopper's takes those that fill a quarter of a tile. A batch that may hold both runs both, and each
     skips the other's sequences; where tiles are few, the Hopper kernel takes all of them over keys in chunks. Where
-    there are so many tokens that every query may be the longest one, it takes the short ones too: launches that find
-    nothing to do cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len
-    alone: within one plan a sequence's bits do not depend on its neighbours.
+    there are so many tokens that every query may be the longest one, it takes the short ones too: launches without work
+    cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len alone: within
+    one plan a sequence's bits do not depend on its neighbours.
 
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """

@@ -1,7 +1,7 @@
 """Context parallelism: a call on one rank's share of each sequence's keys, and the merge of the ranks' results.
 
-Written once for torch and JAX. The mask of a call counts positions of the whole sequence; on a rank, which has every
-so many-th run of keys, what one query sees is still a contiguous range of the keys there, and that is what it is given.
+Written once for torch and JAX. The mask of a call counts positions of the whole sequence. A rank has every n-th run of
+keys; a query still sees a contiguous range of the keys there, and the local call has this range.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def local_call(
         **placement: where its `arange` puts a new array: `device=...` for torch.
 
     Returns:
-        The call, which has an lse, and what is added to that lse; None for nothing.
+        The call, which has an lse, and the term to add to that lse; None for no term.
 
     Raises:
         Unsupported: a mask or bias that counts tokens on one rank otherwise than in the whole sequence.
@@ -52,7 +52,7 @@ def local_call(
         call.spec,
         {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size},
     )
-    # What ALiBi adds to the lse differs from token to token too.
+    # ALiBi's term of the lse also differs from token to token.
     if call.alibi_slopes is not None or (call.max_query_len > 1 and spec.causal):
         call, local_seq_lens = _token_by_token(call, library, placement), None
     seq_lens, block_size = call.seq_lens, call.block_size
@@ -93,7 +93,7 @@ def local_call(
 def context_call(
     call: PagedCall[A], *, dcp_world_size: int, dcp_rank: Any, interleave_size: int = 1, library: Any
 ) -> PagedCall[A]:
-    """Returns the attention of long queries to the keys that one rank holds of what was there before the step.
+    """Returns the attention of long queries to one rank's share of the keys from before the step.
 
     Every query sees all of it, so that no mask is needed; the new tokens attend to each other elsewhere, where their
     keys are at hand.
@@ -102,7 +102,7 @@ def context_call(
         call, dcp_world_size, dcp_rank, interleave_size, library: as in `local_call`.
 
     Raises:
-        Unsupported: windows, chunks, ALiBi and whatever else `local_call` refuses.
+        Unsupported: windows, chunks, ALiBi and other options that `local_call` refuses.
     """
     _refuse(call, interleave_size)
     if found := call.sees_distances:

@@ -1,4 +1,4 @@
-"""Dropout of attention weights by a counter: which weights go is a function of seed, query and key, whoever asks.
+"""Dropout of attention weights by a counter: the dropped weights are a function of seed, query and key alone.
 
 The generator is Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, where 7 rounds are
 the fewest that pass BigCrush). Its key is the seed of a sequence and head. A draw serves eight weights, those of four
@@ -37,7 +37,7 @@ def dropout_limit(rate: float) -> int:
 
 
 def keep_factor(rate: float) -> float:
-    """Returns what the weights that stay are multiplied with, so that their mean stays what it was.
+    """Returns the factor of the kept weights, which preserves their mean.
 
     Example:
         >>> keep_factor(0.5)

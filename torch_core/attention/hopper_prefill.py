@@ -29,20 +29,20 @@ WARPGROUP_ROWS = 64
 _LONG_QUERY_LEN = 128
 # Heads side by side in a tile of short queries: a warpgroup then still holds 4 tokens.
 _MAX_PACK = 16
-# What short queries must bring, see `hopper_pack`. Above these bounds Hopper took 0.5 to 0.9 of the portable kernel's
-# time in every row of `jattn bench prefill --chunks` on an H200; the bounds themselves are worked out, not measured.
+# Minimum sizes of short queries, see `hopper_pack`. Above these bounds Hopper took 0.5 to 0.9 of the portable kernel's
+# time in every row of `jattn bench prefill --chunks` on an H200; the bounds themselves are computed, not measured.
 MIN_PACKED_ROWS = 65
 _MIN_PACKED_KEYS = 512
 _MAX_PACKED_SEQS = 256
-# Chunks of keys, in keys: a step of their sizes and the smallest one; what it takes to start a work item; what it takes
-# to merge. Among 102 cuts of 9 batches in bfloat16 on an H200 the model's took at most 1.7% longer than the best; e4m3
-# was not measured.
+# Chunks of keys, in keys: a step of their sizes and the smallest one; the cost of starting a work item; the cost of a
+# merge. Among 102 splits of 9 batches in bfloat16 on an H200 the model's choice took at most 1.7% longer than the best;
+# e4m3 was not measured.
 _CHUNK_STEP = 128
 _MIN_CHUNK = 256
 _START_KEYS = 300
 _MERGE_KEYS = 600
 _MIN_GAIN = 0.95
-# Bytes that chunks may leave: servers leave little room beside their caches.
+# Limit of the partial results of chunks, in bytes: servers leave little memory in addition to their caches.
 _MAX_SCRATCH = 1 << 26
 
 _T = TypeVar("_T")
@@ -148,8 +148,8 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int, min
     of two: like this, both kernels read the keys of a tile once, and have the same tiles. On an H200 the Hopper kernel
     takes about 15 ns for a key of a tile (two products of 128 rows and 128 columns at 550 TFLOP/s, or 0.5 KiB at the
     speed of the memory: about equal), the portable one 21 to 25. Neither splits keys, so few tiles are no reason for
-    the portable kernel. What is: a start that is some microseconds slower (barriers, descriptors, registers moved
-    between warps), which 512 keys pay back; and the search for a tile's sequence, about a microsecond for every 32
+    the portable kernel. The costs are a start that is some microseconds slower (barriers, descriptors, registers moved
+    between warps), which 512 keys repay; and the search for a tile's sequence, about a microsecond for every 32
     sequences. The split kernel, with keys in chunks, serves up to 64 rows before this is asked. Like its chunks, the
     choice follows from padded shapes, never from lengths: `keys` is the width of the block table, or the mean of dense
     keys.
@@ -169,8 +169,8 @@ def hopper_chunk(*, tiles: int, keys: int, num_sms: int, max_chunks: int) -> int
     """Returns the keys of a chunk where few tiles leave multiprocessors idle; 0 where keys are not split.
 
     Programs work through items one after the other, so that the time is that of the program with the most: waves of
-    items, times the keys of one and what it takes to start it. All of it is read off padded shapes: a sequence is cut
-    at the same keys whatever else is in the batch.
+    items, times the keys of one and the cost of its start. All of it follows from padded shapes: a sequence is split at
+    the same keys in any batch.
 
     Args:
         tiles: tiles of query rows of the batch, times heads.

@@ -61,7 +61,7 @@ class MergeCall(Call[A]):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """What is given of the results."""
+        """The given results."""
         return tuple(name for name in ("out", "lse") if getattr(self, name) is not None)
 
     def outputs(self) -> dict[str, ArraySpec]:

@@ -72,8 +72,8 @@ def make_launch(
         call: the call.
         grid: the grid.
         constexprs: compile-time parameters; more than the kernel has are left out.
-        arguments: what is not of the call, or not as it says.
-        writes: what is written beside the forward pass's output and lse.
+        arguments: kernel arguments that are not fields of the call, or differ from them.
+        writes: written arrays other than the forward pass's output and lse.
         **options: num_warps, num_stages, maxnreg and hot of the plan.
     """
     key, value = call.buffers()

@@ -18,7 +18,7 @@ __all__ = ["PARTIALS", "Chunks", "combine_launch", "sum_parts_launch"]
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
 _COMBINE_CHUNKS = 32
 _PARTS_BLOCK = 1024
-# Scratch that is read whole, whatever the lengths are: to wait for them first takes longer.
+# Scratch that is always read completely: waiting for the lengths first takes longer.
 _READ_AHEAD_BYTES = 1 << 21
 
 
@@ -65,7 +65,7 @@ class Chunks:
 def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
     value_padded = padded(call.value_head_size)
-    # A thread holds 128 elements of the rows that are merged at a time, whatever their width.
+    # A thread holds 128 elements of the rows that are merged at a time, at any width.
     block = min(_COMBINE_CHUNKS, power_of_two(chunks.number))
     scratch = 4 * call.num_seqs * chunks.max_query * chunks.number * call.num_heads * call.value_head_size
     return make_launch(

@@ -1,4 +1,4 @@
-"""What the plans of the portable kernels share: their tile, and how a program searches for its sequence."""
+"""Shared parts of the portable kernels' plans: their tile, and a program's search for its sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the table of what each implementation serves that attention registers."""
+"""Attention's rows in the table of supported features."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def dense_call(
         relative_bias: float `[num_heads, 2 * D + 1]`, added by the distance `clip(key - query, -D, D)`.
         qq_bias: float `[rows, rows]`, added to the scores between queries and the last keys.
         seq_causal: bool `[num_seqs]`, overrides `spec.causal`.
-        dropout_rate: the share of softmax weights that go; the others are divided by what stays.
+        dropout_rate: share of dropped softmax weights; the others are divided by 1 - dropout_rate.
         dropout_seeds: int32 `[num_seqs, num_heads, 2]`, any numbers; see `torch_core.attention.dropout`.
         deterministic: `attention_backward` gives the same bits every time; without it, some kernels are faster.
 
@@ -306,7 +306,7 @@ def merge_states(
 
 
 def cascade_attention(call: PagedCall[Tensor], prefix: SharedPrefix[Tensor]) -> dict[str, Tensor]:
-    """Computes what `run(call)` would, within rounding; see `torch_core.attention.cascade.cascade_attention`."""
+    """Computes the result of `run(call)`, within rounding; see `torch_core.attention.cascade.cascade_attention`."""
     return cascade.cascade_attention(call, prefix, run)
 
 
@@ -333,7 +333,7 @@ def output_and_lse_of(make_call: Callable[_P, AttentionCall[Tensor]], name: str)
     return attend
 
 
-# One list of keywords for each operation: the functions differ in what they return.
+# One list of keywords for each operation: the functions differ in their results.
 paged_attention = output_of(paged_call, "paged_attention")
 paged_attention_with_lse = output_and_lse_of(paged_call, "paged_attention_with_lse")
 attention = output_of(dense_call, "attention")

@@ -1,4 +1,4 @@
-"""WriteCall and CopyCall: what is done to blocks of the paged cache, in place."""
+"""WriteCall and CopyCall: in-place operations on blocks of the paged cache."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["CopyCall", "WriteCall"]
 class WriteCall(Call[A]):
     """The write of new keys and values at their slots.
 
-    An element is stored as `real / scale`; an 8-bit cache saturates, int8 rounds halves to even, and what has the
-    cache's own 8-bit type is stored as it is. With scale caches the scale of a row of a head is found, as
-    `max(max(abs(row)) / largest, 1e-6)`, and stored there (vLLM: triton_reshape_and_cache_flash).
+    An element is stored as `real / scale`; an 8-bit cache saturates, int8 rounds halves to even, and elements of the
+    cache's own 8-bit type are stored unchanged. With scale caches the scale of a head's row is computed as
+    `max(max(abs(row)) / largest, 1e-6)` and stored there (vLLM: triton_reshape_and_cache_flash).
 
     Attributes:
-        key: one row for each slot, or more; those after the last slot are padding.
-        value: the same; the head size may differ for a pair of caches.
+        key: new keys, one row for each slot, or more; rows after the last slot are padding.
+        value: new values, likewise; the head size may differ for a pair of caches.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
         key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
         value_cache: values alone.
-        k_scale: what one stored unit of a key is worth; None for 1.
+        k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
-        k_scale_cache: where the scale of each token and head is stored.
+        k_scale_cache: array that stores the scale of each token and head.
         v_scale_cache: the same for values.
     """
 

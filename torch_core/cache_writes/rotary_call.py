@@ -28,7 +28,7 @@ class RotaryWriteCall(Call[A]):
             Elements behind those stay as they are. Rotation is in float32.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
-        k_scale: what one stored unit of a key is worth; None for 1.
+        k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
         is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
         out: where the rotated queries go; None makes a new array. Those of tokens without a slot are rotated too.
@@ -39,7 +39,7 @@ class RotaryWriteCall(Call[A]):
     qkv: Shaped[A, "num_tokens num_qkv_heads head_size"]
     cos_sin: Float[A, "num_tokens rotated_dim"]
     slot_mapping: Int32[A, "num_slots"]
-    # Not num_kv_heads: the heads of all three parts cannot be cut alike.
+    # Not num_kv_heads: the heads of all three parts cannot be split equally.
     kv_cache: Shaped[A, "num_blocks 2 block_size num_cached_heads head_size"]
     k_scale: Float32[A, "1"] | float | None = None
     v_scale: Float32[A, "1"] | float | None = None

@@ -1,4 +1,4 @@
-"""ExpertsCall: tokens through the experts that a router chose for them, and the weighted sum of what comes back."""
+"""ExpertsCall: tokens through the experts that a router chose for them, and the weighted sum of the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch_core.launch.call import A, Call, dtype_name
 
 __all__ = ["ACTIVATIONS", "ExpertsCall"]
 
-#: Of the gate, by the names of Hugging Face's `hidden_act`. "swigluoai" is gpt-oss's (arXiv:2508.10925): a clamped gate
-#: with the sigmoid's slope of GELU, and 1 added to what is gated.
+#: Activations of the gate, with the names of Hugging Face's `hidden_act`. "swigluoai" is gpt-oss's (arXiv:2508.10925):
+#: a clamped gate with the sigmoid's slope of GELU, and 1 added to the gated values.
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai")
 
 
@@ -27,12 +27,12 @@ class ExpertsCall(Call[A]):
     row is padding.
 
     Attributes:
-        hidden_states: a row for each token.
-        topk_weights, topk_ids: what each token's experts weigh, and which they are.
+        hidden_states: one row for each token.
+        topk_weights, topk_ids: weights and ids of each token's experts.
         gate_up_kernel: `[in, gate | up]` of each expert.
         down_kernel: `[in, out]` of each expert.
-        gate_up_bias, down_bias: what is added behind the kernels.
-        activation: of the gate, one of ACTIVATIONS.
+        gate_up_bias, down_bias: biases added after the kernels; None for none.
+        activation: activation of the gate, one of ACTIVATIONS.
         out_dtype: element type of the result; that of `hidden_states` when None, or float32.
     """
 

@@ -32,7 +32,7 @@ _CHUNK = 256
 _MOST_SHARES = 128
 _COMPARED = 1 << 15
 _COMBINED_COLUMNS = 2048
-# Tiles of rows that run beside each other on the same columns.
+# Tiles of rows that run at the same time on the same columns.
 _GROUP = 8
 
 

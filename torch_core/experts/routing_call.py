@@ -1,4 +1,4 @@
-"""RouteCall: which experts each token goes to, and what they weigh."""
+"""RouteCall: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_core.launch.call import A, Call, dtype_name
 
 __all__ = ["SCORING_FUNCS", "RouteCall"]
 
-#: What makes scores of a router's logits, by the names of Hugging Face's `scoring_func`.
+#: Functions from a router's logits to scores, with the names of Hugging Face's `scoring_func`.
 SCORING_FUNCS = ("softmax", "sigmoid")
 
 
@@ -67,7 +67,7 @@ class RouteCall(Call[A]):
         return self.num_tokens == 0
 
     def outputs(self) -> dict[str, ArraySpec]:
-        """Returns what each token's experts weigh, and which they are."""
+        """Returns the weights and ids of each token's experts."""
         shape = (self.num_tokens, self.top_k)
         return {"topk_weights": ArraySpec(shape, "float32"), "topk_ids": ArraySpec(shape, "int32")}
 

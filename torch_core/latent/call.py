@@ -30,10 +30,10 @@ class LatentCall(TableCall[A]):
     The projections from latents to keys and values are applied to the query beforehand and to the output afterwards.
 
     Attributes:
-        latent_cache: for each slot the latent and, after it, the rotary key; block 0 belongs to nobody. `k_scale` is
-            for the whole row. Of uint8, rows are packed, see `LatentCacheSpec`; what they hold counts as rounded to the
+        latent_cache: for each slot the latent and, after it, the rotary key; block 0 is the null block. `k_scale` is
+            for the whole row. uint8 rows are packed, see `LatentCacheSpec`; their values count as rounded to the
             query's type.
-        kv_lora_rank: elements of the latent, and so of an output row.
+        kv_lora_rank: number of elements of the latent, and so of an output row.
     """
 
     name: ClassVar[str] = "mla_attention"
@@ -78,7 +78,7 @@ class LatentCall(TableCall[A]):
         check_int("kv_lora_rank", self.kv_lora_rank, 1)
 
     def check_options(self) -> None:
-        """Checks that a row holds a latent, and what every call with a table checks."""
+        """Checks that a row holds a latent, and runs the checks of every call with a table."""
         rank, shape = self.kv_lora_rank, list(self.latent_cache.shape)
         if self.is_packed:
             _check_packed(shape[2], rank, self.head_size - rank, self.k_scale)
@@ -115,7 +115,7 @@ class LatentWriteCall(Call[A]):
         k_pe: the rotary key of each token, rotated, or with `positions` to be rotated.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         latent_cache: rows of the latent and, after it, the rotary key, or packed ones of uint8; written.
-        k_scale: what one stored unit is worth; None for 1.
+        k_scale: dequantisation scale of stored elements; None for 1.
         cos_sin_cache: for each position the cosines of all angles and then the sines: of half as many as `k_pe` has
             elements. Rotation is in float32, and its result rounded to k_pe's type.
         positions: of each token; those of tokens without a slot are not read.

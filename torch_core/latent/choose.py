@@ -19,11 +19,11 @@ from torch_core.launch.plan import ABSENT, DeviceLimits, OperationPlan
 
 __all__ = ["plan_latent"]
 
-# Longer queries keep their softmax in registers from the first key to the last: partial results would be larger than
-# what they save.
+# Longer queries keep their softmax in registers from the first key to the last: partial results would cost more than
+# they save.
 _MAX_SPLIT_QUERY = 8
-# Up to so many rows, and below so many tokens of a padded batch, the portable kernel's smallest tile is ahead of the
-# Hopper kernel's only one, or not known to be behind: 8 x 8192 took 35.6 and 32.1 us on an H200.
+# Up to this number of rows, and below this number of tokens of a padded batch, the portable kernel's smallest tile is
+# faster than the Hopper kernel's only one, or not known to be slower: 8 x 8192 took 35.6 and 32.1 us on an H200.
 _FEW_ROWS = 16
 _MANY_TOKENS = 1 << 16
 

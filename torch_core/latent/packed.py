@@ -30,7 +30,7 @@ def pack_latents(kv_c: Tensor, k_pe: Tensor) -> Tensor:
 
 
 def unpack_latents(rows: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> Tensor:
-    """Returns what packed rows stand for.
+    """Returns the dequantised values of packed rows.
 
     Args:
         rows: uint8 `[..., bytes]`.

@@ -30,9 +30,9 @@ class IndexerCall(Call[A]):
     Attributes:
         query: of the indexer's heads, rotated.
         weights: of the heads, query by query.
-        key_cache: a key for each slot, which all heads share; block 0 belongs to nobody.
+        key_cache: one key for each slot, which all heads share; block 0 is the null block.
         block_tables, seq_lens, query_start_loc: as of attention.
-        k_scale: what a unit of a quantised key is worth; None for 1.
+        k_scale: dequantisation scale of a quantised key; None for 1.
         scale: positive.
         max_query_len: an upper bound on the query lengths.
     """
@@ -142,7 +142,7 @@ class ChoiceCall(Call[A]):
         check_int("block_size", self.block_size, 1)
 
     def outputs(self) -> dict[str, ArraySpec]:
-        """Returns what attention takes: `slots`, 0 behind the last; how many, `counts`; `starts`, 0 to num_tokens."""
+        """Returns attention's arrays: `slots`, 0 after the last; their number, `counts`; `starts`, 0 to num_tokens."""
         num_tokens, topk = self.topk_indices.shape
         shapes = {"slots": (num_tokens, topk), "counts": (num_tokens,), "starts": (num_tokens + 1,)}
         return {name: ArraySpec(shape, "int32") for name, shape in shapes.items()}
@@ -186,7 +186,7 @@ def chosen_latents(call: LatentCall[A], chosen: Mapping[str, A]) -> LatentCall[A
 
 
 def check_choice(call: LatentCall[A], topk_indices: A) -> None:
-    """Checks what shapes and options tell of a choice of keys.
+    """Checks shapes and options of a choice of keys.
 
     Raises:
         InvalidInput, Unsupported: see `choice_of`.

@@ -87,7 +87,7 @@ def sparse_mla_call(
 ) -> LatentCall[Tensor]:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
-    Prefill and decode alike: every query gathers its own latents. The exact semantics are those of
+    In prefill and in decode every query gathers its own latents. The exact semantics are those of
     `torch_core.reference.sparse_mla_attention`.
 
     Args:

@@ -1,1 +1,1 @@
-"""From a call to what runs: Call, launch plans, compilation, and the run on torch tensors."""
+"""From a call to its execution: Call, launch plans, compilation, and the run on torch tensors."""

@@ -14,7 +14,7 @@ from torch_core.base.specs import ArraySpec
 
 __all__ = ["A", "Call", "dtype_name"]
 
-#: What stands for an array: `torch.Tensor`, `jax.Array`, or `ArraySpec`.
+#: The type of an array: `torch.Tensor`, `jax.Array`, or `ArraySpec`.
 A = TypeVar("A", bound=Any)
 
 
@@ -27,7 +27,7 @@ class Call(Generic[A]):
     optional, and a scale may be a number. Every other field is an option.
     """
 
-    #: What the operation is called in errors, plans and profiles.
+    #: The operation's name in errors, plans and profiles.
     name: ClassVar[str]
 
     def map(self, function: Callable[[Any], Any]) -> Any:
@@ -35,7 +35,7 @@ class Call(Generic[A]):
         return self.with_arrays({name: function(array) for name, array in self.arrays().items()})
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Any:
-        """Returns the call with other arrays in the named fields, and whatever else it has."""
+        """Returns the call with other arrays in the named fields, and all other fields unchanged."""
         return self.of({**self.__dict__, **arrays})
 
     @classmethod
@@ -59,13 +59,13 @@ class Call(Generic[A]):
         self.check_statics()
 
     def check_statics(self) -> None:
-        """Checks options that must be plain Python values, whatever the arrays are; runs when a call is made."""
+        """Checks options that must be plain Python values, for any arrays; runs when a call is created."""
 
     def check(self) -> None:
-        """Checks all that shapes, dtypes and options tell: what every implementation and the planner rely on.
+        """Checks shapes, dtypes and options; every implementation and the planner rely on this check.
 
         Raises:
-            InvalidInput: something does not fit; the message names the argument, what it is and what it must be.
+            InvalidInput: a field does not fit; the message names the argument, its value and the required value.
         """
         sizes: dict[str, tuple[int, str]] = {}
         for field in array_fields(type(self)).values():
@@ -80,7 +80,7 @@ class Call(Generic[A]):
         self.check_options()
 
     def check_options(self) -> None:
-        """Checks what a call's fields say together, and its options; shapes and dtypes of each array fit already."""
+        """Checks combinations of fields, and the options; shapes and dtypes of each array were checked before."""
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns the new arrays that the operation makes, in the order in which it returns them."""
@@ -126,7 +126,7 @@ class Call(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class ArrayField:
-    """What an annotation says of an array.
+    """The axes and dtypes in an array's annotation.
 
     Attributes:
         name: of the field.

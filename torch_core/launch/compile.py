@@ -21,7 +21,7 @@ __all__ = ["KernelVariant", "check_fits", "compile_variant", "kernel_variant"]
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """What the compiler needs to know of a launch: many launches, of many shapes, share one variant.
+    """The compiler's inputs for a launch: many launches, of many shapes, share one variant.
 
     Attributes:
         kernel: the `@triton.jit` or `@gluon.jit` function.
@@ -82,7 +82,7 @@ class KernelVariant:
 
     def options(self) -> dict[str, Any]:
         """The compiler's options."""
-        # Triton 3.9 leaves the fusion of products and sums off where nobody asks for it; before, it was on.
+        # Triton 3.9 fuses products and sums only on request; earlier versions always did.
         options: dict[str, Any] = {"num_warps": self.num_warps, "enable_fp_fusion": True}
         if not self.is_gluon:
             options["num_stages"] = self.num_stages
@@ -152,7 +152,7 @@ def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
 
 
 def _hash_callees_first(function: Any) -> None:
-    """Makes Triton hash what a function calls before the function.
+    """Makes Triton hash the callees of a function before the function.
 
     Triton 3.6 (runtime/jit.py, DependenciesFinder._update_hash) takes over the constants of a callee that was hashed
     before, and forgets those of one that it hashes on the way: which hash a kernel has would depend on who came first.
@@ -168,7 +168,7 @@ def _hash_callees_first(function: Any) -> None:
 
 
 def _tuple_fields(kernel: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns the fields of the named tuples that a hashed kernel and what it calls make: the hash leaves them out."""
+    """Returns the fields of the named tuples that a hashed kernel and its callees build: the hash omits them."""
     found = {value for value, _ in kernel.used_global_vals.values() if isinstance(value, type)}
     return sorted((f"{made.__module__}.{made.__qualname__}", getattr(made, "_fields", ())) for made in found)
 

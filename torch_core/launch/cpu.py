@@ -1,8 +1,8 @@
 """The fast plain-torch implementation of every call, for CPU tensors and without any check.
 
 `torch_core.launch.run` checks a call and then runs it here; a caller that has checked already (at trace time, say)
-may run it directly. Results do not depend on the other sequences of a batch, on where blocks lie in the cache, or on
-what unused slots hold: bit for bit, for a fixed number of threads.
+may run it directly. Results do not depend on the other sequences of a batch, on block ids, or on the content of unused
+slots: bit for bit, for a fixed number of threads.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 class _Ready(NamedTuple):
-    """What is left to do for a call of known layout: arrays to make, launches, and the names of the results."""
+    """The steps that remain for a call of known layout: arrays to allocate, launches, and the names of the results."""
 
     new: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     scratch: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -171,7 +171,7 @@ def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], devi
         if hooked:
             compiled[grid](*arguments, stream=stream)
         else:
-            # What compiled[grid] does, without a closure and a record for hooks that nobody set.
+            # The same as compiled[grid], without a closure and a record for hooks that are not set.
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     return None
 

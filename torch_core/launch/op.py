@@ -20,7 +20,7 @@ __all__ = ["Op", "Served", "loaded", "op_of", "register", "registered_ops"]
 
 
 class Served(NamedTuple):
-    """A row of the table of what each implementation serves.
+    """A row of the table of supported features.
 
     Attributes:
         feature: the feature; ops that share a row give it the same one.
@@ -43,7 +43,7 @@ class Op:
         reference: its specification in plain torch, which every implementation is tested against.
         cpu: the function that computes a call of CPU tensors and returns its results by name.
         plan: the function from a call of specs and `DeviceLimits` to an `OperationPlan`.
-        serves: its rows of the table of what each implementation serves; the first limit that is passed is reported.
+        serves: its rows of the table of supported features; the first exceeded limit is reported.
     """
 
     call: type[Call[Any]]

@@ -1,4 +1,4 @@
-"""What the plans share: scales and strides as kernel arguments, integer arithmetic."""
+"""Shared parts of the plans: scales and strides as kernel arguments, integer arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ceil_div", "named_launch", "power_of_two", "scale_number", "scale_po
 def named_launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Argument], constexprs: Mapping[str, Any], **options: Any
 ) -> LaunchPlan:
-    """Makes a launch of what is known by name, more than the kernel has being left out; options are LaunchPlan's."""
+    """Builds a launch from named arguments; names unknown to the kernel are ignored. Options are LaunchPlan's."""
     names = kernel.arg_names
     return LaunchPlan(
         kernel=kernel,

@@ -42,7 +42,7 @@ _MAX_GRID = (2**31 - 1, 65535, 65535)
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a plan may know of the device that it is made for.
+    """The device limits that a plan may depend on.
 
     Attributes:
         arch: compute capability as one number, 90 for Hopper.
@@ -81,8 +81,8 @@ class Scalar:
     Attributes:
         value: the number.
         type: "i32", "i64" or "fp32".
-        specialize: compile for what is known of an integer (equal to 1, divisible by 16), as Triton's own launcher
-            does. Right for strides; turn it off for counts that change from step to step.
+        specialize: compile for the known properties of an integer (equal to 1, divisible by 16), as Triton's own
+            launcher does. Right for strides; turn it off for counts that change from step to step.
     """
 
     value: int | float
@@ -202,12 +202,12 @@ class OperationPlan:
     """Launches that belong together, over one set of named buffers.
 
     Attributes:
-        name: what the operation is called in errors and profiles.
+        name: the operation's name in errors and profiles.
         inputs: (name, spec) of the arrays that the caller gives, in-place ones included.
         in_place: names among the inputs that the operation writes. The caller owns them and sees the change.
         outputs: (name, spec) of the results, in the order in which they are returned. Contiguous.
         scratch: (name, spec) of memory that lives only during the operation. Contiguous.
-        launches: in order; each sees what the earlier ones wrote.
+        launches: in order; each sees the results of the earlier ones.
     """
 
     name: str

@@ -19,7 +19,7 @@ _E4M3_ARCH = 89
 
 @lru_cache(maxsize=8192)
 def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> OperationPlan:
-    """Plans a call from the shapes, dtypes and strides of its arrays and what the device can do.
+    """Plans a call from the shapes, dtypes and strides of its arrays and the device limits.
 
     Args:
         call: `call.map(array_spec)` of a call of tensors or JAX arrays.
@@ -27,7 +27,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
 
     Raises:
         InvalidInput: the call does not hold together, or it is empty: return its outputs without a plan then.
-        Unsupported: the Triton kernels do not serve it; the message says what does.
+        Unsupported: the Triton kernels do not serve it; the message names an alternative.
     """
     call.check()
     refuse_unserved(call, "triton")

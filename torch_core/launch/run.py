@@ -57,12 +57,12 @@ def run(call: Call[Tensor], *, workspace: Workspace | None = None) -> dict[str, 
 
 
 def scratch_of(call: Call[ArraySpec], device: torch.device) -> list[ShapeAndDtype]:
-    """Returns the scratch that `run` asks a workspace for; on a CPU, what it would be on an H200."""
+    """Returns the scratch that `run` requests from a workspace; on a CPU, the scratch for an H200."""
     return import_module("torch_core.launch.launcher").planned_scratch(call, device)
 
 
 def run_all(calls: Sequence[Call[Tensor]]) -> None:
-    """Runs several calls whose results are what they write; all are checked before the first one runs."""
+    """Runs several calls that only write in place; all are checked before the first one runs."""
     for call in calls:
         device = _device(call, call.arrays())
         if device.type != "cuda":

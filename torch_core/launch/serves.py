@@ -23,7 +23,7 @@ __all__ = [
     "unserved",
 ]
 
-#: "triton": Triton kernels on CUDA, from torch and from JAX alike. "torch": plain torch on a CPU. "xla": plain jnp.
+#: "triton": Triton kernels on CUDA, from torch and from JAX. "torch": plain torch on a CPU. "xla": plain jnp.
 IMPLEMENTATIONS = ("triton", "torch", "xla")
 #: The text of a row that every implementation serves.
 ALL: dict[str, str] = dict.fromkeys(IMPLEMENTATIONS, "yes")

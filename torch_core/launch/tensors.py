@@ -1,4 +1,4 @@
-"""What a plan may know of a torch tensor, and the results of a call of nothing."""
+"""The facts of a torch tensor that a plan may depend on, and the results of an empty call."""
 
 from __future__ import annotations
 

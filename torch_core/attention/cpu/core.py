@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 __all__ = ["attend", "fused_applies"]
 
 #: float32 elements of 16 bytes. Without MKL_CBWR, MKL on some processors rounds products of few rows in another order
-#: where an operand is not aligned to so many bytes; multiples of them make no difference.
+#: if an operand is not aligned to this number of bytes; multiples of it make no difference.
 _ALIGNED = 4
 #: Rows and keys that the fused kernel takes at a time, of few rows.
 _ROWS_AT_A_TIME, _KEYS_AT_A_TIME = 32, 512
@@ -45,7 +45,7 @@ def attend(
         scale: factor on the scores.
         logits_soft_cap: cap on the scores, or None.
         bias: float32, broadcastable to `[batch, heads, rows, keys]`, added after the cap; -inf hides. Or None.
-        dropout: float32, what the softmax weights are multiplied with, likewise; or None.
+        dropout: float32, factors of the softmax weights, likewise; or None.
         is_causal: row i sees keys 0 to i; only with as many rows as keys and without `bias`.
 
     Returns:
@@ -79,8 +79,8 @@ def _attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, head_size = query.shape
-    # The kernel's threads share one buffer, in parts of so many elements per row. Rows are added until all parts and
-    # all items of the query are aligned alike, or a row's bits would depend on the thread that it falls to.
+    # The kernel's threads share one buffer, in parts of this number of elements per row. Rows are added until all parts
+    # and all items of the query have equal alignment; otherwise a row's bits would depend on its thread.
     per_row = min(key.shape[2], _KEYS_AT_A_TIME) + 2 + head_size
     missing_rows = -rows % (_ALIGNED // math.gcd(_ALIGNED, per_row, head_size))
     if missing_rows and rows < _ROWS_AT_A_TIME:

@@ -21,8 +21,8 @@ _SMALLEST_LENGTH = 64
 def padded_blocks(num_keys: int, block_size: int) -> int:
     """Returns how many blocks a decode row is padded to.
 
-    The values are few, because each costs a call, about 100 us, whatever its size: 64, 128, 256 tokens, then two per
-    octave; and multiples of four tokens, so that every sequence of a group is aligned alike.
+    There are few values, because each costs a call of about 100 us at any size: 64, 128, 256 tokens, then two per
+    octave; and multiples of four tokens, so that all sequences of a group have equal alignment.
 
     Example:
         >>> [padded_blocks(keys, 16) * 16 for keys in (1, 65, 129, 257, 513, 1025)]
@@ -56,7 +56,7 @@ def decode_group(
         lengths: for each sequence its row of the block tables, its first visible key, and its number of keys.
         num_padded_blocks: the common padded length.
         scale: factor on the scores, every other scale included.
-        by_distance: what is added by the distance of the key.
+        by_distance: bias by the distance of the key.
 
     Returns:
         float32 output `[num_seqs, num_kv_heads, group_size, head_size]` and lse without the last axis.

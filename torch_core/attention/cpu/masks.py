@@ -18,7 +18,7 @@ __all__ = ["DistanceBias", "Extras", "additive_mask", "first_key", "first_row_wi
 
 @dataclass(frozen=True, slots=True)
 class DistanceBias:
-    """What is added to a score by how far the key is from its row.
+    """The bias of a score by the distance of the key from its row.
 
     Attributes:
         slopes: float32 `[num_heads]` of ALiBi, or None.
@@ -48,19 +48,19 @@ class DistanceBias:
         return np.asarray(bias)
 
     def alibi_form(self, distances: np.ndarray) -> np.ndarray:
-        """Returns what the slopes are multiplied with."""
+        """Returns the factor of the slopes."""
         return -np.sqrt(np.maximum(-distances, 0)) if self.use_alibi_sqrt else distances
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What one sequence adds to an `AttentionSpec`; every field may be None.
+    """One sequence's additions to an `AttentionSpec`; every field may be None.
 
     Attributes:
         causal: overrides `spec.causal`.
         mm_ranges: int `[ranges, 2]`, inclusive spans of bidirectional attention.
         bias: float32 `[rows, rows]`, between the new tokens.
-        by_distance: what is added by the distance of the key.
+        by_distance: bias by the distance of the key.
         dropout: int32 `[num_heads, 2]` seeds, and the rate.
     """
 
@@ -72,12 +72,12 @@ class Extras:
 
     @classmethod
     def of(cls, call: AttentionCall[Tensor]) -> Extras:
-        """Returns what all sequences of a call share."""
+        """Returns the fields that all sequences of a call share."""
         bias = None if call.qq_bias is None else raw_array(call.qq_bias.float())
         return cls(bias=bias, by_distance=DistanceBias.of(call))
 
     def of_sequence(self, call: AttentionCall[Tensor], seq: int) -> Extras:
-        """Returns what sequence number `seq` adds."""
+        """Returns the additions of sequence number `seq`."""
         seeds = call.dropout_seeds if isinstance(call, DenseCall) else None
         if call.seq_causal is None and call.mm_prefix_range is None and seeds is None:
             return self
@@ -94,7 +94,7 @@ class Extras:
         return self.mm_ranges is not None or self.bias is not None
 
     def dropped(self, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:
-        """Returns what weights are multiplied with, float32 `[num_heads, rows, keys]`; None without dropout."""
+        """Returns the factors of the weights, float32 `[num_heads, rows, keys]`; None without dropout."""
         if self.dropout is None:
             return None
         seeds, rate = self.dropout
@@ -158,7 +158,7 @@ def additive_mask(
         keys: first and last-plus-one key.
         context_len: position of the sequence's first query row; may be negative.
         spec: the static options.
-        extras: what this sequence adds.
+        extras: the additions of this sequence.
     """
     p = np.arange(*positions)[:, None]
     j = np.arange(*keys)[None, :]

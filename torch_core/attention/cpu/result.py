@@ -16,11 +16,11 @@ __all__ = ["ResultRows", "merge_lse", "open_results", "saturated"]
 
 @dataclass(frozen=True, slots=True)
 class ResultRows:
-    """Where the rows of one call go, and what is done to them on the way.
+    """The destination of a call's rows, and the operations on them before they are stored.
 
     Attributes:
         out: `[num_tokens, num_kv_heads, group_size, value_head_size]`, a view of the output.
-        lse: float32 `[num_tokens, num_kv_heads, group_size]`, or None when nobody asked for it.
+        lse: float32 `[num_tokens, num_kv_heads, group_size]`, or None if the call does not ask for it.
         sinks: float32 `[num_kv_heads, group_size]`, or None.
         factor: on every output row: value scale over output scale.
     """
@@ -80,9 +80,10 @@ def open_results(call: AttentionCall[Tensor], num_stored: int) -> tuple[dict[str
 
 
 def merge_lse(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the weight of a part a beside a part b, and the lse of both, float32; NaN weighs two empty parts.
+    """Returns the weight of a part a in the merge with a part b, and the lse of both, float32; the weight of two empty
+    parts is NaN.
 
-    numpy rounds an element alike wherever it stands; torch's loops end in scalars that are rounded otherwise.
+    numpy rounds an element equally at every position; torch's loops end in scalars that are rounded differently.
     """
     part_a, part_b = (lse.detach().double().numpy() for lse in (lse_a, lse_b))
     with np.errstate(invalid="ignore", over="ignore"):

@@ -39,7 +39,7 @@ def attend_rows(
         key_len: keys of the sequence, those left out included.
         scale: factor on the scores, every other scale included.
         spec: the static options but for the scale.
-        extras: what this sequence adds.
+        extras: the additions of this sequence.
 
     Returns:
         float32 output `[query_len, num_kv_heads, group_size, value_head_size]` and lse without the last axis; zeros

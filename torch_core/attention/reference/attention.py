@@ -19,9 +19,9 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
     `query_start_loc[s]:query_start_loc[s + 1]`; their keys and values are in the cache already. Token `j` of the
     sequence lies in block `block_tables[s, j // block_size]` at offset `j % block_size`.
 
-    Only the first `ceil(seq_lens[s] / block_size)` entries of a table row are used; what stands after them is never
-    looked at. A used entry may be any block, the null block 0 for instance, as long as every token in it is hidden
-    from every query row, by a sliding window say: what a block holds at hidden places never reaches a result.
+    Only the first `ceil(seq_lens[s] / block_size)` entries of a table row are used; later entries are never read. A
+    used entry may be any block, the null block 0 for instance, as long as every token in it is hidden from every query
+    row, by a sliding window for example: the content of hidden positions never reaches a result.
 
     Args:
         call: the call; a scale per token and head is multiplied with one per tensor when both are given.
@@ -51,7 +51,7 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
             f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
             "num_seqs and num_seqs + 1."
         )
-    # The specification says what more queries than keys give; callers of an operation are told of their slip.
+    # The specification defines the result of more queries than keys; the operations refuse them.
     call.check_values(more_queries=True)
     key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
     starts = call.query_start_loc.tolist()

@@ -16,7 +16,7 @@ def attention_backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients by name (`DenseBackwardCall.outputs`), in `compute_dtype` (the query's when None).
 
-    The forward pass is computed anew: `out` and `lse` are not read.
+    The forward pass is computed again: `out` and `lse` are not read.
 
     Raises:
         InvalidInput: as `attention`.

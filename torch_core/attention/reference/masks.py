@@ -1,4 +1,4 @@
-"""Which keys a query row sees, and what is added to their scores: the mask semantics of `AttentionSpec` in tensors."""
+"""The keys that a query row sees, and the bias of their scores: the mask semantics of `AttentionSpec` in tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def visible_keys(
     """Returns which keys each query row of one sequence sees.
 
     Query row `i` stands at position `p = key_len - query_len + i`; key `j` is visible when every condition of `spec`
-    holds (see `AttentionSpec`). A position that is below zero (fewer keys than queries) sees what the same
-    inequalities give it; under a causal mask that is nothing.
+    holds (see `AttentionSpec`). A position below zero (fewer keys than queries) follows the same inequalities; under a
+    causal mask it sees nothing.
 
     Args:
         query_len: query rows of the sequence.
@@ -31,8 +31,8 @@ def visible_keys(
         spec: the static options.
         causal: overrides `spec.causal` for this sequence; None keeps it.
         mm_prefix_range: `[ranges, 2]` int, first and last position (both inclusive) of spans, images for example,
-            inside which attention is bidirectional. Two positions of one span see each other whatever the causal
-            mask, the windows and the chunks say. A range counts only when first < last, so `(0, 0)` pads.
+            inside which attention is bidirectional. Two positions of one span see each other regardless of the causal
+            mask, the windows and the chunks. A range counts only when first < last, so `(0, 0)` pads.
 
     Returns:
         bool `[query_len, key_len]`.
@@ -75,7 +75,7 @@ def score_bias(
     relative_bias: Tensor | None = None,
     qq_bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Returns what is added to the scaled and capped scores of one sequence, before the mask.
+    """Returns the bias of the scaled and capped scores of one sequence, before the mask.
 
     Args:
         query_len: query rows of the sequence.

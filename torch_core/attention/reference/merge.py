@@ -14,9 +14,9 @@ def merge_states(call: MergeCall[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges two partial attention results (FlashDecoding; section 3.1 of FlashInfer, arXiv 2501.01005).
 
     The lse is `log(exp(lse_a) + exp(lse_b))`, the output `exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`. A state
-    with lse -inf is empty: what its output holds is not read. +inf counts as empty too: FlashAttention-2 writes it
-    for rows without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice:
-    give it to one part only.
+    with lse -inf is empty: its output is not read. +inf counts as empty too: FlashAttention-2 writes it for rows
+    without keys. Two empty states give zeros and -inf. If both parts had the same sink, it counts twice: give it to one
+    part only.
 
     Only the four arrays of the call are read: a new output is made.
 

@@ -56,7 +56,7 @@ def attend_sequence(
     Score of query `i` and key `j`: `scale * q_i . k_j`, then the soft cap `cap * tanh(score / cap)`, then the
     biases, then the mask. The softmax of a row runs over its visible keys and, with sinks, over one
     more logit per head that has no value (gpt-oss; the "attention sink" of vLLM). Key and value rows that no query
-    sees are never read into a result, whatever they contain: 0 x NaN would be NaN, so they are set to zero first.
+    sees never reach a result, with any content: 0 x NaN would be NaN, so they are set to zero first.
 
     Args:
         query: `[query_len, num_heads, head_size]`.
@@ -66,8 +66,8 @@ def attend_sequence(
         causal: overrides `spec.causal`.
         sinks: float `[num_heads]`.
         mm_prefix_range: int `[ranges, 2]`; see `visible_keys`.
-        dropout: `[num_heads, query_len, key_len]`, what the softmax weights are multiplied with; the lse is not.
-        **bias_arrays: what `score_bias` takes.
+        dropout: `[num_heads, query_len, key_len]`, factors of the softmax weights, but not of the lse.
+        **bias_arrays: the arguments of `score_bias`.
 
     Returns:
         The output `[query_len, num_heads, value_head_size]` in the dtype of `query`, and the natural logarithm of

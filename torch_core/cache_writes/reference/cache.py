@@ -1,4 +1,4 @@
-"""What a write into the paged cache stores: slots, scales, saturation, dynamic quantisation; and copies of blocks."""
+"""The result of a write to the paged cache: slots, scales, saturation, dynamic quantisation; and copies of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rotation and write in one call compute: pair by pair."""
+"""The result of rotation and write in one call, pair by pair."""
 
 from __future__ import annotations
 

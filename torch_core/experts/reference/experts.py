@@ -11,7 +11,7 @@ __all__ = ["fused_experts"]
 
 
 def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
-    """Returns `[num_tokens, hidden_size]`: the weighted sum of what the experts of each token make of it.
+    """Returns `[num_tokens, hidden_size]`: the weighted sum of the outputs of each token's experts.
 
     Example:
         >>> one = torch.ones(1, 1, 1)

@@ -20,6 +20,6 @@ def chosen_slots(call: ChoiceCall[Tensor]) -> dict[str, Tensor]:
     positions = torch.where(named, call.topk_indices, 0)
     blocks = call.block_tables[torch.where(real, seqs, 0)[:, None], positions // call.block_size]
     slots = torch.where(named, blocks * call.block_size + positions % call.block_size, 0)
-    # What is no key goes behind the keys, whose order stays.
+    # Entries that are no key go after the keys, whose order stays.
     order = (~named).int().argsort(stable=True, dim=1)
     return {"slots": slots.gather(1, order).int(), "counts": named.sum(1, dtype=torch.int32), "starts": starts}

@@ -40,7 +40,7 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
 def _unpacked(call: LatentCall[Tensor]) -> LatentCall[Tensor]:
     tables, seq_lens = call.block_tables, call.seq_lens
     live = torch.arange(tables.shape[1]) * call.block_size < seq_lens[:, None]
-    # What lies past a sequence's end may be anything; the null block stands for it.
+    # Values past a sequence's end are undefined; the null block replaces them.
     blocks = torch.where(live, tables, 0).flatten().long()
     dtype = call.query.dtype if call.query.dtype.itemsize > 1 else torch.bfloat16
     rows = unpack_latents(call.latent_cache[blocks], call.kv_lora_rank, dtype)
@@ -49,7 +49,7 @@ def _unpacked(call: LatentCall[Tensor]) -> LatentCall[Tensor]:
 
 
 def _rotated(call: LatentWriteCall[Tensor], cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
-    """Returns the rotary keys of all slots, rotated; what has no slot is rotated by position 0."""
+    """Returns the rotary keys of all slots, rotated; keys without a slot are rotated by position 0."""
     count = call.slot_mapping.shape[0]
     positions = torch.where(call.slot_mapping >= 0, positions[:count], 0)
     return rotate(call.k_pe[:count], cos_sin_cache[positions.long()], is_neox_style=call.is_neox_style)

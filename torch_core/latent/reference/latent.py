@@ -91,7 +91,7 @@ def _packed_row(latent: Tensor, rotary: Tensor) -> Tensor:
 
 
 def _unpacked(rows: Tensor, rank: int) -> Tensor:
-    """Returns in float32 what packed rows stand for."""
+    """Returns the dequantised values of packed rows, in float32."""
     groups = rank // PACKED_GROUP
     codes = rows[..., :rank].contiguous().view(torch.float8_e4m3fn).float()
     scales = rows[..., rank : rank + 4 * groups].contiguous().view(torch.float32)

@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention: what an indexer scores, and attention to chosen latents, query by query."""
+"""DeepSeek's sparse attention: an indexer's scores, and attention to chosen latents, query by query."""
 
 from __future__ import annotations
 
