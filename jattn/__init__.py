@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# For type checkers; what exists when the program runs is the table below.
+# For type checkers; at run time the table below is used.
 if TYPE_CHECKING:
     from jattn.bridge import to_jax as to_jax
     from jattn.bridge import to_torch as to_torch

@@ -1,4 +1,4 @@
-"""Aligned plain text for whatever is printed as a table."""
+"""Aligned plain text for printed tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 __all__ = ["aligned"]
 
-# More columns than any line has: a line is never wrapped, whatever the terminal.
+# More columns than any line has: no terminal width wraps a line.
 _WIDTH = 10_000
 
 

@@ -1,7 +1,6 @@
 """The attention backend contract of vLLM's engine as a library: backends, their choice, builders and graph capture.
 
-Each file says in its `__all__` what it offers here; `torch_core.vllm.ops`, whose names are those of operations, is
-imported by itself.
+The `__all__` of each file lists its public names; import `torch_core.vllm.ops`, which has the operations, by itself.
 """
 
 # ruff: noqa: F403

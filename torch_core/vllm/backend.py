@@ -1,4 +1,4 @@
-"""The contract of an attention backend: what it serves, how its cache lies in memory, which classes do the work."""
+"""The contract of an attention backend: its supported features, its cache layout, and its classes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def always(answer: Any) -> Any:
 class AttentionBackend(ABC):
     """A way to compute attention. Never instantiated: everything is asked of the class.
 
-    Subclasses set the class attributes and override what differs. The names are vLLM's
-    (`vllm/v1/attention/backend.py`); the differences are listed in this folder's README.
+    Subclasses set the class attributes and override methods. The names are vLLM's (`vllm/v1/attention/backend.py`); the
+    differences are listed in this folder's README.
 
     Attributes:
         supported_dtypes: of queries, keys and values.
@@ -64,10 +64,10 @@ class AttentionBackend(ABC):
     accept_output_buffer: ClassVar[bool] = True
     forward_includes_kv_cache_update: ClassVar[bool] = True
 
-    # What it is for: latent attention and nothing else, chosen tokens only, state-space models.
+    # Its purpose: latent attention only, chosen tokens only, state-space models.
     is_mla = is_sparse = is_ssm = always(False)
-    # What it serves beside: sinks, square-root ALiBi, bidirectional spans, a scale for each head; decoders without a
-    # causal mask, results that never depend on the rest of the batch; blocks that leave the process.
+    # Further features: sinks, square-root ALiBi, bidirectional spans, a scale for each head; decoders without a causal
+    # mask, results that never depend on the rest of the batch; blocks that leave the process.
     supports_sink = supports_alibi_sqrt = supports_mm_prefix = supports_per_head_quant_scales = always(False)
     supports_non_causal = supports_batch_invariance = always(False)
     supports_kv_connector = always(True)
@@ -272,7 +272,7 @@ class AttentionBackend(ABC):
         return reasons if clash is None else [*reasons, clash]
 
 
-# Demand: what a backend is asked, and why it refuses.
+# Demand: the requirements of a layer, and a backend's reasons to refuse them.
 _DEMANDS = {
     "has_sink": ("supports_sink", "it does not serve sinks"),
     "use_mm_prefix": ("supports_mm_prefix", "it does not serve bidirectional spans"),

@@ -77,7 +77,7 @@ class TritonAttentionBackend(_PagedAttentionBackend):
     get_name = staticmethod(lambda: "TRITON_ATTN")
     get_impl_cls = staticmethod(lambda: TritonAttentionImpl)
     get_builder_cls = staticmethod(lambda: TritonAttentionMetadataBuilder)
-    # Keys are split by a fixed chunk size, never by what else is in the batch.
+    # Keys are split by a fixed chunk size, independent of the batch.
     supports_batch_invariance = always(True)
 
 
@@ -124,7 +124,7 @@ class TritonMLABackend(_MLABackend):
     get_name = staticmethod(lambda: "TRITON_MLA")
     get_impl_cls = staticmethod(lambda: TritonMLAImpl)
     get_builder_cls = staticmethod(lambda: TritonMLAMetadataBuilder)
-    # Latents are cut into chunks by the padded batch, never by what is in it.
+    # Latents are split into chunks by the padded batch, not by its content.
     supports_batch_invariance = always(True)
 
 

@@ -1,4 +1,4 @@
-"""The contract of a metadata builder: from a batch on the host to what the layers of one cache group read."""
+"""The contract of a metadata builder: from a batch on the host to the metadata of one cache group's layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AttentionMetadataBuilder(ABC):
     Args:
         kv_cache_spec: the cache of the layers.
         layer_names: the layers, for messages.
-        vllm_config: the rest of what it must know.
+        vllm_config: the remaining configuration.
         device: where the tensors go.
 
     Attributes:

@@ -21,12 +21,13 @@ class CommonAttentionState:
     """The static metadata of each batch size that was captured, and how a step is brought into it.
 
     The verbs are those of vLLM's older `CommonAttentionState` (`vllm/attention/backends/utils.py`). There the inputs
-    of a graph are copied one by one into their buffers; here one upload fills them all. What is captured outside of
-    `graph_capture`, and a batch size that was not captured, are InvalidInput.
+    of a graph are copied one by one into their buffers; here one upload fills them all. A capture outside of
+    `graph_capture`, and a batch size that was not captured, raise InvalidInput.
 
     Args:
         builder: makes the metadata from the static tensors.
-        layout_for: the layout of a step of so many sequences; cross attention adds the fields of `encoder_layout`.
+        layout_for: function from a number of sequences to the step's layout; cross attention adds the fields of
+            `encoder_layout`.
         device: where the tensors live.
 
     Example:
@@ -110,7 +111,8 @@ class CommonAttentionState:
     def prepare_graph_input_buffers(self, batch_size: int, step: int, metadata: CommonAttentionMetadata) -> None:
         """Uploads a step, built into the host buffer taken for it, into the static tensors of a batch size: one copy.
 
-        For ranks that share sequences it also derives what is theirs, where the captured step reads it.
+        For ranks that share sequences it also derives the rank's lengths and slots, in the memory that the captured
+        step reads.
 
         Raises:
             InvalidInput: the metadata was built for another layout.
@@ -144,7 +146,7 @@ class StepGraphs:
     """Runs a step function by CUDA graph, one graph for each key; on the CPU it calls the function.
 
     The function reads static tensors and returns tensors; on CUDA those are static too, and hold the latest replay's
-    values. What it launches may not depend on values that it reads on the host.
+    values. Its launches must not depend on values that it reads on the host.
 
     Args:
         device: where the function's tensors live.
@@ -165,7 +167,7 @@ class StepGraphs:
 
     @property
     def keys(self) -> tuple[Any, ...]:
-        """What was captured, in order."""
+        """The captured calls, in order."""
         return tuple(self._steps)
 
     def capture(self, key: Any, run: Callable[[], Any], *, warmups: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""What a layer asks of a backend, and what a metadata builder must know; frozen and validated."""
+"""A layer's requirements of a backend, and a metadata builder's configuration; frozen and validated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttentionSelectorConfig:
         dtype: of queries, keys and values.
         kv_cache_dtype: a name of `CACHE_DTYPES`.
         block_size: tokens of one block; None when it is not decided yet.
-        attn_type: what the layer attends to.
+        attn_type: kind of attention of the layer.
         use_mla: multi-head latent attention.
         has_sink: each query head has a sink logit.
         use_sparse: attention to chosen tokens only (DeepSeek sparse attention).
@@ -75,11 +75,11 @@ class AttentionSelectorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderConfig:
-    """What a metadata builder must know of the model and the engine beside the cache.
+    """A metadata builder's configuration of model and engine, apart from the cache.
 
     Attributes:
         num_heads: query heads.
-        attn_type: what the layers attend to.
+        attn_type: kind of attention of the layers.
         sliding_window: tokens that a query sees, its own included; None for all.
         attention_chunk: positions of a local-attention chunk; None for none.
         use_alibi: the layers use ALiBi.
@@ -87,7 +87,7 @@ class BuilderConfig:
         parallel_drafting: drafts are made all at once, which doubles the tokens of a decode.
         context_parallel: this rank's place.
         cache_group: the allocator's group of layers.
-        cascade_costs: what decides for cascade attention; None for the rates of an H200.
+        cascade_costs: cost model of cascade attention; None for the rates of an H200.
         batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
         mla_dims: the sizes of latent attention; None without it.
         workspace: where latent attention leaves partial results; reserved for `max_num_seqs` decodes.

@@ -13,7 +13,7 @@ __all__ = ["ContextGroup", "DistributedGroup", "merge_over_group"]
 
 
 class ContextGroup(Protocol):
-    """What a layer asks of the ranks that share its sequences; all of them call it in the same order."""
+    """The collectives of the ranks that share a layer's sequences; all ranks call them in the same order."""
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Returns the tensors of all ranks, joined along `dim` in the order of ranks."""

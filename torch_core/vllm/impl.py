@@ -92,7 +92,7 @@ class AttentionScales:
 
 
 class AttentionImplBase(ABC):
-    """What implementations of all kinds have in common.
+    """The common parts of all implementations.
 
     Attributes:
         num_heads: query heads.
@@ -120,7 +120,7 @@ class AttentionImplBase(ABC):
         return self.context_parallel.dcp_world_size > 1 and self.can_return_lse_for_decode
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Prepares what depends on the weights, once they are loaded; nothing by default."""
+        """Prepares values that depend on the weights, once these are loaded; does nothing by default."""
         del act_dtype  # For subclasses that absorb or convert weights.
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:

@@ -216,14 +216,14 @@ class CommonMetadataBuilder:
 
 
 def is_all_encoder_attn_metadata_set(attn_metadata: Any) -> bool:
-    """Returns whether a step's metadata has what encoder attention needs."""
+    """Returns whether a step's metadata has the fields of encoder attention."""
     needed = ("encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len")
     # Lengths are one tensor here; older metadata has them as a list, too.
     return all(getattr(attn_metadata, name, True) is not None for name in needed)
 
 
 def is_all_cross_attn_metadata_set(attn_metadata: Any) -> bool:
-    """Returns whether a step's metadata has what cross attention needs, which includes what an encoder needs."""
+    """Returns whether a step's metadata has the fields of cross attention, which include those of an encoder."""
     return (
         is_all_encoder_attn_metadata_set(attn_metadata)
         and attn_metadata.cross_slot_mapping is not None

@@ -158,7 +158,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _context(self, lens: np.ndarray, tables: np.ndarray) -> tuple[MLAContextChunk, ...]:
-        """Cuts the context of all prefills at the same positions, so many tokens of each as the workspace holds."""
+        """Splits the context of all prefills at the same positions, as many tokens of each as the workspace holds."""
         block_size = self.latent_spec.block_size
         share = self.vllm_config.chunked_prefill_workspace_size // len(lens)
         step = max(block_size, share // block_size * block_size)

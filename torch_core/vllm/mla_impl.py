@@ -29,7 +29,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         head_size: elements of a row of the cache, `kv_lora_rank + qk_rope_head_dim`.
         scale: factor on the scores.
         num_kv_heads: 1: all heads share a latent.
-        alibi_slopes, sliding_window, logits_soft_cap: None; no such model has latents.
+        alibi_slopes, sliding_window, logits_soft_cap: must be None; no model with latents uses them.
         kv_cache_dtype: a name of `CACHE_DTYPES`, or "fp8_ds_mla" for packed rows, which have scales of their own.
         attn_type: "decoder".
         kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
@@ -103,7 +103,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         self._to_value: Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Takes the expansion of latents apart: what decode absorbs into the query, and what it does to the result.
+        """Splits the expansion of latents into the part that decode absorbs into the query, and the part for the
+        result.
 
         Call it again when the weights have changed.
 
@@ -138,7 +139,7 @@ class TritonMLAImpl(MLAAttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache; shapes do not fit; the weights were not processed.
-            Unsupported: an output scale; sequences that are spread over ranks: merge what `forward_mqa` returns.
+            Unsupported: an output scale; sequences that are spread over ranks (merge the results of `forward_mqa`).
         """
         if output is None:
             raise InvalidInput("output is None; pass a tensor of num_heads * v_head_dim columns, which forward writes.")
@@ -193,7 +194,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             k_pe: [num_prefill_tokens, qk_rope_head_dim].
             kv_c_and_k_pe_cache: where the latents of earlier tokens lie.
             attn_metadata: has the prefills.
-            k_scale: what a stored unit of an 8-bit cache is worth.
+            k_scale: dequantisation scale of an 8-bit cache.
             output: [num_prefill_tokens, num_heads, v_head_dim]; written.
             output_scale: not served.
 
@@ -282,7 +283,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             kv_cache: [num_blocks, block_size, head_size].
             slot_mapping: int32 [num_tokens]; -1 writes nothing.
             kv_cache_dtype: as of the layer.
-            k_scale: what a stored unit is worth, for an 8-bit cache.
+            k_scale: dequantisation scale of an 8-bit cache.
         """
         ops.run(
             LatentWriteCall(

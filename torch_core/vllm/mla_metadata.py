@@ -58,7 +58,7 @@ class MLACommonDecodeMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MLACommonMetadata:
-    """What the layers of one cache group read in one step; field names are those of vLLM's class of this name.
+    """The metadata of one step for the layers of one cache group; field names are those of vLLM's class of this name.
 
     Attributes:
         num_reqs, num_actual_tokens: real sequences and new tokens.

@@ -39,7 +39,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     def get_cudagraph_support(
         cls, vllm_config: BuilderConfig | None = None, kv_cache_spec: KVCacheSpec | None = None
     ) -> AttentionCGSupport:
-        """Returns decodes alone for ranks that share sequences; before a replay, `build` derives what is theirs."""
+        """Returns single-token decodes for ranks that share sequences; `build` derives their arrays before a replay."""
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         if vllm_config is None or vllm_config.context_parallel.total_cp_world_size == 1:
             return support
@@ -76,8 +76,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         `seq_causal`, bool [num_seqs] (overrides the batch's `causal` for each sequence).
 
         Raises:
-            InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or shares no
-                such prefix.
+            InvalidInput: the batch is for another block size or cache group, lacks the encoder's fields, or does not
+                share this prefix.
         """
         del fast_build  # There is no slower build that would attend faster.
         common = common_attn_metadata
@@ -178,8 +178,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
     ) -> bool:  # fmt: skip
         """Returns whether attending the shared prefix once should be faster; see `torch_core.metadata`.
 
-        What the configuration says need not be said again. Never where results must not depend on the batch: whether a
-        prefix is shared does. Nor where the keys are not the batch's own.
+        Values of the configuration need not be passed again. Cascade is never chosen if results must not depend on the
+        batch, because a shared prefix does, or if the keys are not the batch's own.
         """
         spec, config = self.kv_cache_spec, self.vllm_config
         if config.batch_invariant or config.attn_type is not AttentionType.DECODER:

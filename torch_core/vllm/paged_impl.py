@@ -44,7 +44,7 @@ class PagedAttentionImpl(AttentionImpl):
         sliding_window: tokens that a query sees, its own included; in encoders that many on either side. None for all.
         kv_cache_dtype: a name of `CACHE_DTYPES`.
         logits_soft_cap: scores become `cap * tanh(score / cap)`; None or 0 for off.
-        attn_type: what the layer attends to.
+        attn_type: kind of attention of the layer.
         kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
         sinks: float [num_heads], a logit without a value in every softmax.
         device: where the slopes go; that of the queries.
@@ -150,10 +150,9 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields; shapes do not fit.
-            Unsupported: block scales; of sequences that are spread over ranks what
-                `torch_core.attention.context_parallel`
-                cannot tell from one rank's share, an output scale, and ranks without a `dcp_group` (see
-                `forward_with_lse`).
+            Unsupported: block scales. For sequences that are spread over ranks: options that
+                `torch_core.attention.context_parallel` cannot compute from one rank's share, an output scale, and ranks
+                without a `dcp_group` (see `forward_with_lse`).
         """
         if output is None:
             raise InvalidInput("output is None; pass a tensor like query, which forward writes.")
@@ -182,7 +181,7 @@ class PagedAttentionImpl(AttentionImpl):
         self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: PagedAttentionMetadata,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Writes keys and values, attends to this rank's part of each sequence, and returns what a merge needs.
+        """Writes keys and values, attends to this rank's part of each sequence, and returns the inputs of a merge.
 
         Args are those of `forward`: all ranks give the same query and their own cache, slots of other ranks' tokens are
         -1, and the metadata have `dcp_local_seq_lens` when sequences are spread over ranks.
@@ -194,8 +193,8 @@ class PagedAttentionImpl(AttentionImpl):
 
         Raises:
             InvalidInput: the metadata is for another cache or lacks fields.
-            Unsupported: a layer without a cache; what `torch_core.attention.context_parallel` cannot tell from one
-            rank's share.
+            Unsupported: a layer without a cache; options that `torch_core.attention.context_parallel` cannot compute
+                from one rank's share.
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")

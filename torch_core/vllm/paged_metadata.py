@@ -15,10 +15,11 @@ __all__ = ["PagedAttentionMetadata"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedAttentionMetadata:
-    """What the layers of one cache group read in one step. Tensors are int32 on the device; padded rows are empty.
+    """The metadata of one step for the layers of one cache group. Tensors are int32 on the device; padded rows are
+    empty.
 
     Field names are those of vLLM's `TritonAttentionMetadata`, and of its older metadata for encoder-decoder models.
-    What is not listed is what `torch_core.metadata` says of it, in `CommonAttentionMetadata` and `EncoderMetadata`.
+    For the other fields see `CommonAttentionMetadata` and `EncoderMetadata` in `torch_core.metadata`.
 
     Attributes:
         block_table: [num_seqs, max_blocks].
@@ -27,7 +28,7 @@ class PagedAttentionMetadata:
         max_prefill_seq_len, max_decode_seq_len: bounds on the `seq_lens` of either.
         common_prefix_len: tokens of a prefix that is attended once for all sequences; 0 for none.
         shared_prefix: the batch split at that prefix.
-        prompt_share: what this rank computes of a batch of prompts whose tokens are split over ranks.
+        prompt_share: this rank's part of a batch of prompts whose tokens are split over ranks.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
         seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
         scheduler_metadata, prefix_scheduler_metadata: always None: the kernels plan on the device.
@@ -74,7 +75,7 @@ class PagedAttentionMetadata:
     suffix_kv_lens = property(lambda self: getattr(self.shared_prefix, "suffix_kv_lens", None))
 
     def update_shared_prefix(self) -> None:
-        """Splits the batch anew, in place, after other lengths and tables were uploaded into the same tensors.
+        """Splits the batch again, in place, after other lengths and tables were uploaded to the same tensors.
 
         A step that is captured in a graph calls this first; otherwise its replays attend with the split of the step
         that was captured. The prefix stays as long as it is. Without a shared prefix nothing happens.
@@ -86,13 +87,13 @@ class PagedAttentionMetadata:
                 getattr(self.shared_prefix, name).copy_(getattr(fresh, name))
 
     def with_shared_prefix(self, common_prefix_len: int, piece_tokens: int) -> PagedAttentionMetadata:
-        """Returns the same with a prefix that is attended once, in pieces of so many queries."""
+        """Returns the same with a prefix that is attended once, in pieces of this number of queries."""
         metadata = replace(self, common_prefix_len=common_prefix_len)
         return replace(metadata, shared_prefix=_split(metadata, piece_tokens))
 
 
 def _split(metadata: PagedAttentionMetadata, piece_tokens: int) -> SharedPrefix[Tensor]:
-    # Made on the device from what is there: a second upload would cost more than these small kernels.
+    # Computed on the device from uploaded arrays: a second upload would cost more than these small kernels.
     split = shared_prefix(
         metadata.block_table,
         metadata.seq_lens,

@@ -1,4 +1,4 @@
-"""A layer whose sequences or prompts are shared by several ranks: what it gathers, attends to and merges."""
+"""The forward pass of a layer whose sequences or prompts are shared by several ranks: gather, attention, merge."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def forward_over_ranks(
     whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
     among = None
     if _is_long(impl, metadata) and key is not None and value is not None and key.dtype == query.dtype:
-        # The new tokens attend to each other from what is at hand, and to the cache as one row of queries.
+        # The new tokens attend to each other through the step's own keys, and to the cache as one row of queries.
         _local_seq_lens(metadata)
         local, lse_more = context_call(whole, **place.dcp_place, library=torch), None
         among = _among(impl, call, key, value)
@@ -133,7 +133,7 @@ def no_prompts(impl: PagedAttentionImpl) -> Unsupported:
 def part_of_rank(
     impl: PagedAttentionImpl, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
 ) -> tuple[PagedCall[Tensor], Tensor | None]:
-    """Returns the attention to this rank's keys, and what is added to its lse."""
+    """Returns the attention to this rank's keys, and the term to add to its lse."""
     place, lens = impl.context_parallel.dcp_place, _local_seq_lens(metadata)
     return local_call(call, **place, local_seq_lens=lens, library=torch, device=call.query.device)
 

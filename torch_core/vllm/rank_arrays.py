@@ -16,8 +16,8 @@ __all__ = ["RankArrays"]
 class RankArrays:
     """Derives them; for arrays that a captured step was built from, always into the memory that the step reads.
 
-    A graph holds addresses, and what it was captured with is not derived again by its replay: `build` is called with
-    the same arrays before each one, as vLLM's runner fills its persistent buffers.
+    A graph holds addresses, and its replay does not derive the arrays again: call `build` with the same arrays before
+    each replay, as vLLM's runner fills its persistent buffers.
 
     Args:
         place: the ranks that share sequences.
@@ -39,10 +39,10 @@ class RankArrays:
         return kept
 
     def keep(self, arrays: Mapping[str, Tensor] | None) -> None:
-        """Makes the memory of what is derived from these arrays last, for a step that is captured.
+        """Keeps the memory of the arrays that are derived from these, for a captured step.
 
         Raises:
-            InvalidInput: no arrays, which nobody could fill before a replay.
+            InvalidInput: the arrays are missing, so they could not be filled before a replay.
         """
         if arrays is None:
             raise InvalidInput(

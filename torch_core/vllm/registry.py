@@ -63,7 +63,7 @@ def select_backend(
     """Returns the first backend that serves a layer on a device.
 
     Args:
-        config: what the layer demands.
+        config: the layer's requirements.
         device: a device of this machine, or the facts of one.
         backends: the candidates, the preferred one first.
 

@@ -48,7 +48,7 @@ KVCacheLayoutType = Literal["NHD", "HND"]
 
 
 class AttentionType(StrEnum):
-    """What a layer attends to; compares equal to its name as a string.
+    """The kind of attention of a layer; compares equal to its name as a string.
 
     `DECODER` attends to its own past through the cache, `ENCODER` (of an encoder-decoder model) and `ENCODER_ONLY` to
     the whole of their own input without a cache, `ENCODER_DECODER` to the encoder's output through a cache.
@@ -100,7 +100,7 @@ class DeviceCapability(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What a backend is chosen by: the kind of device and what it can do.
+    """The device that a backend is chosen for: its kind and its capability.
 
     Attributes:
         type: "cpu" or "cuda".
@@ -124,7 +124,7 @@ class DeviceInfo:
         """Returns the facts of a device of this machine; creates a CUDA context when it is a CUDA device.
 
         Raises:
-            Unsupported: there is no such device, or none of its type is served.
+            Unsupported: the device does not exist, or its type is not served.
 
         Example:
             >>> DeviceInfo.of("cpu").type
@@ -149,7 +149,7 @@ class ContextParallel:
             this one.
         pcp_world_size, pcp_rank: ranks that share the tokens of a prompt (prefill context parallelism), and this one.
         interleave_size: consecutive tokens that live on one rank.
-        dcp_group: the ranks that share sequences; None where the caller merges what `forward_with_lse` returns.
+        dcp_group: the ranks that share sequences; None if the caller merges the results of `forward_with_lse`.
         pcp_group: the ranks that share the tokens of a prompt.
 
     Raises:
@@ -203,7 +203,7 @@ class QuantKey:
     Attributes:
         dtype: of the quantised output.
         static: the scale is known before the step.
-        group: what one scale covers: "tensor", "token" or "block".
+        group: the unit with one scale: "tensor", "token" or "block".
     """
 
     dtype: torch.dtype
@@ -218,7 +218,7 @@ FP8_STATIC_TENSOR = QuantKey(dtype=torch.float8_e4m3fn, static=True, group="tens
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Returns whether a cache of this dtype holds scaled numbers rather than the real values.
 
-    A name that is not in `CACHE_DTYPES` does: whoever asks must not read such bytes as they are.
+    A name that is not in `CACHE_DTYPES` counts as quantised, so that its bytes are not read as plain numbers.
 
     Example:
         >>> is_quantized_kv_cache("fp8_e5m2"), is_quantized_kv_cache("auto")

@@ -15,7 +15,7 @@ _ALIGNMENT = 256
 
 
 class WorkspaceManager:
-    """One buffer for scratch that nobody needs after a call. Names follow vLLM's class of this name.
+    """One buffer for scratch that is not needed after a call. Names follow vLLM's class of this name.
 
     Give one to the layers and builders of a device that run one after the other; nothing is looked up globally.
 
@@ -46,11 +46,11 @@ class WorkspaceManager:
         return self._locked
 
     def lock(self) -> None:
-        """Forbids growth: what was captured in a graph reads and writes this buffer from now on."""
+        """Forbids growth: captured graphs read and write this buffer from now on."""
         self._locked = True
 
     def get_simultaneous(self, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-        """Returns tensors that do not overlap; what an earlier call returned may be overwritten.
+        """Returns tensors that do not overlap; tensors of an earlier call may be overwritten.
 
         Args:
             *shapes_and_dtypes: of each tensor.

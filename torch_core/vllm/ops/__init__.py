@@ -1,8 +1,8 @@
 """vLLM's attention operations by their names and parameters, over this project's: code written for vLLM runs by import.
 
-Parameter names and order are those of vLLM 0.33 (vllm/v1/attention/ops). What vLLM passes for its own kernels only
-(segment buffers, thresholds, descriptor switches) is accepted and not used. What has no counterpart here raises
-`Unsupported` with the reason; shapes and dtypes that do not fit are `InvalidInput`. vLLM has two operations
+Parameter names and order are those of vLLM 0.33 (vllm/v1/attention/ops). Arguments that vLLM passes only for its own
+kernels (segment buffers, thresholds, descriptor switches) are accepted and ignored. Options without a counterpart here
+raise `Unsupported` with the reason; shapes and dtypes that do not fit raise `InvalidInput`. vLLM has two operations
 `context_attention_fwd`: the one without a cache is here, the other in `torch_core.vllm.ops.prefix_prefill`.
 """
 

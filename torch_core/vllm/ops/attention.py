@@ -55,11 +55,11 @@ def unified_attention(
             window reaches as far to the right as to the left.
         block_table: int32 [num_seqs, max_blocks].
         softcap: soft cap on the scores; 0 for none.
-        q_descale: what one unit of an fp8 query is worth: a number, one element, a view that repeats one, or
-            [num_seqs, num_kv_heads], which costs a launch before and after.
+        q_descale: dequantisation scale of an fp8 query: a number, one element, a view that repeats one, or [num_seqs,
+            num_kv_heads], which costs a launch before and after.
         k_descale, v_descale: the same for an 8-bit cache.
         alibi_slopes, sinks: float [num_heads].
-        output_scale: what one unit of an fp8 output is worth.
+        output_scale: dequantisation scale of an fp8 output.
         qq_bias: float [rows, rows].
         mm_prefix_range: int32 [num_seqs, ranges, 2], both ends inclusive.
         use_alibi_sqrt: the square root form of ALiBi.
@@ -122,7 +122,7 @@ def unified_attention_diffkv(
     softmax_segm_output: Tensor | None = None, softmax_segm_max: Tensor | None = None,
     softmax_segm_expsum: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Does what `unified_attention` does for values of another head size; k and v are views of one packed cache.
+    """The counterpart of `unified_attention` for values of another head size; k and v are views of one packed cache.
 
     Args as there, but: k [num_blocks, block_size, num_kv_heads, head_size], v and out with the values' head size, and
     max_seqlen_q, which vLLM takes for 1: None stands for the safe bound, the number of tokens.
@@ -155,7 +155,7 @@ def decode_attention_fwd(
         sm_scale: factor on the scores.
         page_size: tokens of a page.
         logit_cap: soft cap on the scores; 0 for none.
-        k_scale, v_scale: what one unit of an 8-bit cache is worth.
+        k_scale, v_scale: dequantisation scales of an 8-bit cache.
         is_mla: `v_buffer` is the first elements of `k_buffer`'s rows, the latents of one head; it is not read.
 
     Raises:
@@ -213,8 +213,8 @@ def context_attention_fwd(
     ends = starts + as_int32("b_seq_len", b_seq_len)
     zero = ends.new_zeros(1)
     before = torch.cat([zero, ends])[:-1]
-    # What lies between two sequences is two more of them: queries without keys, whose rows become 0, and keys without
-    # queries.
+    # A gap between two sequences becomes two more sequences: queries without keys, whose rows become 0, and keys
+    # without queries.
     query_starts = torch.cat([zero, torch.stack([starts, starts, ends], 1).flatten()])
     key_starts = torch.cat([zero, torch.stack([before, starts, ends], 1).flatten()])
     # Where values are checked, the gaps are held to the bound too.
@@ -252,7 +252,7 @@ def merge_attn_states(
         prefix_lse, suffix_lse: float32 [num_heads, num_tokens], natural log.
         output_lse: float32 [num_heads, num_tokens]; written when given.
         prefill_tokens_with_context: tokens from this one on have no prefix: the suffix is copied.
-        output_scale: what one unit of an fp8 output is worth.
+        output_scale: dequantisation scale of an fp8 output.
     """
     run(
         MergeCall(

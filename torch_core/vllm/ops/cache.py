@@ -63,7 +63,7 @@ def triton_reshape_and_cache_flash_diffkv(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Does what `triton_reshape_and_cache_flash` does, for a cache whose last axis holds a key and then a value.
+    """The counterpart of `triton_reshape_and_cache_flash` for a cache whose last axis holds a key and then a value.
 
     Args:
         key, value: [num_tokens or more, num_kv_heads, head size of either].

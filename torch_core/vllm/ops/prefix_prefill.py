@@ -1,8 +1,8 @@
 """vLLM's prefill on a cached prefix, whose caches are head-major, and its step of chunks and decodes.
 
-New keys come beside the cache, unquantised, and the cache's last axis need not be the head. So the context of the
-batch is copied, in the query's dtype, to a cache of this project's layout: code written for these names runs, and
-costs a copy that `unified_attention` does not.
+New keys are separate from the cache and unquantised, and the cache's last axis may differ from the head. So the context
+of the batch is copied, in the query's dtype, to a cache of this project's layout: code written for these names runs,
+and costs a copy that `unified_attention` does not.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ def context_attention_fwd(
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8".
         k_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], or [num_blocks, num_kv_heads, block_size,
             head_size]; uint8 memory is taken as kv_cache_dtype.
-        v_cache: [num_blocks, num_kv_heads, head_size, block_size] beside the first, like k_cache beside the second.
+        v_cache: [num_blocks, num_kv_heads, head_size, block_size] with the first layout of k_cache, or k_cache's shape
+            with the second.
         b_loc: integers [num_seqs, blocks], the blocks of each context.
         b_start_loc: int32 [num_seqs + 1].
         b_seq_len: int32 [num_seqs], the new tokens included.
         max_input_len: bound on the query lengths.
-        k_scale, v_scale: what one unit of an fp8 cache is worth.
+        k_scale, v_scale: dequantisation scales of an fp8 cache.
         alibi_slopes, sinks: float [num_heads].
         sliding_window: tokens that a query sees, its own included; 0 or None for all.
         sm_scale: factor on the scores; head_size ** -0.5 when None.
         skip_decode: leave the rows of single new tokens alone.
-        fp8_out_scale: what one unit of an fp8 output is worth.
+        fp8_out_scale: dequantisation scale of an fp8 output.
         is_block_table_ptr: must be False.
         causal: hide keys after the query.
 
@@ -151,7 +152,7 @@ def _attend(
     max_query_len: int, lengths: tuple[int, int | None], scales: tuple[Scale, Scale], sm_scale: float | None,
     causal: bool, sliding_window: int | None, *, out_scale: Scale, **options: Any,
 ) -> None:  # fmt: skip
-    """Attends, and writes the rows of sequences with so many new tokens; the others of `out` stay as they are."""
+    """Attends, and writes the rows of sequences with this number of new tokens; other rows of `out` are unchanged."""
     found = run(
         PagedCall(
             query=q,

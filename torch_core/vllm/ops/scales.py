@@ -32,14 +32,15 @@ def one_scale(name: str, scale: Scale) -> Scale:
 def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> None:
     """Runs a call into `out`, with descales that may differ by sequence and key/value head.
 
-    The kernels know one scale for a tensor. Scores are linear in the query and results in the values, so what differs
-    is multiplied into the query (rounded once more, an fp8 one to bfloat16) and into a float32 result.
+    The kernels know one scale for a tensor. Scores are linear in the query and results in the values, so scales per
+    sequence and head are multiplied into the query (which is rounded once more, an fp8 query to bfloat16) and into a
+    float32 result.
 
     Args:
         call: without an output and without scales of query, keys and values.
         out: as `PagedCall.out`; written.
-        q_descale: what one unit of an fp8 query is worth: one, or float [num_seqs, num_kv_heads] or what broadcasts to
-            it.
+        q_descale: dequantisation scale of an fp8 query: one number, or float [num_seqs, num_kv_heads], or a shape that
+            broadcasts to it.
         k_descale: the same for stored keys.
         v_descale: the same for stored values.
 
