@@ -1,8 +1,8 @@
-"""One Flax module for both: train a small language model, sample from it with the engine, learn from its own samples.
+"""One Flax module for training and generation: train a small model, sample with the engine, learn from the samples.
 
-The attention is `jattn.nn.MultiHeadAttention`. Training calls it over whole rows, generation over a paged cache, so the
-engine's samples are the model's own: their log-probabilities, computed again by the training pass, are those that the
-tokens were drawn with, and the policy gradient needs no correction.
+The attention is `jattn.nn.MultiHeadAttention`. Training calls it over whole rows, generation over a paged cache. The
+training pass computes the same log-probabilities that the engine sampled the tokens with, so the policy gradient needs
+no correction.
 
     python examples/flax_policy_gradient.py
 
@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
 
 
 class Layer(nnx.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         width = config.hidden_size
@@ -55,7 +55,7 @@ class Layer(nnx.Module):
         self.down = nnx.Linear(config.intermediate_size, width, rngs=rngs)
 
     def __call__(self, x, cache=None, metadata=None):
-        """Returns the next x, and the layer's cache where one was given."""
+        """Returns the next x, and the layer's cache if one was given."""
         if cache is None:
             attended = self.attention(self.attention_norm(x), is_causal=True)
         else:
@@ -65,7 +65,7 @@ class Layer(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """A model of your own: what the engine asks for are `paged_spec`, this call, and `logits`."""
+    """A model of your own: the engine needs `paged_spec`, this call, and `logits`."""
 
     paged_spec = PagedSpec(
         vocab_size=CONFIG.vocab_size,
@@ -94,7 +94,7 @@ class LanguageModel(nnx.Module):
         return self.embed.attend(hidden)
 
     def log_probs(self, token_ids):
-        """Returns float32[rows, tokens, vocab_size] for whole rows, without a cache: what training differentiates."""
+        """Returns float32[rows, tokens, vocab_size] for whole rows, without a cache; training differentiates this."""
         x = self.embed(token_ids) + self.position(jnp.arange(token_ids.shape[1]))
         for layer in self.layers:
             x, _ = layer(x)

@@ -1,4 +1,4 @@
-"""A generation loop of one's own: prefill once, then many greedy steps inside one `lax.scan`, all on the device.
+"""A generation loop of your own: prefill once, then many greedy steps inside one `lax.scan`, all on the device.
 
 Block tables are reserved for the whole generation, so the loop needs no host: slots follow from positions. The pool is
 donated to both programs and stays at one address.
@@ -56,7 +56,7 @@ def decode(kv_caches, model_of, leaves, tokens, seq_lens, block_tables):
 
 
 def generate(prompts: list[list[int]], model, config) -> tuple[list[list[int]], bool]:
-    """Returns the greedy tokens of each prompt, and whether the pool stayed where it was."""
+    """Returns the greedy tokens of each prompt, and whether the pool kept its address."""
     graph, state = nnx.split(model)
     model_of = functools.partial(nnx.merge, graph)
     longest = max(map(len, prompts)) + NEW_TOKENS

@@ -1,10 +1,10 @@
-"""Replicas over machines with Ray Serve: each is one engine on GPUs of one host, behind Ray's HTTP proxies.
+"""Replicas over machines with Ray Serve: each is one engine on the GPUs of one host, behind Ray's HTTP proxies.
 
 serve run examples.ray_serve:build model=DIR num_replicas=4 tensor_parallel_size=2
 
-Replicas exchange nothing, so they may stand anywhere; Ray restarts them, routes requests and answers at
-/v1/completions as `jattn serve` does. Ray gives each replica GPUs of its own (CUDA_VISIBLE_DEVICES), which are all that
-JAX sees there. For one model over several hosts see `--coordinator` in docs/scale.md instead.
+Replicas exchange nothing, so they may run anywhere. Ray restarts them, routes requests and answers at /v1/completions
+as `jattn serve` does. Ray gives each replica its own GPUs (CUDA_VISIBLE_DEVICES), and JAX sees only these. For one
+model over several hosts see `--coordinator` in docs/scale.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jattn import InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `serve run` or a Ray config file may give.
+    """The settings of `serve run` or of a Ray config file.
 
     Attributes:
-        model: a Hugging Face folder that every machine has; the embedded model if empty.
-        num_replicas: engines.
-        tensor_parallel_size: GPUs of one engine.
-        num_gpus: of one engine; tensor_parallel_size by default, 0 to run on CPUs.
-        max_num_seqs: sequences of one step.
-        kv_cache_bytes: of the cache on each GPU; 0 for nine tenths of what is free there.
-        max_unfinished: requests that one replica takes before Ray gives them to another.
+        model: path of a Hugging Face folder on every machine; the embedded model if empty.
+        num_replicas: number of engines.
+        tensor_parallel_size: number of GPUs of one engine.
+        num_gpus: GPUs that Ray reserves for one engine; tensor_parallel_size by default, 0 to run on CPUs.
+        max_num_seqs: most sequences of one step.
+        kv_cache_bytes: size of the cache on each GPU, in bytes; 0 for nine tenths of the free memory.
+        max_unfinished: number of requests that one replica takes before Ray sends them to another.
     """
 
     model: str = ""
@@ -41,10 +41,10 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Returns the settings of a mapping whose numbers may be text, as on a command line.
+        """Converts a mapping, whose numbers may be text as on a command line, to settings.
 
         Raises:
-            InvalidInput: a name that there is not, or no whole number.
+            InvalidInput: an unknown name, or a value that is not a whole number.
         """
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         if unknown := given.keys() - kinds.keys():
@@ -68,15 +68,15 @@ class Settings:
             "num_replicas": self.num_replicas,
             "max_ongoing_requests": self.max_unfinished,
             "ray_actor_options": {"num_gpus": num_gpus},
-            # A replica loads weights and compiles before it answers.
+            # A replica loads its weights and compiles before it answers.
             "health_check_timeout_s": 60,
             "graceful_shutdown_timeout_s": 60,
         }
 
 
 def engine_app(settings: Settings) -> Any:
-    """Returns the ASGI application of one replica: an engine of its own behind OpenAI's interface."""
-    # Here: in the program that deploys, nothing should ask for a device.
+    """Returns the ASGI application of one replica: its own engine behind OpenAI's interface."""
+    # Imported here: the program that deploys should not use a device.
     from jattn import LLM, EngineConfig
     from jattn.llm.load import embedded_model_folder
     from jattn.llm.serve.app import ServeConfig, create_app
@@ -99,10 +99,10 @@ def engine_app(settings: Settings) -> Any:
 
 
 def build(given: Mapping[str, Any]) -> Any:
-    """Returns the Ray Serve application; `serve run` calls it with what follows its name.
+    """Returns the Ray Serve application; `serve run` calls it with the settings that follow its name.
 
     Raises:
-        InvalidInput: settings that are none.
+        InvalidInput: unknown or bad settings.
         ImportError: Ray is not installed.
     """
     settings = Settings.of(given)

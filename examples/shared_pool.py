@@ -1,7 +1,7 @@
 """One pool, two frameworks: a torch model and a JAX model compute the same sequences over the same blocks.
 
-JAX owns the cache arrays and donates them to its own steps. A torch step gets views of them, which are gone before the
-next JAX step. One allocator hands out the blocks, so a prefix that one framework computed is found by the other.
+JAX owns the cache arrays and donates them to its own steps. A torch step gets views of them, which must be dropped
+before the next JAX step. One allocator assigns the blocks, so each framework finds prefixes that the other computed.
 
     python -m examples.shared_pool
 """
@@ -57,13 +57,13 @@ class SharedPool:
     def generate(
         self, prompts: list[list[int]], max_tokens: int, *, prefill: str, decode: str
     ) -> tuple[list[list[int]], list[int]]:
-        """Returns greedy tokens of each prompt, and how many of its tokens a cached prefix held.
+        """Returns the greedy tokens of each prompt, and the number of its tokens in a cached prefix.
 
         Args:
-            prompts: token ids.
-            max_tokens: for each prompt.
-            prefill: "torch" or "jax": who computes the prompts.
-            decode: who computes the rest.
+            prompts: token ids of each prompt.
+            max_tokens: number of new tokens of each prompt.
+            prefill: framework that computes the prompts, "torch" or "jax".
+            decode: framework that computes the new tokens.
         """
         run = {"torch": self.run_torch, "jax": self.run_jax}
         seq_ids = [str(index) for index in range(len(prompts))]

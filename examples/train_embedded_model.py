@@ -1,8 +1,8 @@
-"""Trains the small language model that ships in jattn/assets, from nothing, on text that every Python has.
+"""Trains the small language model in jattn/assets, from random weights, on text that comes with Python.
 
 The text is `pydoc_data.topics`: the language reference behind Python's `help()` (Python Software Foundation, PSF
-licence). Nothing else goes in. Topics that mostly repeat others are left out; some topics are held out for choosing
-the best step (validation) and others for the figures that are reported (test).
+licence). There is no other text. Topics that mostly repeat others are left out; some topics are held out to choose the
+best step (validation), others for the reported figures (test).
 
     python examples/train_embedded_model.py --output jattn/assets
 
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def split_corpus(topics: dict[str, str], seed: int, share: float) -> Split:
-    """Drops topics that mostly repeat a longer one, then holds out short topics and removes what they repeat."""
+    """Drops topics that mostly repeat a longer one, and holds out short topics without repeated paragraphs."""
     seen: set[str] = set()
     unique = []
     for text in sorted(topics.values(), key=lambda text: (-len(text), text)):
@@ -141,8 +141,8 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
 class Encoder:
     """Turns documents into tokens, and can cut words in two at random so that a word is seen in several spellings.
 
-    The cuts play the part of byte-pair dropout (Provilkov et al. 2020, arXiv:1910.13267), which `tokenizers` offers
-    without a seed.
+    The cuts replace byte-pair dropout (Provilkov et al. 2020, arXiv:1910.13267), which `tokenizers` offers without a
+    seed.
     """
 
     def __init__(self, tokenizer: Tokenizer, documents: list[str]) -> None:
@@ -265,7 +265,7 @@ def figures(model: Decoder, tokenizer: Tokenizer, documents: list[str], context:
 
 
 def round_to_bfloat16(parameters: nnx.State) -> nnx.State:
-    """Returns float32 parameters with the values that the file will hold, so that the figures are the file's."""
+    """Returns float32 parameters, rounded as in the file, so that the figures are those of the file."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16).astype(jnp.float32), parameters)
 
 
