@@ -128,5 +128,6 @@ def test_arguments_are_checked_by_the_annotations_of_a_function_or_a_typed_dict(
 
 
 def test_a_prefix_stands_before_the_name_of_a_field():
+    missing: Any = None
     with pytest.raises(InvalidInput, match=r"^outer\.size is None; it must be an int\.$"):
-        check_fields(Part(**{"size": None}), prefix="outer.")
+        check_fields(Part(size=missing), prefix="outer.")
