@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
 
+import numpy as np
 import pytest
 
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.limits import Choices, Limits, check_arguments, check_fields
+from torch_core.base.limits import Choices, Limits, check_fields, checked
 
 
 class Color(enum.Enum):
@@ -52,11 +54,31 @@ class Options:
         check_fields(self)
 
 
-class Arguments(TypedDict, total=False):
-    count: Annotated[int, Limits(1, 8)]
+class Rest(TypedDict, total=False):
+    side: Annotated[str, Choices("left", "right")]
+    at: int
 
 
-def described(count: Annotated[int, Limits(1, 8)], other: str = "") -> None: ...
+def check_even(name: str, value: Any) -> None:
+    if value % 2:
+        raise InvalidInput(argument=name, value=value, wanted="it must be even")
+
+
+@checked
+def described(
+    count: Annotated[int, Limits(1, 8)],
+    scale: float = 1.0,
+    even: Annotated[int, check_even] = 0,
+    dtype: SupportsIndex | str = "",
+    **options: Unpack[Rest],
+) -> tuple[int, Rest]:
+    """Returns what it got."""
+    return count, options
+
+
+@checked
+def _fixed(count: int) -> int:
+    return count
 
 
 @pytest.mark.parametrize(
@@ -119,12 +141,42 @@ def test_a_choice_may_raise_another_error():
         Options(method="z")
 
 
-@pytest.mark.parametrize("declaration", [Arguments, described])
-def test_arguments_are_checked_by_the_annotations_of_a_function_or_a_typed_dict(declaration):
-    check_arguments(declaration, {"count": 8, "unknown": "ignored"})
+def test_a_checked_function_gets_its_arguments_as_they_are():
+    assert described(8, 2, side="left", at=3) == (8, {"side": "left", "at": 3})
+    from_numpy: dict[str, Any] = {"count": np.int64(3), "scale": np.float32(0.5), "dtype": np.int32(1)}
+    assert described(**from_numpy) == (3, {})
 
-    with pytest.raises(InvalidInput, match=r"^count is '8'; it must be an int from 1 to 8\.$"):
-        check_arguments(declaration, {"count": "8"})
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": "8"}, "count is '8'; it must be an int from 1 to 8."),
+        ({"count": 1, "scale": "1"}, "scale is '1'; it must be a finite number."),
+        ({"count": 1, "even": 3}, "even is 3; it must be even."),
+        ({"count": 1, "side": "up"}, "side is 'up'; it must be one of left, right."),
+        ({"count": 1, "at": "end"}, "at is 'end'; it must be an int."),
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_checked_function_is_refused(arguments, message):
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        described(**arguments)
+
+
+def test_the_signature_of_a_checked_function_lists_the_keywords_of_its_typed_dict():
+    assert list(inspect.signature(described).parameters) == ["count", "scale", "even", "dtype", "side", "at"]
+
+
+def test_a_keyword_that_a_checked_function_does_not_have_is_a_type_error_with_its_name():
+    wrong: dict[str, Any] = {"wide": 3}
+    with pytest.raises(TypeError, match=r"_fixed\(\) got an unexpected keyword argument 'wide'"):
+        _fixed(1, **wrong)
+
+
+def test_the_error_has_the_argument_and_the_value_as_fields():
+    with pytest.raises(InvalidInput) as error:
+        Options(count=9)
+    assert (error.value.argument, error.value.value, error.value.wanted) == ("count", 9, "it must be from 1 to 8")
 
 
 def test_a_prefix_stands_before_the_name_of_a_field():

@@ -9,24 +9,45 @@
         def __post_init__(self) -> None:
             check_fields(self)
 
-Standard library only.
+    @checked
+    def resize(width: Annotated[int, Limits(1)], **options: Unpack[ResizeOptions]) -> None: ...
+
+`Annotated` also takes a function of name and value that raises InvalidInput. Standard library only.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from torch_core.base.checks import shown
-from torch_core.base.errors import InvalidInput, JattnError
+from torch_core.base.errors import ArgumentError, InvalidInput
 
-__all__ = ["Choices", "Limits", "check_arguments", "check_fields"]
+__all__ = ["Choices", "Limits", "check_fields", "checked"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Check: TypeAlias = Callable[[str, Any], None]
+#: The classes of a number, for fields and for arguments of functions: these may be numpy's.
+_FIELD_NUMBERS: dict[type, Any] = {int: int, float: (int, float)}
+_ARGUMENT_NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +104,9 @@ class Choices:
     """
 
     values: tuple[Any, ...]
-    error: type[JattnError]
+    error: type[ArgumentError]
 
-    def __init__(self, *values: Any, error: type[JattnError] = InvalidInput) -> None:
+    def __init__(self, *values: Any, error: type[ArgumentError] = InvalidInput) -> None:
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "error", error)
 
@@ -107,88 +128,136 @@ def check_fields(instance: Any, *, prefix: str = "") -> None:
         check(prefix + name, getattr(instance, name))
 
 
-def check_arguments(declaration: Any, arguments: Mapping[str, Any]) -> None:
-    """Checks arguments by name against the annotations of a function or a TypedDict; see `check_fields`.
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function: each call checks the arguments against their annotations; see `check_fields`.
 
-    Args:
-        declaration: the function or the TypedDict.
-        arguments: the values. Names that `declaration` does not annotate are ignored.
+    Numbers may also be numpy's. Keywords of `**options: Unpack[Options]` are checked against that TypedDict, and
+    `inspect.signature` and `help` list them; `...` stands for the default of each.
 
     Raises:
-        InvalidInput: as in `check_fields`.
+        InvalidInput: from a call, as in `check_fields`.
+
+    Example:
+        >>> @checked
+        ... def repeat(text: str, times: Annotated[int, Limits(1, 9)] = 1) -> str:
+        ...     return text * times
+        >>> repeat("ab", times=10)
+        Traceback (most recent call last):
+        torch_core.base.errors.InvalidInput: times is 10; it must be from 1 to 9.
     """
-    for name, check in _checks_of(declaration):
-        if name in arguments:
-            check(name, arguments[name])
+    signature = inspect.signature(function)
+    options = [each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            # The function itself says so, with its name.
+            return function(*args, **kwargs)
+        for name in options:
+            arguments.update(arguments.pop(name, {}))
+        for name, check in _checks_of(function):
+            if name in arguments:
+                check(name, arguments[name])
+        return function(*args, **kwargs)
+
+    call.__signature__ = _listed(function, signature)  # pyright: ignore[reportAttributeAccessIssue]
+    return call
+
+
+def _listed(function: Callable[..., Any], signature: inspect.Signature) -> inspect.Signature:
+    """Returns a signature with the keywords of its TypedDict in place of `**options`."""
+    *parameters, last = signature.parameters.values() or (None,)
+    if last is None or last.kind is not last.VAR_KEYWORD:
+        return signature
+    # The annotation is text in a module with postponed annotations.
+    declaration = get_args(get_type_hints(function)[last.name])[0]
+    for name, annotation in inspect.get_annotations(declaration).items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=text))
+    return signature.replace(parameters=parameters)
 
 
 @functools.cache
 def _checks_of(declaration: Any) -> tuple[tuple[str, _Check], ...]:
+    """Returns a check for each name that a dataclass, a function or a TypedDict annotates."""
     hints = get_type_hints(declaration, include_extras=True)
-    is_dataclass = hasattr(declaration, "__dataclass_fields__")
-    names = [field.name for field in fields(declaration)] if is_dataclass else list(hints)
-    checks = ((name, _check_of(hints[name])) for name in names if name != "return")
-    return tuple((name, check) for name, check in checks if check is not None)
+    classes = _FIELD_NUMBERS if is_dataclass(declaration) else _ARGUMENT_NUMBERS
+    names = [field.name for field in fields(declaration)] if is_dataclass(declaration) else list(hints)
+    checks: list[tuple[str, _Check]] = []
+    for name in names:
+        if get_origin(hints[name]) is Unpack:
+            checks += _checks_of(get_args(hints[name])[0])
+        elif name != "return" and (check := _check_of(hints[name], classes)) is not None:
+            checks.append((name, check))
+    return tuple(checks)
 
 
-def _check_of(annotation: Any) -> _Check | None:
+def _check_of(annotation: Any, classes: dict[type, Any]) -> _Check | None:
     """Returns the check of one annotation; None if any value fits."""
-    limits: Limits | Choices = Limits()
+    limits: Any = Limits()
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
-        limits = next((extra for extra in extras if isinstance(extra, Limits | Choices)), limits)
+        limits = next((extra for extra in extras if isinstance(extra, Limits | Choices) or callable(extra)), limits)
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = [option for option in options if option is not NoneType]
     may_be_none = len(kinds) < len(options)
-    if len(kinds) == 1 and get_origin(kinds[0]) is Annotated:
-        check = _check_of(kinds[0])
-    elif isinstance(limits, Choices):
+    kind = kinds[0] if len(kinds) == 1 else None
+    check: _Check | None
+    if isinstance(limits, Choices):
         check = functools.partial(_check_choice, limits)
-    elif len(kinds) == 1 and get_origin(kinds[0]) is Literal:
-        check = functools.partial(_check_choice, Choices(*get_args(kinds[0])))
-    elif len(kinds) == 1 and kinds[0] in (int, float):
-        check = functools.partial(_check_number, kinds[0], limits, may_be_none)
-    elif len(kinds) == 1 and get_origin(kinds[0]) is tuple:
-        check = _check_of_tuple(get_args(kinds[0]))
+    elif not isinstance(limits, Limits):
+        check = limits
+    elif get_origin(kind) is Annotated:
+        check = _check_of(kind, classes)
+    elif get_origin(kind) is Literal:
+        check = functools.partial(_check_choice, Choices(*get_args(kind)))
+    elif kind in (int, float):
+        check = functools.partial(_check_number, kind is int, classes[kind], limits, may_be_none)
+    elif get_origin(kind) is tuple:
+        check = _check_of_tuple([_check_of(element, classes) for element in get_args(kind)])
     else:
         check = _check_of_classes(kinds, limits, may_be_none)
-    if check is None or not may_be_none:
-        return check
+    return _unless_none(check) if may_be_none and check is not None else check
+
+
+def _unless_none(check: _Check) -> _Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _check_number(kind: type[int | float], limits: Limits, may_be_none: bool, name: str, value: Any) -> None:
-    is_kind = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+def _check_number(is_int: bool, classes: Any, limits: Limits, may_be_none: bool, name: str, value: Any) -> None:
+    is_number = isinstance(value, classes) and not isinstance(value, bool)
     # An int may be larger than any float; it is compared and never converted.
-    is_kind = is_kind and (not isinstance(value, float) or math.isfinite(value))
-    if is_kind and limits.contains(value):
+    is_number = is_number and (isinstance(value, int) or math.isfinite(value))
+    if is_number and limits.contains(value):
         return
-    noun, text = "an int" if kind is int else "a finite number", limits.describe()
-    if not is_kind or (kind is int and limits.high is None):
+    noun, text = "an int" if is_int else "a finite number", limits.describe()
+    if not is_number or (is_int and limits.high is None):
         text = f"{noun} of {text}" if text.startswith("at ") else f"{noun} {text}".rstrip()
-    also = limits.also if limits.also is not None else ", or None" * (may_be_none and kind is int)
-    raise InvalidInput(f"{name} is {shown(value)}; it must be {limits.wanted or text + also}.")
+    also = limits.also if limits.also is not None else ", or None" * (may_be_none and is_int)
+    raise InvalidInput(argument=name, value=value, wanted=f"it must be {limits.wanted or text + also}")
 
 
 def _check_choice(choices: Choices, name: str, value: Any) -> None:
-    # An unhashable value, or an array, is compared by type first.
+    # An array must not be compared with a name.
     if any(type(value) is type(choice) and value == choice for choice in choices.values):
         return
     known = ", ".join(map(str, choices.values))
     wanted = f"it must be one of {known}" if choices.error is InvalidInput else f"this build has {known}"
-    raise choices.error(f"{name} is {shown(value)}; {wanted}.")
+    raise choices.error(argument=name, value=value, wanted=wanted)
 
 
-def _check_of_tuple(elements: tuple[Any, ...]) -> _Check:
-    repeated = len(elements) == 2 and elements[1] is Ellipsis
-    checks = [_check_of(element) for element in (elements[:1] if repeated else elements)]
+def _check_of_tuple(elements: list[_Check | None]) -> _Check:
+    # The check of the Ellipsis in tuple[int, ...] is None.
+    repeated = len(elements) == 2 and elements[1] is None
 
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, tuple) or not (repeated or len(value) == len(checks)):
-            size = "" if repeated else f" of {len(checks)} elements"
-            raise InvalidInput(f"{name} is {shown(value)}; it must be a tuple{size}.")
+        if not isinstance(value, tuple) or not (repeated or len(value) == len(elements)):
+            size = "" if repeated else f" of {len(elements)} elements"
+            raise InvalidInput(argument=name, value=value, wanted=f"it must be a tuple{size}")
         for index, element in enumerate(value):
-            check_element = checks[0] if repeated else checks[index]
+            check_element = elements[0 if repeated else index]
             if check_element is not None:
                 check_element(f"{name}[{index}]", element)
 
@@ -197,17 +266,17 @@ def _check_of_tuple(elements: tuple[Any, ...]) -> _Check:
 
 def _check_of_classes(kinds: list[Any], limits: Limits, may_be_none: bool) -> _Check | None:
     classes = tuple(get_origin(kind) or kind for kind in kinds)
-    if Any in classes or not all(isinstance(kind, type) for kind in classes):
+    # isinstance() takes neither Any nor a protocol that is for type checkers alone.
+    if any(not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False) for kind in classes):
         return None
-    nouns = {bool: "True or False", str: "a string", int: "an int", float: "a number"}
+    nouns = {bool: "True or False", str: "a string", int: "an int", float: "a number", Callable: "a function"}
     names = [nouns.get(kind, f"{'an' if kind.__name__[0] in 'AEIOUaeio' else 'a'} {kind.__name__}") for kind in classes]
     names += ["None"] * (may_be_none and bool not in classes)
     wanted = limits.wanted or " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
     def check(name: str, value: Any) -> None:
-        is_flag = isinstance(value, bool) and bool not in classes and (int in classes or float in classes)
-        if not isinstance(value, classes) or is_flag:
-            raise InvalidInput(f"{name} is {shown(value)}; it must be {wanted}.")
+        if not isinstance(value, classes) or (isinstance(value, bool) and int in classes and bool not in classes):
+            raise InvalidInput(argument=name, value=value, wanted=f"it must be {wanted}")
 
     return check
 
