@@ -31,7 +31,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jattn.llm.load import save_model
-from jattn.llm.models import Decoder, ModelConfig
+from jattn.llm.models import Decoder, ModelConfig, num_parameters
 
 END_OF_TEXT = "<|endoftext|>"
 CORPUS = "pydoc_data.topics (the Python language reference; Python Software Foundation, PSF licence)"
@@ -70,7 +70,7 @@ def main() -> None:
         bos_token_id=end_of_text,
         eos_token_ids=(end_of_text,),
     )
-    print(f"{config.num_parameters:,} parameters", flush=True)
+    print(f"{num_parameters(config):,} parameters", flush=True)
     model = Decoder(config, rngs=nnx.Rngs(options.seed))
     nnx.update(model, round_to_bfloat16(fit(model, tokenizer, split, options)))
     for name, documents in vars(split).items():

@@ -1,8 +1,8 @@
 """Flax modules around the ops; the linen twin is `jattn.nn.linen`."""
 
 from jattn.nn.dense import attention_fn
-from jattn.nn.held import PagedCache
 from jattn.nn.latent import MultiHeadLatentAttention
+from jattn.nn.module_cache import PagedCache
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
 from jattn.nn.scan import layer_metadata, scan_layers

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import attention_fn as own_attention_fn
+from jattn.nn.options import CacheScale
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KV_CACHE_DTYPES
 
@@ -65,7 +66,7 @@ def check_attention_type(attention_type: str, rope: Any) -> None:
         raise InvalidInput("rope is given with 'encoder_decoder'; queries and an encoder's keys share no positions.")
 
 
-def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) -> None:
+def check_cache_dtype(dtype: Any, k_scale: CacheScale, v_scale: CacheScale) -> None:
     """Refuses what no cache can hold, and int8 without scales."""
     if dtype is None:
         return
@@ -76,7 +77,7 @@ def check_cache_dtype(dtype: Any, k_scale: float | None, v_scale: float | None) 
     # float64 is jnp's alone: for checks of a model.
     if name not in (*KV_CACHE_DTYPES, "float64"):
         raise InvalidInput(f"the cache's dtype is {name}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
-    if name == "int8" and None in (k_scale, v_scale):
+    if name == "int8" and (k_scale is None or v_scale is None):
         raise InvalidInput("kv_cache_dtype is int8 and k_scale or v_scale is None; int8 without scales keeps nothing.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,10 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
-from torch_core.base.checks import check_int
+from jattn.nn.kv_scales import KVRange, KVScales
+from jattn.nn.options import CacheScale, DType, Implementation, KVChunkSize, Rope, Scale, Size
 from torch_core.base.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from jattn.nn.kv_scales import KVRange, KVScales
+from torch_core.base.limits import checked
 
 __all__ = ["MultiHeadLatentAttention"]
 
@@ -67,41 +66,31 @@ class MultiHeadLatentAttention(nnx.Module):
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
 
+    @checked
     def __init__(
         self,
-        num_heads: int,
-        in_features: int,
+        num_heads: Size,
+        in_features: Size,
         *,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        q_lora_rank: int | None = None,
-        out_features: int | None = None,
-        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        scale: float | None = None,
+        kv_lora_rank: Size,
+        qk_nope_head_dim: Size,
+        qk_rope_head_dim: Size,
+        v_head_dim: Size,
+        q_lora_rank: Size | None = None,
+        out_features: Size | None = None,
+        rope: Rope = None,
+        scale: Scale = None,
         use_bias: bool = False,
         epsilon: float = 1e-6,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
-        k_scale: float | None = None,
-        kv_chunk_size: int | None = None,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        k_scale: CacheScale = None,
+        kv_chunk_size: KVChunkSize = None,
         deterministic_gradients: bool = True,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = {
-            "num_heads": num_heads,
-            "in_features": in_features,
-            "kv_lora_rank": kv_lora_rank,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim,
-            "v_head_dim": v_head_dim,
-            "q_lora_rank": 1 if q_lora_rank is None else q_lora_rank,
-        }
-        for name, size in sizes.items():
-            check_int(name, size, 1)
         if getattr(rope, "dim", qk_rope_head_dim) != qk_rope_head_dim:
             raise InvalidInput(
                 f"rope is for {getattr(rope, 'dim', None)} elements and qk_rope_head_dim is {qk_rope_head_dim}; they "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +12,9 @@ from flax import linen
 from jattn import ops
 from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
-from jattn.nn.held import HeldCache, check_held, decode_held, new_held_cache
-from jattn.nn.paged import CORE_OPTIONS, PagedAttention
+from jattn.nn.module_cache import ModuleCache, check_module_cache, decode_module_cache, new_module_cache
+from jattn.nn.options import AlibiSlopes, AttentionChunk, Implementation, LogitsSoftCap, Rope, Scale, SlidingWindow
+from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["MultiHeadAttention"]
@@ -45,14 +45,14 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    scale: float | None = None
-    rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    sliding_window: int | tuple[int | None, int | None] | None = None
-    attention_chunk: int | None = None
-    logits_soft_cap: float | None = None
-    alibi_slopes: Sequence[float] | None = None
+    rope: Rope = None
+    scale: Scale = None
+    sliding_window: SlidingWindow = None
+    attention_chunk: AttentionChunk = None
+    logits_soft_cap: LogitsSoftCap = None
+    alibi_slopes: AlibiSlopes = None
     use_alibi_sqrt: bool = False
-    implementation: str | None = None
+    implementation: Implementation = None
     max_length: int | None = None
     block_size: int = 16
     kv_cache_dtype: Any = None
@@ -105,7 +105,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             self.num_heads,
             features // self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            **{name: getattr(self, name) for name in CORE_OPTIONS},
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            attention_chunk=self.attention_chunk,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            use_alibi_sqrt=self.use_alibi_sqrt,
+            implementation=self.implementation,
         )
         inputs_k = inputs_q if inputs_k is None else inputs_k
         query = self._projected("query", core.num_heads, core, inputs_q)
@@ -136,13 +142,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         else:
             given = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
             refuse_with_cache(given)
-            cache = HeldCache(*(variable.value for variable in held))
-            check_held(cache, query.shape[:-3], core)
+            cache = ModuleCache(*(variable.value for variable in held))
+            check_module_cache(cache, query.shape[:-3], core)
             if self.rope is not None:
                 if input_positions is None:
                     input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
                 query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
-            x, cache = decode_held(core, query, (key, value), cache, lengths=lengths)
+            x, cache = decode_module_cache(core, query, (key, value), cache, lengths=lengths)
             for variable, array in zip(held, cache, strict=True):
                 variable.value = array
         return self._dense(
@@ -183,7 +189,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             raise InvalidInput("decode without max_length; the cache's size comes from there, not from the input.")
         check_cache_dtype(self.kv_cache_dtype, None, None)
         make = functools.partial(
-            new_held_cache, batch_dims, self.max_length, core, self.kv_cache_dtype or dtype, self.block_size
+            new_module_cache, batch_dims, self.max_length, core, self.kv_cache_dtype or dtype, self.block_size
         )
         names = ("cached_key", "cached_value", "cache_index")
         return [self.variable("cache", name, lambda i=i: make()[i]) for i, name in enumerate(names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,50 +22,73 @@ from jattn.nn.checks import (
     refuse_with_cache,
 )
 from jattn.nn.dense import rotated
-from jattn.nn.held import HeldCache, PagedCache, check_held, decode_held, new_held_cache
-from jattn.nn.paged import CORE_OPTIONS, PagedAttention
+from jattn.nn.module_cache import ModuleCache, PagedCache, check_module_cache, decode_module_cache, new_module_cache
+from jattn.nn.options import (
+    AlibiSlopes,
+    AttentionChunk,
+    CacheScale,
+    FlaxOptions,
+    Implementation,
+    LogitsSoftCap,
+    Rope,
+    Scale,
+    SlidingWindow,
+)
+from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import checked
 
 __all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`nnx.MultiHeadAttention` that trains as flax's does and generates over a paged cache.
+    """`nnx.MultiHeadAttention` with paged decoding: it trains like flax's module and generates over a paged cache.
 
-    Constructor, call and parameters are flax's, so that the state of one module loads into the other. Three ways to
-    call it:
+    Constructor, call and parameters are flax's: the state of one module loads into the other. The module has three
+    forms of call:
 
-    - `y = attn(x)`: over a padded batch `[batch..., length, features]`, differentiable, as flax's;
-    - `y, cache = attn(x, cache=cache, metadata=metadata)`: over packed tokens `[tokens, features]` and a paged cache
-      that goes in and comes out: prefill, chunks and decode of ragged sequences in one batch;
-    - `y = attn(x, decode=True)` after `init_cache`: the module holds the cache. A row may be of any length, and
-      each sequence has a length of its own.
+    - `y = attn(x)` attends within a padded batch `[batch..., length, features]`. It is differentiable.
+    - `y, cache = attn(x, cache=cache, metadata=metadata)` takes packed tokens `[tokens, features]` and a paged cache,
+      and returns the updated cache. One batch can hold prompts, chunks of prompts and decode steps of any lengths.
+    - `y = attn(x, decode=True)` after `init_cache` uses a cache that the module holds. A call can have any number of
+      tokens, and each sequence has its own length.
 
-    With a cache self-attention is causal, as flax's decoding is; train it with `is_causal=True`. Graph and tree mode,
-    `nnx.split`, `jax.lax.scan` over steps and `scan_layers` serve it. Under `jax.jit` a function that writes a held
-    cache must return the module; see `PagedCache`.
+    With a cache, self-attention is causal, as in flax's decoding; train with `is_causal=True`. The module works in
+    nnx's graph and tree mode, with `nnx.split`, in `jax.lax.scan` over steps and in `scan_layers`. A function under
+    `jax.jit` that writes a held cache must return the module; see `PagedCache`.
 
     Args:
-        num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features: as flax's.
-        head_dim: elements of a head, in place of qkv_features = num_heads * head_dim.
-        rope: newer flax's `nnx.RoPE`, or any function of x[heads, tokens, head_dim] and positions[tokens]; applied
-            after norms.
-        sinks: each head learns a sink logit, the parameter `sinks`; zeros at first.
-        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder" (its cache is written with an
-            encoder's keys whenever `inputs_k` is given, and else read).
-        kv_sharing: no `key` and `value` parameters: the layer takes `shared_kv=other.keys_and_values(x)`, or reads that
-            layer's cache and writes none.
-        kv_cache_dtype: of a held cache; the dtype of the computation by default.
-        k_scale, v_scale: what a unit of an 8-bit cache is worth.
-        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
-        attention_fn: refused unless it is flax's default or `jattn.attention_fn`.
-        rngs: source of the initial values, and of dropout.
-        **options: flax's other arguments; how scores are masked, scaled and biased and `implementation`, as in
+        num_heads: number of query heads.
+        in_features: width of the input.
+        qkv_features: width of all query heads together; `in_features` by default.
+        out_features: width of the output; `in_features` by default.
+        num_kv_heads: number of key and value heads; `num_heads` by default.
+        in_kv_features: width of the input of keys and values; `in_features` by default.
+        head_dim: elements of a head; an alternative to `qkv_features`, which is then num_heads * head_dim.
+        rope: rotary embedding of queries and keys, applied after their norms: newer flax's `nnx.RoPE`, or a function of
+            x[heads, tokens, head_size] and positions[tokens].
+        scale, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt, implementation: as in
             `PagedAttention`.
+        sinks: add a learned sink logit to each head, the parameter `sinks`, initialised with zeros.
+        attention_type: "decoder", "encoder_only" (no cache) or "encoder_decoder". The cache of "encoder_decoder" is
+            written when `inputs_k` is given, with the encoder's keys, and read otherwise.
+        kv_sharing: build no `key` and `value` parameters. The layer then takes `shared_kv=other.keys_and_values(x)`, or
+            reads the cache of the other layer.
+        kv_cache_dtype: dtype of a held cache; the dtype of the computation by default.
+        k_scale, v_scale: dequantisation scales of an 8-bit cache: value = stored value * scale.
+        deterministic_gradients: compute gradients with the same bits in every run; some kernels are faster without.
+        attention_fn: accepted only if it is flax's default or `jattn.attention_fn`.
+        rngs: source of the initial values and of dropout.
+        dtype, param_dtype, precision, use_bias, normalize_qk, kernel_init, out_kernel_init, bias_init, out_bias_init,
+            dropout_rate, broadcast_dropout, deterministic, keep_rngs, decode, qkv_promote_dtype, out_promote_dtype,
+            ln_promote_dtype, qkv_dot_general, out_dot_general, qkv_dot_general_cls, out_dot_general_cls,
+            kernel_metadata, out_kernel_metadata, bias_metadata, out_bias_metadata, query_ln_scale_metadata,
+            key_ln_scale_metadata: as in `nnx.MultiHeadAttention`, with its defaults.
 
     Raises:
-        InvalidInput: options that do not go together; the message names them.
-        Unsupported: an attention_fn of your own.
+        InvalidInput: an option of the wrong type or out of range, or two options that exclude each other. The message
+            names the option.
+        Unsupported: another attention_fn.
 
     Example:
         >>> attn = MultiHeadAttention(num_heads=4, in_features=16, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
@@ -77,6 +100,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         [6, 4]
     """
 
+    @checked
     def __init__(
         self,
         num_heads: int,
@@ -87,17 +111,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         head_dim: int | None = None,
-        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        rope: Rope = None,
+        scale: Scale = None,
+        sliding_window: SlidingWindow = None,
+        attention_chunk: AttentionChunk = None,
+        logits_soft_cap: LogitsSoftCap = None,
+        alibi_slopes: AlibiSlopes = None,
+        use_alibi_sqrt: bool = False,
         sinks: bool = False,
         attention_type: str = "decoder",
         kv_sharing: bool = False,
         kv_cache_dtype: Any = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: CacheScale = None,
+        v_scale: CacheScale = None,
         deterministic_gradients: bool = True,
+        implementation: Implementation = None,
         attention_fn: Callable[..., jax.Array] | None = None,
         rngs: nnx.Rngs,
-        **options: Any,
+        **flax_options: Unpack[FlaxOptions],
     ) -> None:
         qkv_features = checked_features(
             num_heads,
@@ -109,11 +140,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         check_attention_type(attention_type, rope)
         check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
-        of_core = {name: options.pop(name) for name in CORE_OPTIONS if name in options}
         sizes = (num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features)
-        super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **options)
-        causal = attention_type == "decoder"
-        self.core = PagedAttention(num_heads, self.head_dim, num_kv_heads=self.num_kv_heads, causal=causal, **of_core)
+        super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **flax_options)
+        self.core = PagedAttention(
+            num_heads,
+            self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            causal=attention_type == "decoder",
+            scale=scale,
+            sliding_window=sliding_window,
+            attention_chunk=attention_chunk,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            use_alibi_sqrt=use_alibi_sqrt,
+            implementation=implementation,
+        )
         self.rope = rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.attention_type = attention_type
@@ -197,7 +238,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
         of_cache = {**scores, "k_scale": self.k_scale, "v_scale": self.v_scale}
         if held is not None:
-            x, held = decode_held(self.core, query, new, held, **lens, **of_cache)
+            x, held = decode_module_cache(self.core, query, new, held, **lens, **of_cache)
             for variable, array in zip(self._cache_variables(), held, strict=True):
                 variable.put(array)
         elif cache is not None and metadata is not None:
@@ -267,7 +308,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise InvalidInput(f"input_shape is {tuple(input_shape)}; no size of a batch is below 0.")
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
         check_cache_dtype(dtype, self.k_scale, self.v_scale)
-        held = new_held_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
+        held = new_module_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
         sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
         self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)
         self.cache_index = PagedCache(held.seq_lens)
@@ -289,13 +330,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _cache_variables(self) -> tuple[PagedCache, PagedCache, PagedCache]:
         return self.cached_key, self.cached_value, self.cache_index  # type: ignore[return-value]
 
-    def _held(self, batch_dims: tuple[int, ...]) -> HeldCache:
+    def _held(self, batch_dims: tuple[int, ...]) -> ModuleCache:
         if self.kv_sharing or self.attention_type == "encoder_only":
             raise Unsupported("decode of a layer that holds no cache; pass the other layer's cache and metadata.")
         if self.cached_key is None:
             raise InvalidInput("decode without a cache; call init_cache((batch, max_length, features)) first.")
-        held = HeldCache(*(variable.peek() for variable in self._cache_variables()))
-        check_held(held, batch_dims, self.core)
+        held = ModuleCache(*(variable.peek() for variable in self._cache_variables()))
+        check_module_cache(held, batch_dims, self.core)
         return held
 
     def _drops(self, deterministic: bool | None) -> bool:
@@ -309,7 +350,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 
-def _positions(query: jax.Array, held: HeldCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
+def _positions(query: jax.Array, held: ModuleCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
     """Returns the positions of queries behind a cache; None where they count from 0."""
     if held is not None:
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])

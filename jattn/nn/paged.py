@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,21 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
+from jattn.nn.kv_scales import KVRange, KVScales
+from jattn.nn.options import (
+    AlibiSlopes,
+    AttentionChunk,
+    Implementation,
+    KVChunkSize,
+    LogitsSoftCap,
+    Scale,
+    ScoreOptions,
+    SlidingWindow,
+)
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import checked
 
-if TYPE_CHECKING:
-    from jattn.nn.kv_scales import KVRange, KVScales
-
-__all__ = ["CORE_OPTIONS", "PagedAttention"]
-
-#: What paged and dense attention take alike.
-CORE_OPTIONS = (*(name for name in ops.MASK_OPTIONS if name != "causal"), "alibi_slopes", "implementation")
+__all__ = ["PagedAttention"]
 
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
@@ -70,6 +75,7 @@ class PagedAttention(nnx.Module):
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
 
+    @checked
     def __init__(
         self,
         num_heads: int,
@@ -77,15 +83,15 @@ class PagedAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         value_head_dim: int | None = None,
-        scale: float | None = None,
+        scale: Scale = None,
         causal: bool = True,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        attention_chunk: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Sequence[float] | None = None,
+        sliding_window: SlidingWindow = None,
+        attention_chunk: AttentionChunk = None,
+        logits_soft_cap: LogitsSoftCap = None,
+        alibi_slopes: AlibiSlopes = None,
         use_alibi_sqrt: bool = False,
-        kv_chunk_size: int | None = None,
-        implementation: str | None = None,
+        kv_chunk_size: KVChunkSize = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -102,11 +108,6 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
             )
-        for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
-            if isinstance(number, jax.Array):
-                raise InvalidInput(
-                    f"{name} is a JAX array; it is part of the program: give a number, such as float({name})."
-                )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -122,15 +123,22 @@ class PagedAttention(nnx.Module):
         self.implementation = implementation
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The values of `CORE_OPTIONS`, by keyword, as the ops take them."""
-        slopes = None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32)
-        return {**{name: getattr(self, name) for name in CORE_OPTIONS}, "alibi_slopes": slopes}
+    def options(self) -> ScoreOptions:
+        """The options that paged and dense attention have in common, as keywords of both."""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "attention_chunk": self.attention_chunk,
+            "logits_soft_cap": self.logits_soft_cap,
+            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
+            "use_alibi_sqrt": self.use_alibi_sqrt,
+            "implementation": self.implementation,
+        }
 
     @property
     def sees_distances(self) -> bool:
-        """Whether the layer's own mask or bias asks for the positions of keys, beside the causal mask."""
-        return any(getattr(self, name, None) is not None for name in ops.POSITIONAL)
+        """Whether mask or bias depends on the distance between query and key, apart from the causal mask."""
+        return not (self.sliding_window is None and self.attention_chunk is None and self.alibi_slopes is None)
 
     def __call__(
         self,

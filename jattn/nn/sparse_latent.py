@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
 from jattn.nn.latent import MultiHeadLatentAttention
+from jattn.nn.options import DType, Implementation, Rope, Size
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import LatentCacheSpec
 
 __all__ = ["LatentIndexer", "SparseLatentAttention"]
@@ -42,26 +44,23 @@ class LatentIndexer(nnx.Module):
         InvalidInput: a size is below 1, or rope_dim not below head_dim.
     """
 
+    @checked
     def __init__(
         self,
-        in_features: int,
-        q_lora_rank: int,
+        in_features: Size,
+        q_lora_rank: Size,
         *,
-        num_heads: int,
-        head_dim: int,
-        topk: int,
+        num_heads: Size,
+        head_dim: Annotated[int, Limits(2)],
+        topk: Size,
         rope_dim: int,
-        rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
-        implementation: str | None = None,
+        rope: Rope = None,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
-        sizes = {"in_features": in_features, "q_lora_rank": q_lora_rank, "num_heads": num_heads, "topk": topk}
-        for name, size in sizes.items():
-            check_int(name, size, 1)
-        check_int("head_dim", head_dim, 2)
         check_int("rope_dim", rope_dim, 1, head_dim - 1)
         self.num_heads, self.head_dim, self.topk = num_heads, head_dim, topk
         self.rope, self.rope_dim = rope, rope_dim

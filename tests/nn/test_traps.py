@@ -1,6 +1,6 @@
 """Traps that Flax users have met, and that no other test of the module holds.
 
-T1, T2, T5: `test_held_cache`. T4: `test_attention_fn`. T6, T11: `test_explicit_cache`. T7 to T9: `test_meshes`. T15:
+T1, T2, T5: `test_module_cache`. T4: `test_attention_fn`. T6, T11: `test_explicit_cache`. T7 to T9: `test_meshes`. T15:
 `tests/engine/test_engine.py`. T16: `tests/engine/test_detokenize.py`. T17: `tests/engine/test_sampler.py`. T19:
 `test_module_gpu`. T20: `test_linen`. T3 is a figure: `jattn bench module --host`.
 """

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from jattn.llm.load import load_model
+from jattn.llm.models import num_parameters
 from jattn.llm.testing import CrosscheckReport, compare_with_torch
 from jattn.llm.testing.torch_side import load_torch_side
 from jattn.ops import available_implementations
@@ -69,7 +70,7 @@ def test_the_error_is_one_of_rounding_and_measured_along_each_path(sound: Crossc
 
 
 def test_the_report_says_what_was_compared(sound: CrosscheckReport, folder: Path) -> None:
-    assert sound.model == f"{folder.name} ({tiny_config(num_hidden_layers=1).num_parameters:,} parameters)"
+    assert sound.model == f"{folder.name} ({num_parameters(tiny_config(num_hidden_layers=1)):,} parameters)"
     assert (sound.dtype, sound.prompt_lens, sound.max_tokens) == ("float32", (1, 7, 16, 45), 6)
     assert sound.torch_side.startswith("transformers ")
     assert "LlamaForCausalLM" in sound.torch_side

@@ -40,7 +40,7 @@ from typing import (
 
 from torch_core.base.errors import ArgumentError, InvalidInput
 
-__all__ = ["Choices", "Limits", "check_fields", "checked"]
+__all__ = ["Choices", "Limits", "check_fields", "checked", "limits_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -126,6 +126,13 @@ def check_fields(instance: Any, *, prefix: str = "") -> None:
     """
     for name, check in _checks_of(type(instance)):
         check(prefix + name, getattr(instance, name))
+
+
+def limits_of(declaration: Any) -> dict[str, Limits]:
+    """Returns the declared limits of the fields of a dataclass, or of the arguments of a function, by name."""
+    hints = get_type_hints(declaration, include_extras=True)
+    extras = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: extra for name, found in extras.items() for extra in found if isinstance(extra, Limits)}
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -266,7 +273,7 @@ def _check_of_tuple(elements: list[_Check | None]) -> _Check:
 
 def _check_of_classes(kinds: list[Any], limits: Limits, may_be_none: bool) -> _Check | None:
     classes = tuple(get_origin(kind) or kind for kind in kinds)
-    # isinstance() takes neither Any nor a protocol that is for type checkers alone.
+    # isinstance() does not accept Any, nor a protocol without runtime_checkable.
     if any(not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False) for kind in classes):
         return None
     nouns = {bool: "True or False", str: "a string", int: "an int", float: "a number", Callable: "a function"}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from jattn.llm.load.folder import check_folder, member, read_object
-from jattn.llm.models.rope_scaling import check_number
-from torch_core.base.checks import check_int
+from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, check_fields
 
 __all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "token_ids"]
 
 _NAME = "generation_config.json"
-_RANGES = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-9, 1e3)}
+_OF_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_tokens")
 # Settings that would change a text and are not supported, with the value that turns them off.
 _UNSERVED: dict[str, Any] = {
     "bad_words_ids": None,
@@ -65,12 +65,12 @@ class GenerationDefaults:
         InvalidInput: a value out of range.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
+    temperature: Annotated[float | None, Limits(0.0, 1e3)] = None
+    top_k: Annotated[int | None, Limits(0, INT32_MAX, also="")] = None
+    top_p: Annotated[float | None, Limits(1e-9, 1.0)] = None
+    min_p: Annotated[float | None, Limits(0.0, 1.0)] = None
+    repetition_penalty: Annotated[float | None, Limits(1e-9, 1e3)] = None
+    max_tokens: Annotated[int | None, Limits(1, INT32_MAX, also="")] = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     decoder_start_token_id: int | None = None
@@ -79,17 +79,12 @@ class GenerationDefaults:
     unserved: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), low, high)
-        for name, low in (("top_k", 0), ("max_tokens", 1)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low, (1 << 31) - 1)
+        check_fields(self)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling settings, by keyword of `SamplingParams`."""
-        named = {name: getattr(self, name) for name in (*_RANGES, "top_k", "max_tokens")}
+        named = {name: getattr(self, name) for name in _OF_SAMPLING}
         return {name: value for name, value in named.items() if value is not None}
 
 

@@ -18,7 +18,8 @@ from flax import nnx
 from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.log import event
 from jattn.llm.models import PagedModel, PagedSpec
-from jattn.nn.kv_scales import KVScales, paged_layers
+from jattn.nn.kv_scales import KVScales
+from jattn.nn.paged_layers import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import LARGEST_CODE

@@ -11,6 +11,7 @@ from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.llm.models.parts import LatentConfig, MoEConfig, last_of_each_window
 from jattn.llm.models.quantized import quantize_fp8
 from jattn.llm.models.rope_scaling import RopeScaling
+from jattn.llm.models.shapes import num_parameters
 from jattn.llm.models.sharding import (
     ParameterShards,
     decoder_of,
@@ -38,6 +39,7 @@ __all__ = [
     "decoder_of",
     "last_of_each_window",
     "logical_axes",
+    "num_parameters",
     "parameter_shards",
     "partition_specs",
     "put_whole",

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
 
-from jattn.llm.models.parts import MAX_HEAD_DIM, MAX_INNER, LatentConfig, MoEConfig, check_flags
-from jattn.llm.models.rope_scaling import MAX_CONTEXT, RopeScaling, check_number
-from jattn.llm.models.shapes import parameter_shapes
+from jattn.llm.models.parts import MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig
+from jattn.llm.models.rope_scaling import MAX_CONTEXT, RopeScaling
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import Choices, Limits, check_fields, limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
 __all__ = ["SIZE_LIMITS", "ModelConfig"]
 
-#: Upper limits of every size: far above any published model, far below what would exhaust memory while planning.
-SIZE_LIMITS = {
-    "vocab_size": 1 << 20,
-    "hidden_size": 1 << 16,
-    "intermediate_size": MAX_INNER,
-    "num_hidden_layers": 512,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": MAX_HEAD_DIM,
-    "max_position_embeddings": MAX_CONTEXT,
-}
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "norm_type": ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm"),
-    "norm_placement": ("before", "after", "both", "residual"),
-    "qk_norm": (None, "head", "per_head", "all"),
-    "parallel_block": (None, "shared_norm", "two_norms"),
-    "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai"),
-    "position_embedding": ("rope", "learned", "alibi", "relative"),
-}
-_FLAGS = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "norm_bias",
-    "gated_mlp",
-    "embedding_norm",
-    "attention_sinks",
-    "is_encoder",
-    "final_norm",
-    "logits_bias",
-)
-_SCALARS = ("embedding_multiplier", "residual_multiplier", "logits_scale", "alibi_scale")
-_OPTIONAL_SCALARS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
+Activation: TypeAlias = Annotated[
+    str,
+    Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", error=Unsupported),
+]
+Scalar: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]
+Theta: TypeAlias = Annotated[float, Limits(1.0, 1e12)]
+Window: TypeAlias = Annotated[int | None, Limits(1, MAX_CONTEXT, also="")]
 #: Options that attention over latents does not have, and their values where they are off.
 _NOT_LATENT = {
     "qk_norm": None,
@@ -144,109 +117,89 @@ class ModelConfig:
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         ...                      num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-        >>> config.num_parameters
-        106816
+        >>> config.query_size, config.key_value_size
+        (64, 32)
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int = 2048
-    norm_type: str = "rms_norm"
-    norm_bias: bool = False
-    norm_placement: str = "before"
-    rms_norm_eps: float = 1e-6
-    qk_norm: str | None = None
-    parallel_block: str | None = None
-    hidden_act: str = "silu"
-    gated_mlp: bool = True
+    # The upper limits of sizes are far above any published model, and far below what would exhaust memory in planning.
+    vocab_size: Annotated[int, Limits(1, 1 << 20)]
+    hidden_size: Annotated[int, Limits(1, 1 << 16)]
+    intermediate_size: Annotated[int, Limits(1, MAX_INNER)]
+    num_hidden_layers: Annotated[int, Limits(1, 512)]
+    num_attention_heads: Annotated[int, Limits(1, 1024)]
+    num_key_value_heads: Annotated[int, Limits(1, 1024)]
+    head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    max_position_embeddings: Annotated[int, Limits(1, MAX_CONTEXT)] = 2048
+    norm_type: Annotated[
+        str, Choices("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm", error=Unsupported)
+    ] = "rms_norm"
+    norm_bias: Flag = False
+    norm_placement: Annotated[str, Choices("before", "after", "both", "residual", error=Unsupported)] = "before"
+    rms_norm_eps: Annotated[float, Limits(1e-12, 1.0)] = 1e-6
+    qk_norm: Annotated[str | None, Choices(None, "head", "per_head", "all", error=Unsupported)] = None
+    parallel_block: Annotated[str | None, Choices(None, "shared_norm", "two_norms", error=Unsupported)] = None
+    hidden_act: Activation = "silu"
+    gated_mlp: Flag = True
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
-    position_embedding: str = "rope"
-    position_offset: int = 0
-    relative_attention_num_buckets: int = 32
+    position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", error=Unsupported)] = "rope"
+    position_offset: Annotated[int, Limits(0, 1 << 16)] = 0
+    relative_attention_num_buckets: Annotated[int, Limits(4, 1 << 16)] = 32
     relative_attention_max_distance: int = 128
-    alibi_scale: float = 1.0
-    rope_theta: float = 10000.0
-    rope_local_theta: float | None = None
+    alibi_scale: Scalar = 1.0
+    rope_theta: Theta = 10000.0
+    rope_local_theta: Theta | None = None
     rope_scaling: RopeScaling | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Annotated[float, Limits(1e-3, 1.0)] = 1.0
     nope_layers: tuple[int, ...] = ()
-    token_types: int = 0
-    embedding_norm: bool = False
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scale: float = 1.0
-    attention_scale: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    attention_sinks: bool = False
-    is_encoder: bool = False
-    final_norm: bool = True
-    encoder: ModelConfig | None = None
+    token_types: Annotated[int, Limits(0, 1 << 16)] = 0
+    embedding_norm: Flag = False
+    embedding_multiplier: Scalar = 1.0
+    residual_multiplier: Scalar = 1.0
+    logits_scale: Scalar = 1.0
+    attention_scale: Scalar | None = None
+    attn_logit_softcapping: Scalar | None = None
+    final_logit_softcapping: Scalar | None = None
+    attention_sinks: Flag = False
+    is_encoder: Flag = False
+    final_norm: Flag = True
+    encoder: Annotated[ModelConfig | None, Limits(wanted="a ModelConfig with is_encoder, or None")] = None
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
-    logits_bias: bool = False
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
-    layer_windows: tuple[int | None, ...] = ()
+    logits_bias: Flag = False
+    tie_word_embeddings: Flag = False
+    attention_bias: Flag = False
+    attention_output_bias: Flag = False
+    mlp_bias: Flag = False
+    sliding_window: Window = None
+    layer_windows: tuple[Window, ...] = ()
     kv_sharing_targets: tuple[int | None, ...] = ()
-    dtype: str = "float32"
+    dtype: Annotated[str, Choices(*QUERY_DTYPES)] = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     architecture: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for name, limit in SIZE_LIMITS.items():
-            check_int(name, getattr(self, name), 1, limit)
+        check_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidInput(
                 "num_attention_heads",
                 value=self.num_attention_heads,
                 wanted=f"it must be a multiple of num_key_value_heads ({self.num_key_value_heads})",
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                known = ", ".join(map(str, choices))
-                raise Unsupported(name, value=getattr(self, name), wanted=f"this build has {known}")
         self._check_positions()
-        check_int("token_types", self.token_types, 0, 1 << 16)
-        check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 1.0)
-        check_flags(self, _FLAGS)
-        for name in (*_SCALARS, *_OPTIONAL_SCALARS):
-            if name in _SCALARS or getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 1e-6, 1e6)
         self._check_windows()
         self._check_kv_sharing()
-        if self.moe is not None and not isinstance(self.moe, MoEConfig):
-            raise InvalidInput("moe", value=self.moe, wanted="it must be a MoEConfig or None")
         if self.moe is not None and not self.gated_mlp:
             raise Unsupported("gated_mlp", value=False, wanted="experts are gated in this build")
         self._check_latent()
         self._check_encoder()
-        if self.dtype not in QUERY_DTYPES:
-            raise InvalidInput("dtype", value=self.dtype, wanted=f"it must be one of {', '.join(QUERY_DTYPES)}")
         self._check_tokens()
 
     def _check_positions(self) -> None:
-        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
-        if self.rope_local_theta is not None:
-            check_number("rope_local_theta", self.rope_local_theta, 1.0, 1e12)
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise InvalidInput("rope_scaling", value=self.rope_scaling, wanted="it must be a RopeScaling or None")
-        check_int("position_offset", self.position_offset, 0, 1 << 16)
-        buckets = self.relative_attention_num_buckets
-        check_int("relative_attention_num_buckets", buckets, 4, 1 << 16)
-        check_int("relative_attention_max_distance", self.relative_attention_max_distance, buckets, MAX_CONTEXT)
-        check_number("partial_rotary_factor", self.partial_rotary_factor, 1e-3, 1.0)
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        check_int("relative_attention_max_distance", distance, buckets, MAX_CONTEXT)
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             which = "head_dim" if self.partial_rotary_factor == 1 else "head_dim * partial_rotary_factor"
             raise InvalidInput(which, value=self.rotary_dim, wanted="rotary embeddings need an even number")
@@ -254,11 +207,6 @@ class ModelConfig:
             self.rope_scaling.check_rotary_dim(self.rotary_dim)
 
     def _check_windows(self) -> None:
-        windows = [("sliding_window", self.sliding_window)]
-        windows += [(f"layer_windows[{index}]", window) for index, window in enumerate(self.layer_windows)]
-        for name, window in windows:
-            if window is not None:
-                check_int(name, window, 1, MAX_CONTEXT)
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
             raise InvalidInput(
                 "layer_windows",
@@ -310,8 +258,6 @@ class ModelConfig:
         latent, scaling = self.latent, self.rope_scaling
         if latent is None:
             return
-        if not isinstance(latent, LatentConfig):
-            raise InvalidInput("latent", value=latent, wanted="it must be a LatentConfig or None")
         if self.head_dim != latent.qk_rope_head_dim:
             raise InvalidInput(
                 "head_dim",
@@ -336,7 +282,7 @@ class ModelConfig:
         encoder = self.encoder
         if encoder is None:
             return
-        if not isinstance(encoder, ModelConfig) or not encoder.is_encoder:
+        if not encoder.is_encoder:
             raise InvalidInput("encoder", value=encoder, wanted="it must be a ModelConfig with is_encoder, or None")
         if self.is_encoder or self.decoder_start_token_id is None:
             raise InvalidInput(
@@ -361,7 +307,7 @@ class ModelConfig:
         named = [(name, getattr(self, name)) for name in single if getattr(self, name) is not None]
         named += [(f"eos_token_ids[{index}]", token) for index, token in enumerate(self.eos_token_ids)]
         for name, token in named:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise InvalidInput(name, value=token, wanted=f"it must be a token id from 0 to {self.vocab_size - 1}")
 
     @property
@@ -406,7 +352,18 @@ class ModelConfig:
         """Returns whether this layer has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers the model has, a tied head counted once."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self).values())
+
+#: The upper limits of the fields that are sizes.
+SIZE_LIMITS = {
+    name: int(limits_of(ModelConfig)[name].high or 0)
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    )
+}

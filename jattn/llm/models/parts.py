@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from jattn.llm.models.rope_scaling import check_number
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import Choices, Limits, check_fields
 
-__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "LatentConfig", "MoEConfig", "check_flags", "last_of_each_window"]
+__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "Flag", "LatentConfig", "MoEConfig", "last_of_each_window"]
 
 #: Of a head's elements, and of a feed-forward layer's.
 MAX_HEAD_DIM, MAX_INNER = 256, 1 << 18
-_SCORING_FUNCS = ("softmax", "sigmoid")
+#: A bool of a configuration, which is JSON's in a file.
+Flag: TypeAlias = Annotated[bool, Limits(wanted="true or false")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,33 +45,27 @@ class MoEConfig:
         Unsupported: another scoring_func.
     """
 
-    num_experts: int
+    num_experts: Annotated[int, Limits(1, 4096)]
     num_experts_per_tok: int
     intermediate_size: int
-    scoring_func: str = "softmax"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    score_correction_bias: bool = False
+    scoring_func: Annotated[str, Choices("softmax", "sigmoid", error=Unsupported)] = "softmax"
+    norm_topk_prob: Flag = True
+    routed_scaling_factor: Annotated[float, Limits(1e-6, 1e6)] = 1.0
+    score_correction_bias: Flag = False
     n_group: int = 1
     topk_group: int = 1
-    router_bias: bool = False
-    expert_bias: bool = False
-    shared_intermediate_size: int = 0
+    router_bias: Flag = False
+    expert_bias: Flag = False
+    shared_intermediate_size: Annotated[int, Limits(0, MAX_INNER)] = 0
     n_shared_experts: int = 0
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("num_experts", self.num_experts, 1, 4096)
-        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
+        # A model has an intermediate_size of its own.
         check_int("moe.intermediate_size", self.intermediate_size, 1, MAX_INNER)
-        check_int("shared_intermediate_size", self.shared_intermediate_size, 0, MAX_INNER)
+        check_fields(self)
+        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
         check_int("n_shared_experts", self.n_shared_experts, 0, MAX_INNER // self.intermediate_size)
-        check_number("routed_scaling_factor", self.routed_scaling_factor, 1e-6, 1e6)
-        check_flags(self, ("norm_topk_prob", "score_correction_bias", "router_bias", "expert_bias"))
-        if self.scoring_func not in _SCORING_FUNCS:
-            raise Unsupported(
-                "scoring_func", value=self.scoring_func, wanted=f"this build has {', '.join(_SCORING_FUNCS)}"
-            )
         if self.shared_intermediate_size and self.n_shared_experts:
             raise InvalidInput(
                 "shared_intermediate_size",
@@ -119,21 +115,17 @@ class LatentConfig:
         InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
     """
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    index_n_heads: int | None = None
+    kv_lora_rank: Annotated[int, Limits(1, 1 << 16)]
+    qk_nope_head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    qk_rope_head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    v_head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    q_lora_rank: Annotated[int | None, Limits(1, 1 << 16)] = None
+    index_n_heads: Annotated[int | None, Limits(1, 1 << 16, also="")] = None
     index_head_dim: int | None = None
-    index_topk: int | None = None
+    index_topk: Annotated[int | None, Limits(1, 1 << 24, also="")] = None
 
     def __post_init__(self) -> None:
-        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            check_int(name, getattr(self, name), 1, MAX_HEAD_DIM)
-        check_int("kv_lora_rank", self.kv_lora_rank, 1, 1 << 16)
-        if self.q_lora_rank is not None:
-            check_int("q_lora_rank", self.q_lora_rank, 1, 1 << 16, also=", or None")
+        check_fields(self)
         self._check_indexer()
 
     def _check_indexer(self) -> None:
@@ -145,10 +137,8 @@ class LatentConfig:
             raise InvalidInput(f"{', '.join(given)} of {', '.join(names)} given; an indexer has all three.")
         if self.q_lora_rank is None:
             raise InvalidInput("q_lora_rank", value=None, wanted="an indexer's queries come from the compressed query")
-        check_int("index_n_heads", self.index_n_heads, 1, 1 << 16)
         # The rest of a key is not rotated.
         check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
-        check_int("index_topk", self.index_topk, 1, 1 << 24)
 
     @property
     def qk_head_dim(self) -> int:
@@ -183,10 +173,3 @@ def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int
                 wanted=f"layer {layer} has the window {window}, and none of the {own} layers with keys and values has",
             )
     return (*[None] * own, *(last[window] for window in windows[own:]))
-
-
-def check_flags(config: object, names: tuple[str, ...]) -> None:
-    """Raises InvalidInput unless every named attribute is a bool."""
-    for name in names:
-        if not isinstance(getattr(config, name), bool):
-            raise InvalidInput(name, value=getattr(config, name), wanted="it must be true or false")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import Limits, check_fields
 
-__all__ = ["MAX_CONTEXT", "ROPE_KEYS", "RopeScaling", "check_number"]
+__all__ = ["MAX_CONTEXT", "ROPE_KEYS", "RopeScaling"]
 
 #: Of any model, in tokens.
 MAX_CONTEXT = 1 << 24
+Factor: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]
 _ORIGINAL = "original_max_position_embeddings"
 #: The keys of each type: those that it needs, and those that it may have.
 ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -56,34 +57,23 @@ class RopeScaling:
     """
 
     rope_type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    factor: Annotated[float, Limits(1.0, 1e6)]
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
+    original_max_position_embeddings: Annotated[int, Limits(2, MAX_CONTEXT)] = 8192
+    attention_factor: Factor | None = None
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    truncate: Annotated[bool, Limits(wanted="true or false")] = True
+    mscale: Annotated[float | None, Limits(0.0, 1e6)] = None
+    mscale_all_dim: Annotated[float | None, Limits(0.0, 1e6)] = None
+    short_factor: tuple[Factor, ...] = ()
+    long_factor: tuple[Factor, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_KEYS:
             raise Unsupported("rope_type", value=self.rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
-        check_number("rope_scaling.factor", self.factor, 1.0, 1e6)
-        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            check_number(f"rope_scaling.{name}", getattr(self, name), 1e-6, 1e6)
-        for name, low in (("attention_factor", 1e-6), ("mscale", 0.0), ("mscale_all_dim", 0.0)):
-            if getattr(self, name) is not None:
-                check_number(f"rope_scaling.{name}", getattr(self, name), low, 1e6)
-        if not isinstance(self.truncate, bool):
-            raise InvalidInput("rope_scaling.truncate", value=self.truncate, wanted="it must be true or false")
-        for name in ("short_factor", "long_factor"):
-            for index, value in enumerate(getattr(self, name)):
-                check_number(f"rope_scaling.{name}[{index}]", value, 1e-6, 1e6)
-        check_int(f"rope_scaling.{_ORIGINAL}", self.original_max_position_embeddings, 2, MAX_CONTEXT)
+        check_fields(self, prefix="rope_scaling.")
         if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise InvalidInput(
                 "rope_scaling.high_freq_factor",
@@ -100,13 +90,3 @@ class RopeScaling:
                     f"has {len(getattr(self, name))} entries",
                     f"it must have {rotary_dim // 2}, one for each rotated pair",
                 )
-
-
-def check_number(name: str, value: object, low: float, high: float) -> None:
-    """Raises InvalidInput unless `value` is a finite number, and no bool, from `low` to `high`."""
-    # An int may be larger than any float, so it is compared, never converted.
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_finite:
-        raise InvalidInput(name, value=value, wanted=f"it must be a finite number from {low:g} to {high:g}")
-    if not low <= value <= high:
-        raise InvalidInput(name, value=value, wanted=f"it must be from {low:g} to {high:g}")

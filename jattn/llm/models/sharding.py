@@ -21,7 +21,7 @@ from jattn.llm.models.logical_axes import logical_axes
 from jattn.llm.models.quantized import QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.nn.kv_scales import paged_layers
+from jattn.nn.paged_layers import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.llm.load.folder import check_folder, read_object
-from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig
+from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
 from jattn.llm.testing.layers import LayerRow, layer_rows
 from jattn.llm.testing.measure import Truth, compare_tokens, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
@@ -112,7 +112,7 @@ def compare_with_torch(
         exact_side = None
         if layers or not TorchDecoder.serves(torch_config):
             exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
-        stack.enter_context(suitable_threads(config.num_parameters))
+        stack.enter_context(suitable_threads(num_parameters(config)))
         # With an encoder, prompts are its inputs, and the generation begins with one token.
         inputs = tokens if config.encoder is not None else []
         prompts_fed = [(config.decoder_start_token_id or 0,) for _ in inputs] or tokens
@@ -254,13 +254,13 @@ def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) 
             raise InvalidInput(f"dtype is {dtype!r} and the Decoder's is {config.dtype!r}; leave dtype out.")
         with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
             save_model(folder, model, config)
-            yield _Subject(model, None, Path(folder), f"Decoder ({config.num_parameters:,} parameters)")
+            yield _Subject(model, None, Path(folder), f"Decoder ({num_parameters(config):,} parameters)")
         return
     folder = embedded_model_folder() if model is None else check_folder(model)
     has_tokenizer = (folder / "tokenizer.json").exists()
     decoder, config, tokenizer = load_model(folder, dtype=dtype or "float32", with_tokenizer=has_tokenizer)
     name = "embedded model" if model is None else folder.resolve().name
-    yield _Subject(decoder, tokenizer, folder, f"{name} ({config.num_parameters:,} parameters)")
+    yield _Subject(decoder, tokenizer, folder, f"{name} ({num_parameters(config):,} parameters)")
 
 
 def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:

@@ -20,7 +20,7 @@ from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.base.specs import PAD_SLOT_ID
 
-__all__ = ["HeldCache", "PagedCache", "check_held", "decode_held", "new_held_cache"]
+__all__ = ["ModuleCache", "PagedCache", "check_module_cache", "decode_module_cache", "new_module_cache"]
 
 
 class PagedCache(nnx.Cache):
@@ -64,7 +64,7 @@ class PagedCache(nnx.Cache):
             )
 
 
-class HeldCache(NamedTuple):
+class ModuleCache(NamedTuple):
     """The arrays of a held cache.
 
     Attributes:
@@ -88,9 +88,9 @@ class HeldCache(NamedTuple):
         return self.blocks_per_sequence * self.key.shape[1]
 
 
-def new_held_cache(
+def new_module_cache(
     batch_dims: Sequence[int], max_length: int, core: PagedAttention, dtype: Any, block_size: int
-) -> HeldCache:
+) -> ModuleCache:
     """Returns an empty cache; zeros, because what lies in an unwritten slot must be finite.
 
     Raises:
@@ -101,10 +101,10 @@ def new_held_cache(
             raise InvalidInput(f"{name} is {size!r}; it must be an int of at least 1.")
     num_blocks = 1 + math.prod(batch_dims) * -(-max_length // block_size)
     shape = (num_blocks, block_size, core.num_kv_heads, core.head_dim)
-    return HeldCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(tuple(batch_dims), jnp.int32))
+    return ModuleCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(tuple(batch_dims), jnp.int32))
 
 
-def check_held(cache: HeldCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
+def check_module_cache(cache: ModuleCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
     """Refuses a cache that a donated step consumed, and one of another module or batch.
 
     Raises:
@@ -119,16 +119,16 @@ def check_held(cache: HeldCache, batch_dims: Sequence[int], core: PagedAttention
         )
 
 
-def decode_held(
+def decode_module_cache(
     core: PagedAttention,
     query: jax.Array,
     new: tuple[jax.Array, jax.Array] | None,
-    cache: HeldCache,
+    cache: ModuleCache,
     *,
     lengths: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
     **options: Any,
-) -> tuple[jax.Array, HeldCache]:
+) -> tuple[jax.Array, ModuleCache]:
     """Appends each row's new tokens to its sequence and attends to the whole of it; any number of tokens at once.
 
     Args:
@@ -136,7 +136,7 @@ def decode_held(
             only read: cross attention.
         query: [batch..., length, num_heads, head_dim].
         new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
-        cache: see `HeldCache`.
+        cache: see `ModuleCache`.
         lengths: int32[batch...], real tokens of each row of queries; None for all.
         key_lengths: the same of keys, in cross attention alone.
         **options: what the core takes with each call.
@@ -188,14 +188,14 @@ def decode_held(
     out, (key, value) = core(packed, key, value, (cache.key, cache.value), metadata, **options)
     out = queries.unpack(out).astype(query.dtype).reshape(sequences, length, *out.shape[1:])
     out = jnp.where(overflow[:, None, None, None], jnp.nan, out)
-    return out.reshape(*batch_dims, *out.shape[1:]), HeldCache(key, value, after.reshape(cache.seq_lens.shape))
+    return out.reshape(*batch_dims, *out.shape[1:]), ModuleCache(key, value, after.reshape(cache.seq_lens.shape))
 
 
 def _rows(array: jax.Array) -> jax.Array:
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
-def _check_room(cache: HeldCache, after: jax.Array) -> None:
+def _check_room(cache: ModuleCache, after: jax.Array) -> None:
     # What is traced has no values.
     if isinstance(after, Tracer):
         return
