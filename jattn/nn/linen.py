@@ -16,6 +16,7 @@ from jattn.nn.module_cache import ModuleCache, check_module_cache, decode_module
 from jattn.nn.options import AlibiSlopes, AttentionChunk, Implementation, LogitsSoftCap, Rope, Scale, SlidingWindow
 from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import check_fields
 
 __all__ = ["MultiHeadAttention"]
 
@@ -57,6 +58,10 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     block_size: int = 16
     kv_cache_dtype: Any = None
     deterministic_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, of_numpy=True)
+        super().__post_init__()
 
     @linen.compact
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]

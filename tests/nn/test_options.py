@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, PagedAttention
+from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, PagedAttention, linen
 from jattn.nn.options import FlaxOptions
 from torch_core.base.errors import InvalidInput
 
@@ -43,6 +43,11 @@ OF_MODULE: dict[str, tuple[Any, str]] = {
     "kernel_init": (0.02, "kernel_init is 0.02; it must be a function."),
     "rngs": (0, "rngs is 0; it must be a Rngs."),
 }
+OF_LINEN: dict[str, tuple[Any, str]] = {
+    "max_length": ("8", "max_length is '8'; it must be an int, or None."),
+    "dropout_rate": ("0.1", "dropout_rate is '0.1'; it must be a finite number."),
+    "use_bias": (None, "use_bias is None; it must be True or False."),
+}
 OF_CORE: dict[str, tuple[Any, str]] = {
     "causal": (None, "causal is None; it must be True or False."),
     "value_head_dim": ("8", "value_head_dim is '8'; it must be an int, or None."),
@@ -69,6 +74,12 @@ def test_multi_head_attention_refuses_a_wrong_option_at_construction(option: dic
     arguments: dict[str, Any] = {"rngs": nnx.Rngs(0), **option}
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}"):
         MultiHeadAttention(4, 16, **arguments)
+
+
+@pytest.mark.parametrize(("option", "message"), cases(SHARED, OF_LINEN))
+def test_the_linen_twin_refuses_a_wrong_option_at_construction(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}"):
+        linen.MultiHeadAttention(4, **option)
 
 
 @pytest.mark.parametrize(("option", "message"), cases(SHARED, OF_CORE))

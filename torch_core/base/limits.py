@@ -45,9 +45,9 @@ __all__ = ["Choices", "Limits", "check_fields", "checked", "limits_of"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Check: TypeAlias = Callable[[str, Any], None]
-#: The classes of a number, for fields and for arguments of functions: these may be numpy's.
-_FIELD_NUMBERS: dict[type, Any] = {int: int, float: (int, float)}
-_ARGUMENT_NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
+#: The classes of Python's numbers, and those that include numpy's.
+_OF_PYTHON: dict[type, Any] = {int: int, float: (int, float)}
+_OF_NUMPY: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Choices:
         object.__setattr__(self, "error", error)
 
 
-def check_fields(instance: Any, *, prefix: str = "") -> None:
+def check_fields(instance: Any, *, prefix: str = "", of_numpy: bool = False) -> None:
     """Checks every field of a dataclass against its annotation.
 
     Numbers, flags, texts, classes, tuples of them and `None` are checked; `Any` and other annotations are not. A bool
@@ -120,11 +120,12 @@ def check_fields(instance: Any, *, prefix: str = "") -> None:
     Args:
         instance: the dataclass.
         prefix: text before the field's name in a message, such as "rope_scaling.".
+        of_numpy: accept numpy's numbers as well as Python's.
 
     Raises:
         InvalidInput: a value of another type or out of range; the message names the field.
     """
-    for name, check in _checks_of(type(instance)):
+    for name, check in _checks_of(type(instance), of_numpy):
         check(prefix + name, getattr(instance, name))
 
 
@@ -164,7 +165,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         for name in options:
             arguments.update(arguments.pop(name, {}))
-        for name, check in _checks_of(function):
+        for name, check in _checks_of(function, of_numpy=True):
             if name in arguments:
                 check(name, arguments[name])
         return function(*args, **kwargs)
@@ -187,15 +188,15 @@ def _listed(function: Callable[..., Any], signature: inspect.Signature) -> inspe
 
 
 @functools.cache
-def _checks_of(declaration: Any) -> tuple[tuple[str, _Check], ...]:
+def _checks_of(declaration: Any, of_numpy: bool) -> tuple[tuple[str, _Check], ...]:
     """Returns a check for each name that a dataclass, a function or a TypedDict annotates."""
     hints = get_type_hints(declaration, include_extras=True)
-    classes = _FIELD_NUMBERS if is_dataclass(declaration) else _ARGUMENT_NUMBERS
+    classes = _OF_NUMPY if of_numpy else _OF_PYTHON
     names = [field.name for field in fields(declaration)] if is_dataclass(declaration) else list(hints)
     checks: list[tuple[str, _Check]] = []
     for name in names:
         if get_origin(hints[name]) is Unpack:
-            checks += _checks_of(get_args(hints[name])[0])
+            checks += _checks_of(get_args(hints[name])[0], of_numpy)
         elif name != "return" and (check := _check_of(hints[name], classes)) is not None:
             checks.append((name, check))
     return tuple(checks)
