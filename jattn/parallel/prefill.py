@@ -96,7 +96,7 @@ def ring_attention(
         raise Unsupported(
             "sliding_window",
             value=sliding_window,
-            wanted="in a ring most steps would carry keys that nobody sees. Use all_gather_attention",
+            wanted="in a ring most steps would carry keys that no query sees. Use all_gather_attention",
         )
     options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
     options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap, "use_alibi_sqrt": False}

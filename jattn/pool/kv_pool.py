@@ -408,7 +408,7 @@ class KVPool:
                     f"tensors[{index}]",
                     f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
                     f"{first.dtype} {tuple(first.shape)} on {first.device}",
-                    "they must be alike",
+                    "they must have one shape and dtype",
                 )
         if first.device.type != "cuda":
             raise Unsupported(

@@ -101,7 +101,7 @@ PAGED_STRIDES = strides()._replace(limit=_paged_strides)
 DERIVATIVE = Served(
     "reverse derivatives",
     {
-        "triton": "of queries, keys, values, ALiBi slopes and sinks, dense and paged; not beside other biases",
+        "triton": "of queries, keys, values, ALiBi slopes and sinks, dense and paged; not together with other biases",
         "torch": "the same",
         "xla": "of everything, forward ones too",
     },

@@ -216,5 +216,5 @@ def check_chosen_values(call: LatentCall[Any], topk_indices: Any) -> None:
         token, place = np.argwhere(bad)[0].tolist()
         raise InvalidInput(
             f"topk_indices[{token}, {place}] is {rows[token, place]}; the query's sequence has {tokens[token]} tokens. "
-            "Where there is no key stands -1."
+            "Use -1 for an entry without a key."
         )

@@ -144,7 +144,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         if output is None:
             raise InvalidInput("output is None; pass a tensor of num_heads * v_head_dim columns, which forward writes.")
         if output_scale is not None or output_block_scale is not None:
-            raise Unsupported("an output scale is given; latent attention stores what it computes.")
+            raise Unsupported("an output scale is given; latent attention does not scale its output.")
         if attn_metadata is None:
             return output.zero_()
         if self.need_to_return_lse_for_decode:
@@ -206,7 +206,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         if prefill is None:
             raise InvalidInput("the metadata has no prefill; forward_mha attends for prefill rows.")
         if output_scale is not None:
-            raise Unsupported("an output scale is given; latent attention stores what it computes.")
+            raise Unsupported("an output scale is given; latent attention does not scale its output.")
         starts, longest = prefill.query_start_loc, prefill.max_query_len
         key, value = self._expanded(kv_c_normed, k_pe)
         call = DenseCall(

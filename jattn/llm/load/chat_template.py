@@ -276,7 +276,7 @@ def _to_json(
 ) -> str:
     # Not jinja2's: that escapes for HTML.
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_INDENT):
-        raise InvalidInput(f"the chat template indents JSON by what is not from 0 to {_MAX_INDENT}.")
+        raise InvalidInput(f"the chat template indents JSON by a value outside 0 to {_MAX_INDENT}.")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     parts, length = [], 0
     for part in encoder.iterencode(value):

@@ -64,7 +64,7 @@ class TextTokenizer:
         described = json.loads(self.tokenizer.to_str())
         added = described["added_tokens"]
         described["added_tokens"] = [token for token in added if token["id"] < vocab_size]
-        with _failures(f"{_NAME} has added tokens above the model's {vocab_size}, and is none without them"):
+        with _failures(f"{_NAME} has added tokens above the model's {vocab_size}, and is invalid without them"):
             rest = Tokenizer.from_str(json.dumps(described))
         found = TextTokenizer(rest, self.chat_template, self.special_tokens, self.tool_chat_template)
         if found.vocab_size > vocab_size:
