@@ -1,9 +1,9 @@
-"""One engine over the devices of several processes: the first schedules, the others do what it says.
+"""One engine over the devices of several processes: the first schedules, the others repeat its operations.
 
-Every process builds the same engine of the same model. What the first one does to the devices it announces before, and
-the others do the same: XLA's collectives need every process to run every program. Announcements go through the
-key-value store of JAX's coordination service, and not through a collective: that would wait in the devices' queues
-behind the steps in flight, and an engine without requests would sit in one until it times out.
+Every process builds the same engine of the same model. The first process announces each device operation, and the
+others repeat it, because XLA's collectives need every process to run every program. Announcements use the key-value
+store of JAX's coordination service, not a collective: a collective would wait in the devices' queues for the steps in
+flight, and an engine without requests would wait in one until it times out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 #: Of silence until JAX's coordination service takes a process for dead and ends the others.
 HEARTBEAT_SECONDS = 20
-# A message is deleted when so many others came after it. A step is a collective, so the others are never as far behind.
+# A message is deleted after this number of later messages. A step is a collective, so no process is that far behind.
 _KEPT = 64
 # Of weights that every process has, norms and biases, those up to this size are compared.
 _SMALL_BYTES = 1 << 16
@@ -56,8 +56,8 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
     """Makes this process one of several; call it before anything asks for a device.
 
     Args:
-        coordinator: HOST:PORT of the first process; None, with the others, for what JAX detects (SLURM, Kubernetes,
-            Open MPI).
+        coordinator: HOST:PORT of the first process; None (for the other arguments too) if JAX detects it (SLURM,
+            Kubernetes, Open MPI).
         num_processes: of all.
         process_id: of this one, from 0.
 
@@ -84,7 +84,7 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
 
 
 def tell_failure(text: str) -> None:
-    """Answers what the others will ask next with why this process is not there; it may be alone.
+    """Answers the other processes' next question with the reason why this process is missing; it may be alone.
 
     They would wait for its answer, and this process at its end, as JAX has it, for them.
     """
@@ -96,21 +96,22 @@ def check_agreement(facts: dict[str, Any]) -> None:
     """Refuses processes that would run different programs; nothing happens in a single one.
 
     Args:
-        facts: by name what all must agree on; their text is compared. Versions of packages are added.
+        facts: values by name that must be equal in all processes; their text is compared. Versions of packages are
+            added.
 
     Raises:
-        InvalidInput: a process differs from the first one; the names of what differs are given, and what it is here.
+        InvalidInput: a process differs from the first one; the message has the names and the local values.
     """
     if jax.process_count() == 1:
         return
-    # What is imported, installed or not: sources on a path have no metadata, or those of another copy.
+    # Versions of the imported modules: sources on a path have no metadata, or those of another copy.
     packages = ("jattn", "jax", "jaxlib", "flax", "numpy")
     facts = {**{name: importlib.import_module(name).__version__ for name in packages}, **facts}
     found = _differing(list(facts.values()))
     if found is not None:
         process, differing = found
         name, value = list(facts.items())[differing[0]]
-        # All processes come here together. What of it differs is looked for where all have as many parts.
+        # All processes reach this point together. The differences are searched if all have the same number of parts.
         parts = _parts(value)
         closer = _differing([len(parts), *(each for _, each in parts)])
         if len(parts) > 1 and closer is not None and 0 not in closer[1]:
@@ -124,9 +125,10 @@ def check_agreement(facts: dict[str, Any]) -> None:
 
 
 def model_facts(model: nnx.Module) -> tuple[Any, ...]:
-    """Returns what processes must agree on of a model beyond its `PagedSpec`: all that decides its programs.
+    """Returns a model's facts, beyond its `PagedSpec`, that all processes must share, as its programs depend on them.
 
-    Of weights nobody has another's part to compare; the small ones that all have tell most checkpoints apart.
+    A process cannot compare other processes' parts of the weights; the small weights, which all have, differ between
+    most checkpoints.
     """
     served = [module for _, module in nnx.iter_modules(model) if hasattr(module, "paged_spec")]
     configs = [config for each in served if is_dataclass(config := getattr(each, "config", None))]
@@ -143,7 +145,7 @@ def model_facts(model: nnx.Module) -> tuple[Any, ...]:
 
 
 def _differing(values: list[Any]) -> tuple[int, list[int]] | None:
-    """Returns the first process whose values are not those of the first one, and the indices of what differs."""
+    """Returns the first process whose values differ from those of process 0, and the indices of the differences."""
     every = _of_all([_digest(value) for value in values])
     for process, found in enumerate(every):
         if found != every[0]:
@@ -153,7 +155,7 @@ def _differing(values: list[Any]) -> tuple[int, list[int]] | None:
 
 
 def _of_all(numbers: list[int]) -> list[list[int]]:
-    """Returns what each process gave, in their order.
+    """Returns the values of all processes, in order.
 
     Not by a collective: where processes have run different programs until here, it would wait for ever.
     """
@@ -187,17 +189,17 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def check_together(check: Callable[[], Result]) -> Result:
-    """Runs a check in every process, which all must call, and returns what it returns; or it fails in all.
+    """Runs a check in every process (all must call this), and returns its result; a failure fails in all.
 
     Raises:
         InvalidInput: it failed elsewhere; the first such process is named.
-        BaseException: what it failed with here.
+        BaseException: the local failure of the check.
     """
     found, failure = [], None
     try:
         found.append(check())
     except BaseException as error:
-        # Whatever it is, the others wait for what this process says.
+        # Catch every exception: the others wait for this process's answer.
         failure = error
     failed = np.flatnonzero(multihost_utils.process_allgather(np.array([failure is not None])))
     if failure is not None:
@@ -258,7 +260,7 @@ def _client() -> Any:
 
 
 def _awaited(client: Any, key: str) -> bytes:
-    """Returns what a key stands for, however long that takes to come."""
+    """Returns the value of a key, and waits for it without a limit."""
     while True:
         try:
             return client.blocking_key_value_get_bytes(key, _POLL_MILLISECONDS)
@@ -272,7 +274,7 @@ def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, nu
 
     Args:
         mesh: of the engine.
-        facts: returns what all processes must agree on, besides versions.
+        facts: returns the values that must be equal in all processes, in addition to versions.
         num_host_blocks: of the engine.
 
     Raises:
@@ -329,5 +331,5 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-#: Called with a name and arguments before the first process does what they say.
+#: Called with a name and arguments before the first process runs the operation.
 Announce = Callable[..., None]

@@ -19,15 +19,14 @@ _FEWEST_OF_PROMPT, _MOST_OF_PROMPT = 4, 24
 class Detokenizer:
     """Decodes one request's output incrementally.
 
-    The library's `DecodeStream` does it, but for two things that it has no answer to: what is left of a broken
-    character at the end, and bytes that can never become one, at which it raises. Text that might still turn out to be
-    the start of a stop string is held back.
+    The library's `DecodeStream` does it, except for two cases: the rest of a broken character at the end, and bytes
+    that can never become a character, for which it raises. Text that might still turn out to be the start of a stop
+    string is held back.
 
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
-        prompt: what the tokens follow: it decides about a space before the first of them, and may end within a
-            character.
+        prompt: the tokens before: they decide about a space before the first new token, and may end within a character.
         include_stop: cut behind the stop string, not before it.
         min_tokens: tokens in whose text no stop string counts.
         skip_special_tokens: leave them out of the text.
@@ -61,7 +60,7 @@ class Detokenizer:
         self._handed_out = 0
         self.text = ""
         self._decode(self._end_of(prompt), finished=False)
-        # The stream gives out what is broken once it is whole, and then with the text behind it.
+        # The stream returns a broken character once it is complete, together with the text after it.
         self._of_prompt, self.text = self._rest(), ""
         self.num_tokens = 0
         self.stop_string: str | None = None
@@ -121,12 +120,12 @@ class Detokenizer:
 
     def _add(self, new: str) -> None:
         known, self._of_prompt = self._of_prompt, ""
-        # Of what the prompt left the new text may have made something else.
+        # The new text may have changed the prompt's last characters.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(known, new, strict=False))
         self.text += new[sum(1 for _ in same) :]
 
     def _rest(self) -> str:
-        """Decodes what the stream has not given out; the token before decides about a space between."""
+        """Decodes the tokens that the stream has not returned yet; the token before decides about a space."""
         skip = self._skip_special_tokens
         known = self._tokenizer.decode(self._unread[: self._num_context], skip_special_tokens=skip)
         return self._tokenizer.decode(self._unread, skip_special_tokens=skip)[len(known) :]

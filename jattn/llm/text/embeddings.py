@@ -17,7 +17,7 @@ from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["EmbeddingOutput", "EmbeddingRequestOutput", "embed"]
 
-# Rows of a batch, and tokens of one with its padding: what fills a device without holding much.
+# Most rows of a batch, and most tokens of one including padding: they fill a device without using much memory.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 14
 _SHORTEST = 16
 
@@ -106,7 +106,7 @@ def _batches(prompts: Sequence[Sequence[int]], longest: int) -> Iterator[tuple[S
         count = min(len(order), _MOST_ROWS, max(_MOST_TOKENS // width, 1))
         places, order = order[-count:], order[:-count]
         rows = _power_of_two(count)
-        # What pads the rows is a token, so that none is empty.
+        # Padding rows hold one token, so that none is empty.
         tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
         for row, place in enumerate(places):
             lengths[row] = len(prompts[place])

@@ -150,7 +150,7 @@ def _check_text(text: str) -> None:
 
 
 def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    """Returns what is in vLLM's TextPrompt or TokensPrompt."""
+    """Returns the content of vLLM's TextPrompt or TokensPrompt."""
     if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str):
