@@ -1,4 +1,4 @@
-"""The table of what each implementation serves: the rows of all ops, as the tests walk it and the docs print it."""
+"""The table of supported features of each implementation: the rows of all ops, which tests read and the docs print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine tells the `logging` module: events with fields that a JSON formatter can write as they are."""
+"""The engine's records for `logging`: events with fields that a JSON formatter can write directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules refuse before anything runs, at construction and in a call."""
+"""The modules' checks, at construction and in a call, before any computation."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_attention_type(attention_type: str, rope: Any) -> None:
 
 
 def check_cache_dtype(dtype: Any, k_scale: CacheScale, v_scale: CacheScale) -> None:
-    """Refuses what no cache can hold, and int8 without scales."""
+    """Refuses dtypes that no cache can have, and int8 without scales."""
     if dtype is None:
         return
     try:
@@ -112,7 +112,7 @@ def check_inputs(
 
 
 def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any]) -> None:
-    """Refuses a cache without metadata, and what metadata says already."""
+    """Refuses a cache without metadata, and arguments that metadata already contains."""
     if (cache is None) != (metadata is None):
         raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
     if cache is None:
@@ -127,7 +127,7 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
 
 
 def refuse_with_cache(given: Mapping[str, bool]) -> None:
-    """Refuses what a paged cache does not serve."""
+    """Refuses options that a paged cache does not serve."""
     what = next((name for name, is_given in given.items() if is_given), None)
     if what is not None:
         raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")

@@ -18,13 +18,13 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
 
-# Outside jit one program and not one for each primitive; what looks at weights has effects of its own.
+# Outside jit this is one program, not one per primitive; sowing weights has side effects and is not jitted.
 _one_program = jax.jit(ops.masked_attention, static_argnames=("precision", *ops.MASK_OPTIONS), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
 
 
 class Dropout(NamedTuple):
-    """What Flax says of dropout.
+    """Flax's options of dropout.
 
     Attributes:
         rng: a JAX key.
@@ -39,7 +39,7 @@ class Dropout(NamedTuple):
     batch_dims: tuple[int, ...]
 
     def drop(self, weights: jax.Array) -> jax.Array:
-        """Drops of [batch, heads, length, key_length]; in the shapes that flax draws in, so what flax would drop."""
+        """Drops of [batch, heads, length, key_length], drawn in the shapes of flax, with the same result as in flax."""
         heads, *lengths = weights.shape[1:]
         shape = (*(1 for _ in self.batch_dims), 1, *lengths) if self.broadcast else (*self.batch_dims, heads, *lengths)
         keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, shape)
@@ -97,7 +97,7 @@ def attention_fn(
             0. `key_lengths` is `lengths` where queries and keys are equally many.
         deterministic_gradients: `deterministic` of `jattn.attention`; here that is flax's word for no dropout.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
-        force_fp32_for_softmax: the softmax is float32 whatever this says.
+        force_fp32_for_softmax: accepted; the softmax is always float32.
         qk_attn_weights_einsum, attn_weights_value_einsum: None.
         **options: how scores are masked, scaled and biased, as in `jattn.attention`.
 
@@ -229,7 +229,7 @@ def dense_attention(
 
 
 def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
-    """Returns the packed call of a padded batch without its arrays: what chooses an implementation reads none."""
+    """Returns the packed call of a padded batch without its arrays: the choice of an implementation reads none."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
     packed = (jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in (query, key, value))
     starts = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)

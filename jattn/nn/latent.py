@@ -44,7 +44,7 @@ class MultiHeadLatentAttention(nnx.Module):
         use_bias: of the projections from and to the features (Hugging Face: attention_bias).
         epsilon: of the RMS norms.
         dtype, param_dtype, kernel_init: as flax's.
-        k_scale: what a unit of an 8-bit cache is worth, where `kv_scales` does not say it.
+        k_scale: dequantisation scale of an 8-bit cache; None for that of `kv_scales`.
         kv_chunk_size, implementation: see `jattn.mla_attention`.
         deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
         rngs: source of the initial values.
@@ -178,7 +178,7 @@ class MultiHeadLatentAttention(nnx.Module):
         )
 
     def _scale_of(self, cache: jax.Array) -> float | jax.Array | None:
-        """Returns what a unit of a cache is worth; packed rows have scales of their own."""
+        """Returns the dequantisation scale of a cache; packed rows contain their scales."""
         if self.kv_scales is None or cache.dtype.itemsize > 1 or cache.dtype == jnp.uint8:
             return self.k_scale
         return self.kv_scales.k_scale[...]
@@ -195,7 +195,7 @@ class MultiHeadLatentAttention(nnx.Module):
             raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted.format(self.in_features)}.")
         if metadata is not None:
             for latents in jax.tree.leaves(cache):
-                # Of other axes it is no such cache, which the write says.
+                # An array with other axes is not such a cache; the write refuses it.
                 if latents.ndim == 3:
                     metadata.check_blocks("cache", latents.shape[1])
         return metadata.positions(inputs.shape[0]) if metadata is not None and positions is None else positions

@@ -26,13 +26,13 @@ __all__ = ["ModuleCache", "PagedCache", "check_module_cache", "decode_module_cac
 class PagedCache(nnx.Cache):
     """A cache variable of `jattn.nn.MultiHeadAttention`; `nnx.Cache` as a filter finds it too.
 
-    It warns when an update that was traced never leaves the traced function: `jax.jit(f)(module)` whose `f` does not
-    return the module loses what the module wrote, and every later step would attend to a stale cache.
+    It warns if a traced update never leaves the traced function: `jax.jit(f)(module)` loses the module's updates if `f`
+    does not return the module, and every later step would attend to a stale cache.
     """
 
     __slots__ = ("_held", "_unread")
 
-    # Whatever carries a value out of a trace (a pytree, nnx's transformations, a user) reads it under this name.
+    # Every way out of a trace (a pytree, nnx's transformations, a user) reads the value under this name.
     @property
     def _raw_value(self) -> Any:
         object.__setattr__(self, "_unread", False)
@@ -91,7 +91,7 @@ class ModuleCache(NamedTuple):
 def new_module_cache(
     batch_dims: Sequence[int], max_length: int, core: PagedAttention, dtype: Any, block_size: int
 ) -> ModuleCache:
-    """Returns an empty cache; zeros, because what lies in an unwritten slot must be finite.
+    """Returns an empty cache of zeros, because unwritten slots must be finite.
 
     Raises:
         InvalidInput: a size below 1.
@@ -108,7 +108,7 @@ def check_module_cache(cache: ModuleCache, batch_dims: Sequence[int], core: Page
     """Refuses a cache that a donated step consumed, and one of another module or batch.
 
     Raises:
-        InvalidInput: with what it is and what it must be.
+        InvalidInput: the message has the value and the required value.
     """
     refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
     if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
@@ -132,14 +132,14 @@ def decode_module_cache(
     """Appends each row's new tokens to its sequence and attends to the whole of it; any number of tokens at once.
 
     Args:
-        core: causal for self-attention; otherwise the new keys replace what the cache held, and without new ones it is
-            only read: cross attention.
+        core: causal for self-attention; otherwise the new keys replace the cached ones, and without new keys the cache
+            is only read: cross attention.
         query: [batch..., length, num_heads, head_dim].
         new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
         cache: see `ModuleCache`.
         lengths: int32[batch...], real tokens of each row of queries; None for all.
         key_lengths: the same of keys, in cross attention alone.
-        **options: what the core takes with each call.
+        **options: options of the core for this call.
 
     Returns:
         [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0; rows that no longer fit into
@@ -196,7 +196,7 @@ def _rows(array: jax.Array) -> jax.Array:
 
 
 def _check_room(cache: ModuleCache, after: jax.Array) -> None:
-    # What is traced has no values.
+    # Traced arrays have no values.
     if isinstance(after, Tracer):
         return
     # Waited for on any device, as the ops wait for slots and lengths that follow from these; explicitly, which is no

@@ -205,7 +205,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Raises:
             InvalidInput: inputs that do not fit each other, the module or its cache; the state is as before.
-            Unsupported: what a paged cache does not serve.
+            Unsupported: an option that a paged cache does not serve.
         """
         if cache is not None or metadata is not None:
             decode = False
@@ -276,7 +276,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         input_positions: jax.Array | None = None,
         qkv_sharding: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what this layer attends to, [batch..., length, num_kv_heads, head_dim] each, rope applied."""
+        """Returns this layer's keys and values, [batch..., length, num_kv_heads, head_dim] each, with rope applied."""
         if self.key is None or self.value is None:
             raise InvalidInput("a layer with kv_sharing has no keys and values; ask the layer whose cache it reads.")
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -291,8 +291,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Args:
             input_shape: (batch..., max_length, features), as flax's; in cross attention the encoder's.
-            dtype: of the elements; `kv_cache_dtype`, or the dtype of the computation, where it is None (flax's default
-                is float32 whatever the weights are).
+            dtype: element type; None for `kv_cache_dtype`, or else the dtype of the computation (flax's default is
+                always float32).
             block_size: tokens of a block; max_length is rounded up to whole blocks.
             out_sharding: of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
 

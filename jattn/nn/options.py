@@ -90,7 +90,7 @@ Rope: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
 class ScoreOptions(TypedDict):
-    """The options that `PagedAttention` passes to paged and to dense attention alike."""
+    """The options that `PagedAttention` passes to both paged and dense attention."""
 
     scale: float | None
     sliding_window: int | tuple[int | None, int | None] | None

@@ -58,7 +58,7 @@ def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: 
     """
     if lengths is None:
         return None
-    # What is traced has no values; others are fetched explicitly, which is no matter to a transfer guard.
+    # Traced arrays have no values; others are fetched explicitly, which a transfer guard allows.
     found = None if isinstance(lengths, Tracer) else np.asarray(jax.device_get(lengths)).reshape(-1)
     lengths = jnp.asarray(lengths)
     if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):

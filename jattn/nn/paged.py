@@ -1,4 +1,4 @@
-"""The attention core of a decoder layer: what runs between the rotary embedding and the output projection."""
+"""The attention core of a decoder layer, between the rotary embedding and the output projection."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ class PagedAttention(nnx.Module):
             value: float[num_tokens, num_kv_heads, value_head_dim]; None with key.
             kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
             metadata: the step's batch.
-            k_scale, v_scale: what a stored unit is worth, for a quantised cache: written and read with it; None for
-                what `kv_scales` says.
-            **options: what else `jattn.paged_attention` takes with each call.
+            k_scale, v_scale: dequantisation scales of a quantised cache, for writing and reading; None for those of
+                `kv_scales`.
+            **options: further options of `jattn.paged_attention` for this call.
 
         Returns:
             float[num_tokens, num_heads, value_head_dim] and the updated cache.
@@ -185,7 +185,7 @@ class PagedAttention(nnx.Module):
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
         shape = jax.tree.leaves(kv_cache)[0].shape
-        # Of fewer axes it is no such cache, which the write says.
+        # An array with fewer axes is not such a cache; the write refuses it.
         if len(shape) > 3:
             metadata.check_blocks("kv_cache", shape[-3])
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
@@ -212,7 +212,7 @@ class PagedAttention(nnx.Module):
         slot_mapping: jax.Array,
         **scales: Unpack[ops.CacheScales],
     ) -> _Cache:
-        """Returns the cache with these keys and values in it, and attends to nothing: what an encoder leaves behind.
+        """Returns the cache with these keys and values written, without attention; for an encoder's output.
 
         Args:
             key, value, kv_cache: as in a call.
@@ -244,7 +244,7 @@ class PagedAttention(nnx.Module):
         return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
 
     def scales_of(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
-        """Returns what a call or a write brings, or the layer's own for an 8-bit cache."""
+        """Returns the scales of a call or a write, or the layer's own for an 8-bit cache."""
         if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
             return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
         return k_scale, v_scale

@@ -25,7 +25,7 @@ def scan_layers(
     kv_cache: _Cache,
     metadata: AttentionMetadata,
 ) -> tuple[jax.Array, _Cache]:
-    """Runs L equal layers one after the other; one layer is traced and compiled, whatever L is.
+    """Runs L equal layers one after the other; only one layer is traced and compiled, for any L.
 
     The pool has L x N blocks, and layer l owns blocks l * N to (l + 1) * N - 1: its tables and slots are shifted by
     that, so that the pool stays one array in the loop's carry, written in place. A stacked cache `[L, N, ...]` would be
@@ -34,12 +34,12 @@ def scan_layers(
     Args:
         step: `step(layer, x, kv_cache, metadata)` returns the next x and the cache.
         layers: a module whose variables have a leading axis of L, as `nnx.vmap` over seeds builds it.
-        x: what the first layer takes.
+        x: input of the first layer.
         kv_cache: [L * N, 2, block_size, num_kv_heads, head_dim], or a pair of caches; consumed.
         metadata: of one layer: block ids below N.
 
     Returns:
-        What the last layer returns, and the cache.
+        The output of the last layer, and the cache.
 
     Raises:
         InvalidInput: blocks that are no multiple of L, or slots beyond an int32.

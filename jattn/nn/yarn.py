@@ -18,8 +18,8 @@ __all__ = ["DeepSeekRoPE", "yarn_kept", "yarn_weight"]
 class DeepSeekRoPE:
     """Rotates the pairs (0, 1), (2, 3) and so on of a head; a function of x[heads, tokens, dim] and positions[tokens].
 
-    The rotated pairs come out apart, all first elements before all second ones: what is multiplied with itself in this
-    order gives the same scores. Without `interleaved`, as in DeepSeek-V3.2's indexer, they also come in like this.
+    The result has all first elements of the rotated pairs before all second ones: queries and keys in the same order
+    give the same scores. Without `interleaved`, as in DeepSeek-V3.2's indexer, they also come in like this.
 
     Attributes:
         dim: elements of a head; even.
@@ -56,7 +56,7 @@ class DeepSeekRoPE:
 
     @property
     def score_factor(self) -> float:
-        """What the scale of the scores is multiplied with beside the rotation: the correction of all, squared."""
+        """The factor of the scores' scale, in addition to the rotation: the square of the overall correction."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(self) -> np.ndarray:
@@ -107,5 +107,5 @@ def yarn_kept(
 
 
 def yarn_weight(factor: float, weight: float) -> float:
-    """Returns what makes up for attention that a context `factor` times as long would flatten."""
+    """Returns the factor that counters the flatter attention over a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

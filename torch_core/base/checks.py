@@ -20,7 +20,7 @@ INT32_MAX = (1 << 31) - 1
 def check_int(name: str, value: Any, low: int, high: int | None = None, *, also: str = "") -> None:
     """Raises InvalidInput unless `value` is an int, and no bool, from `low` to `high`; None for no upper limit.
 
-    The message names the argument, the value and the limits, and `also`, what else would do.
+    The message names the argument, the value and the limits, and `also`, an alternative value.
     """
     if _is_int(value) and low <= value and (high is None or value <= high):
         return

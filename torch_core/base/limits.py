@@ -175,7 +175,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _listed(function: Callable[..., Any], signature: inspect.Signature) -> inspect.Signature:
-    """Returns a signature with the keywords of its TypedDict in place of `**options`."""
+    """Returns a signature with the keywords of its TypedDict instead of `**options`."""
     *parameters, last = signature.parameters.values() or (None,)
     if last is None or last.kind is not last.VAR_KEYWORD:
         return signature

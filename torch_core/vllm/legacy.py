@@ -93,7 +93,7 @@ def compute_slot_mapping(
 class CommonMetadataBuilder:
     """Collects the sequences of a step, group by group, then builds the metadata that a subclass names.
 
-    A subclass sets `_metadata_cls`, a class that takes the keywords of `build`. What the engine gives is read by its
+    A subclass sets `_metadata_cls`, a class that takes the keywords of `build`. The engine's values are read by their
     attributes: the builder's runner (device, pin_memory, graph_block_tables), sliding_window, block_size,
     inter_data_list and chunked_prefill_enabled.
 

@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
 
     @property
     def paged_spec(self) -> PagedSpec:
-        """What the engine needs to know of it."""
+        """The facts that the engine needs about it."""
         config, parallel = self.config, self.parallel
         if config.is_encoder:
             raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")

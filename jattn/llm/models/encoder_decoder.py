@@ -41,7 +41,7 @@ class EncoderDecoder(Decoder):
 
     @property
     def paged_spec(self) -> PagedSpec:
-        """What the engine needs to know of it."""
+        """The facts that the engine needs about it."""
         return replace(
             super().paged_spec,
             max_encoder_len=self.encoder.config.max_position_embeddings,
