@@ -10,20 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core.attention.backward_call import DenseBackwardCall
-from torch_core.attention.call import DenseCall, PagedCall
-from torch_core.attention.cascade import SharedPrefix
-from torch_core.attention.merge_call import MergeCall
 from torch_core.base.specs import ArraySpec
-from torch_core.cache_writes.call import CopyCall, WriteCall
-from torch_core.cache_writes.rotary_call import RotaryWriteCall
-from torch_core.experts.call import ExpertsCall
-from torch_core.experts.routing_call import RouteCall
-from torch_core.latent.call import LatentCall, LatentWriteCall
-from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
 from torch_core.launch.call import Call, array_fields
 
-__all__ = ["Runtime", "array_spec", "empty_outputs", "run", "varying"]
+__all__ = ["Runtime", "array_spec", "empty_outputs", "register_call", "run", "varying"]
 
 #: Adds a call to the traced program, or runs it outside a trace: returns its outputs and the new values of the arrays
 #: that it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
@@ -72,7 +62,8 @@ def array_spec(array: jax.Array | jax.ShapeDtypeStruct) -> ArraySpec:
     return ArraySpec(tuple(array.shape), np.dtype(array.dtype).name)
 
 
-def _register(call_class: type[Call[Any]]) -> None:
+def register_call(call_class: type[Call[Any]]) -> None:
+    """Makes the calls of a class pytrees, whose leaves are their arrays."""
     # Options and scales that are numbers are static: they are part of the compiled program.
     arrays = tuple(array_fields(call_class))
     options = tuple(field.name for field in fields(call_class) if field.name not in arrays)
@@ -92,22 +83,3 @@ def _register(call_class: type[Call[Any]]) -> None:
         return call_class.of(dict(zip((*arrays, *options), (*given, *static[1]), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
-
-
-for _call_class in (
-    PagedCall,
-    LatentCall,
-    DenseCall,
-    DenseBackwardCall,
-    WriteCall,
-    LatentWriteCall,
-    RotaryWriteCall,
-    CopyCall,
-    MergeCall,
-    IndexerCall,
-    ChoiceCall,
-    ExpertsCall,
-    RouteCall,
-    SharedPrefix,
-):
-    _register(_call_class)

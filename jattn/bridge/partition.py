@@ -17,10 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge.calls import Runtime, array_spec
 from jattn.bridge.errors import recorded
-from jattn.bridge.split import HEADS, Split, dims_of, rows_of_a_sequence, split_of
+from jattn.bridge.split import HEADS, Split, dims_of, split_of
 from jattn.bridge.torch_runtime import run_torch
 from torch_core.base.errors import Unsupported
-from torch_core.cache_writes.call import WriteCall
 from torch_core.launch.call import Call
 
 __all__ = ["partitioned"]
@@ -141,15 +140,12 @@ def _rule(parts: _Parts, mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         query_heads, sizes = "(num_kv_heads group)", {"group": num_heads // num_kv_heads}
 
     factors, num_seqs = {"num_heads": query_heads}, getattr(parts.call, "num_seqs", 0)
-    for dim, rows in rows_of_a_sequence(parts.call).items():
+    for dim, rows in parts.call.rows_of_a_sequence().items():
         if rows == 1:
             factors[dim] = "num_seqs"
         elif not any(num_seqs % size for size in mesh.shape.values()):
             factors[dim], sizes[f"{dim}_each"] = f"(num_seqs {dim}_each)", rows
-    if isinstance(parts.call, WriteCall):
-        # A slot for each row.
-        rows_in = {"num_values": parts.call.value, "num_slots": parts.call.slot_mapping}
-        factors |= {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == parts.call.key.shape[0]}
+    factors |= parts.call.equal_axes()
 
     def mapping(name: str) -> list[str]:
         # An axis that is not a plain name, such as num_seqs+1, is a separate factor.

@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from torch_core.attention.backward_call import DenseBackwardCall
-from torch_core.attention.call import AttentionCall, DenseCall
 from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call, array_fields
 
-__all__ = ["HEADS", "Split", "dims_of", "rows_of_a_sequence", "split_of"]
+__all__ = ["HEADS", "Split", "dims_of", "split_of"]
 
 HEADS = ("num_heads", "num_kv_heads")
 _ROWS = ("num_seqs", "num_tokens", "num_keys", "num_values", "num_slots")
@@ -88,13 +86,13 @@ class Split:
                 local = arrays[name] - index * units
                 own = (arrays[name] >= 0) & (local >= 0) & (local < units)
                 arrays[name] = jnp.where(own if own.ndim == 1 else own.all(1, keepdims=True), local, -1)
-        return call.with_arrays(arrays), fits if isinstance(call, AttentionCall) else None
+        return call.with_arrays(arrays), fits if call.splits_sequences else None
 
     def joined(self, call: Call[Any], name: str, result: jax.Array, fits: jax.Array | None) -> jax.Array:
         """Returns a part's result as the whole call's, or NaN if the part's values contradict the shapes."""
         if fits is None or name in call.written:
             return result
-        if isinstance(call, DenseBackwardCall) and not set(dims_of(call, name)) & set(_ROWS):
+        if name.startswith("d_") and not set(dims_of(call, name)) & set(_ROWS):
             # The gradient of arrays that all sequences share.
             result = jax.lax.psum(result, self.rows)
         return jnp.where(fits, result, jnp.asarray(jnp.nan, result.dtype))
@@ -123,16 +121,6 @@ def _num_rows(call: Call[Any]) -> int:
     """Returns the tokens of a call, of which some have results that are no operand's twins."""
     dims = {name: field.dims[0] for name, field in array_fields(type(call)).items()}
     return next(array.shape[0] for name, array in call.arrays().items() if dims[name] == "num_tokens")
-
-
-def rows_of_a_sequence(call: Call[Any]) -> dict[str, int]:
-    """Returns how many rows each sequence has on axes where the shapes promise that all have as many."""
-    if not isinstance(call, AttentionCall) or not call.num_seqs:
-        return {}
-    promised: dict[str, tuple[int, int | None]] = {"num_tokens": (call.num_tokens, call.max_query_len)}
-    if isinstance(call, DenseCall):
-        promised["num_keys"] = (call.key.shape[0], call.max_key_len)
-    return {dim: longest for dim, (rows, longest) in promised.items() if longest and rows == call.num_seqs * longest}
 
 
 def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> Split:
@@ -222,10 +210,10 @@ def _rows_split(
     axes = next(iter(ways))
     parts = math.prod(mesh.shape[axis] for axis in axes)
     by_blocks = axes if any(blocks.values()) else ()
-    if not rows and not isinstance(call, AttentionCall):
+    if not rows and not call.splits_sequences:
         # Each device takes the rows of its own blocks.
         return (), by_blocks
-    if "query_start_loc" in shapes and not isinstance(call, AttentionCall):
+    if "query_start_loc" in shapes and not call.splits_sequences:
         raise Unsupported(
             f"{call.name}: sequences are split by mesh axes as follows: {given}; an indexer's are not cut, since its "
             f"results could not say that they are less even than the shapes promise. {_UNDO}"
@@ -236,8 +224,8 @@ def _rows_split(
         for dim, size in zip(dims_of(call, name), shapes[name], strict=True)
         if dim in _ROWS
     }
-    even = {"num_seqs", *rows_of_a_sequence(call)}
-    if not isinstance(call, AttentionCall):
+    even = {"num_seqs", *call.rows_of_a_sequence()}
+    if not call.splits_sequences:
         # Rows of their own, as many on every axis; a merge may know how many of them have two states.
         plain = len(set(counted.values())) == 1 and getattr(call, "num_tokens_a", None) is None
         even = set(counted) if plain else set()

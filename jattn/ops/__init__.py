@@ -9,13 +9,7 @@ from jattn.ops.attention import (
     paged_attention,
     paged_attention_with_lse,
 )
-from jattn.ops.cache import (
-    CacheScales,
-    merge_states,
-    rotate_and_write,
-    write_kv_cache,
-    write_kv_cache_per_token_head,
-)
+from jattn.ops.cache import CacheScales, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
@@ -23,6 +17,8 @@ from jattn.ops.experts import fused_experts, route_experts
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
 from jattn.ops.masked import masked_attention
+from jattn.ops.merge import merge_states
+from jattn.ops.rotate_and_write import rotate_and_write
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
 from jattn.ops.transforms import RESIDUAL_NAMES

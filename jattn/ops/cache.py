@@ -1,19 +1,21 @@
-"""Writes into the paged cache, and the merge of partial results, on JAX arrays by keywords."""
+"""Writes into the paged cache on JAX arrays: by keywords, and in plain jnp."""
 
 from __future__ import annotations
 
 from typing import Any, TypedDict, TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from jattn.ops.quantise import quantised
 from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
 from torch_core.attention.call import cache_fields
-from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import InvalidInput
-from torch_core.cache_writes.call import WriteCall
-from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.base.specs import LARGEST_CODE, SMALLEST_SCALE
+from torch_core.cache_writes.call import CopyCall, WriteCall
 
-__all__ = ["CacheScales", "merge_states", "rotate_and_write", "write_kv_cache", "write_kv_cache_per_token_head"]
+__all__ = ["CacheScales", "places", "write_in_jnp", "write_kv_cache", "write_kv_cache_per_token_head"]
 
 #: One array, or a pair of a key cache and a value cache: what comes in comes out.
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
@@ -76,53 +78,6 @@ def write_kv_cache(
     return _written(run(call, implementation))
 
 
-def rotate_and_write(
-    qkv: jax.Array,
-    kv_cache: jax.Array,
-    slot_mapping: jax.Array,
-    cos_sin: jax.Array,
-    *,
-    k_scale: float | jax.Array | None = None,
-    v_scale: float | jax.Array | None = None,
-    is_neox_style: bool = True,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
-
-    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
-    Use the returned array and never the old one. Two tokens must not share a slot. The heads cannot be split over
-    devices outside `jax.shard_map`.
-
-    Args:
-        qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_size]: queries, keys and values, as one product makes
-            them.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
-        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
-        cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
-            of a head behind rotated_dim stay as they are.
-        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
-
-    Returns:
-        The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here, or the heads are split.
-    """
-    call = RotaryWriteCall(
-        qkv=qkv,
-        kv_cache=kv_cache,
-        slot_mapping=slot_mapping,
-        cos_sin=cos_sin,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        is_neox_style=is_neox_style,
-    )
-    results = run(call, implementation)
-    return results["out"], results["kv_cache"]
-
-
 def write_kv_cache_per_token_head(
     key: jax.Array,
     value: jax.Array,
@@ -168,41 +123,44 @@ def write_kv_cache_per_token_head(
     return _written(results), results["k_scale_cache"], results["v_scale_cache"]
 
 
-def merge_states(
-    out_a: jax.Array,
-    lse_a: jax.Array,
-    out_b: jax.Array,
-    lse_b: jax.Array,
-    *,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Joins two results over disjoint keys, as if the queries had seen all keys at once.
-
-    The formula of "FlashInfer" (Ye et al. 2025, section 2.2) and of vLLM's merge_attn_states; natural logarithms. A
-    side with lse -inf (or +inf, as some kernels mark an empty row) counts for nothing, whatever its output holds.
-
-    Args:
-        out_a, out_b: float[num_tokens, num_heads, head_size].
-        lse_a, lse_b: float32[num_tokens, num_heads].
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
-
-    Returns:
-        The joined output in the dtype of out_a, and its LSE; zeros and -inf where both sides are empty.
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit.
-        Unsupported: a dtype without an implementation, or an implementation that cannot run here.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> ones, lse = jnp.ones((1, 1, 2)), jnp.zeros((1, 1))
-        >>> out, _ = merge_states(ones, lse, 3 * ones, lse)
-        >>> out.tolist()
-        [[[2.0, 2.0]]]
-    """
-    results = run(MergeCall(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b), implementation)
-    return results["out"], results["lse"]
-
-
 def _written(results: dict[str, jax.Array]) -> Any:
     return results["kv_cache"] if "kv_cache" in results else (results["key_cache"], results["value_cache"])
+
+
+def write_in_jnp(call: WriteCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call."""
+    num_slots = call.slot_mapping.shape[0]
+    blocks, offsets = places(call.slot_mapping, call.num_blocks, call.block_size)
+    found, codes = {}, []
+    new = (("k_scale_cache", call.key, call.k_scale), ("v_scale_cache", call.value, call.v_scale))
+    for name, real, scale in new:
+        real = real[:num_slots]
+        scale_cache = getattr(call, name)
+        if scale_cache is not None:
+            largest = jnp.abs(real.astype(jnp.float32)).max(-1)
+            scale = jnp.maximum(largest / LARGEST_CODE[call.cache_dtype], SMALLEST_SCALE)
+            found[name] = scale_cache.at[blocks, offsets].set(scale, mode="drop")
+            scale = scale[..., None]
+        codes.append(quantised(real, scale, call.cache_dtype))
+    if call.kv_cache is not None:
+        both = jnp.stack(codes, axis=1)
+        found["kv_cache"] = call.kv_cache.at[blocks[:, None], jnp.arange(2), offsets[:, None]].set(both, mode="drop")
+        return found
+    for name, cache, code in zip(("key_cache", "value_cache"), (call.key_cache, call.value_cache), codes, strict=True):
+        found[name] = cache.at[blocks, offsets].set(code, mode="drop")  # type: ignore[union-attr]
+    return found
+
+
+def places(slot_mapping: jax.Array, num_blocks: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns block and offset of each slot. A negative index would wrap around; one past the end is dropped."""
+    return jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size), slot_mapping % block_size
+
+
+def _copy_blocks(call: CopyCall[jax.Array]) -> dict[str, jax.Array]:
+    cache, pairs = call.kv_cache, call.block_mapping
+    sources, targets = jnp.where((pairs >= 0).all(1), pairs.T, jnp.array([[0], [cache.shape[0]]]))
+    return {"kv_cache": cache.at[targets].set(cache[sources], mode="drop")}
+
+
+register(JaxOp(call=WriteCall, jnp=write_in_jnp, jnp_derivative=True))
+register(JaxOp(call=CopyCall, jnp=_copy_blocks))

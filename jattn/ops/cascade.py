@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jattn.bridge.calls import register_call
 from jattn.metadata import PrefixGroups
 from jattn.ops.run import run
 from torch_core.attention import cascade
@@ -79,3 +80,6 @@ def cascade_attention(
         Unsupported: the implementation cannot run here, or the mask depends on the distance to the prefix.
     """
     return cascade.cascade_attention(call, prefix, functools.partial(run, implementation=implementation))
+
+
+register_call(SharedPrefix)

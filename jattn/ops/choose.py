@@ -13,7 +13,7 @@ from jattn.bridge import native, torch_runtime
 from jattn.bridge.calls import Runtime
 from jattn.bridge.platforms import refused_on
 from jattn.ops import xla
-from torch_core.attention.call import PagedCall, TableCall
+from torch_core.attention.call import PagedCall
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec, AttentionSpec, KVCacheSpec, LatentCacheSpec
 from torch_core.latent.call import LatentCall
@@ -57,7 +57,7 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
         if reason is None or unserved(call, "xla") is not None:
             return default
         # One step of generation after the other would be slow, and nobody would know why.
-        _say_once(logging.WARNING if isinstance(call, TableCall) else logging.INFO, call.name, default, reason)
+        _say_once(logging.WARNING if call.reads_cache else logging.INFO, call.name, default, reason)
         return "xla"
     if implementation not in IMPLEMENTATIONS:
         raise InvalidInput(

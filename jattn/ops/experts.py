@@ -1,15 +1,21 @@
-"""A feed-forward layer of experts and its router on JAX arrays."""
+"""A feed-forward layer of experts and its router on JAX arrays: by keywords, and in plain jnp."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.routed import ExpertKernels, chosen_experts, routed_experts
 from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
 from torch_core.experts.call import ExpertsCall
 from torch_core.experts.routing_call import RouteCall
 
 __all__ = ["fused_experts", "route_experts"]
+
+_CHOICE = (
+    "correction_bias", "top_k", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
+)  # fmt: skip
 
 
 def fused_experts(
@@ -121,3 +127,25 @@ def route_experts(
     )
     results = run(call, implementation)
     return results["topk_weights"], results["topk_ids"]
+
+
+def _fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call."""
+    gate_up = ExpertKernels(call.gate_up_kernel, call.gate_up_bias)
+    down = ExpertKernels(call.down_kernel, call.down_bias)
+    out = routed_experts(
+        gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts
+    )
+    return {"out": out.astype(call.result_dtype)}
+
+
+def _route_experts(call: RouteCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call."""
+    logits = jnp.dot(call.hidden_states, call.kernel, preferred_element_type=jnp.float32)
+    options = {name: getattr(call, name) for name in _CHOICE}
+    weights, experts = chosen_experts(logits if call.bias is None else logits + call.bias, **options)
+    return {"topk_weights": weights, "topk_ids": experts}
+
+
+register(JaxOp(call=ExpertsCall, jnp=_fused_experts))
+register(JaxOp(call=RouteCall, jnp=_route_experts))

@@ -1,11 +1,17 @@
-"""Multi-head latent attention on JAX arrays by keywords: attention to cached latents, and their write."""
+"""Multi-head latent attention on JAX arrays, by keywords and in jnp: attention to cached latents, and their write."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from jattn.ops import latents
 from jattn.ops.attention import Request, operation, output, output_and_lse, request_of
+from jattn.ops.attention_jnp import NARROWED, attend_to_blocks
+from jattn.ops.cache import places
+from jattn.ops.quantise import quantised
 from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
 from torch_core.base.errors import InvalidInput
 from torch_core.latent.call import LatentCall, LatentWriteCall
 
@@ -133,3 +139,31 @@ def write_latent_cache(
 
 mla_attention = operation(latent_request, "mla_attention", with_lse=False, of=output)
 mla_attention_with_lse = operation(latent_request, "mla_attention_with_lse", with_lse=True, of=output_and_lse)
+
+
+def _mla_attention(call: LatentCall[jax.Array]) -> dict[str, jax.Array]:
+    return attend_to_blocks(call, _blocks)
+
+
+def _blocks(call: LatentCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows of blocks as keys, and their latents as values."""
+    rows = call.latent_cache[blocks]
+    if call.is_packed:
+        dtype = call.query.dtype if call.query.dtype.itemsize > 1 else jnp.bfloat16
+        rows = latents.unpacked(rows, call.kv_lora_rank).astype(dtype)
+    return rows, rows[..., : call.kv_lora_rank]
+
+
+def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array]:
+    cache, num_slots = call.latent_cache, call.slot_mapping.shape[0]
+    kv_c, k_pe = call.kv_c[:num_slots], latents.rotated(call)
+    if call.is_packed:
+        rows = latents.packed(kv_c, k_pe)
+    else:
+        rows = jnp.concatenate([quantised(part, call.k_scale, cache.dtype.name) for part in (kv_c, k_pe)], axis=1)
+    blocks, offsets = places(call.slot_mapping, *cache.shape[:2])
+    return {"latent_cache": cache.at[blocks, offsets].set(rows, mode="drop")}
+
+
+register(JaxOp(call=LatentCall, jnp=_mla_attention, narrowed=NARROWED))
+register(JaxOp(call=LatentWriteCall, jnp=_write_latent_cache))

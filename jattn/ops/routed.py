@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.activations import gated
-from torch_core.experts.call import ExpertsCall
-from torch_core.experts.routing_call import RouteCall
 
 __all__ = [
     "ExpertKernels",
@@ -18,8 +16,6 @@ __all__ = [
     "by_groups",
     "by_rows",
     "chosen_experts",
-    "fused_experts",
-    "route_experts",
     "routed_experts",
 ]
 
@@ -34,11 +30,6 @@ class ExpertProduct(Protocol):
     def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         """Maps rows `[rows, in]` one by one, each with its own expert."""
         ...
-
-
-_CHOICE = (
-    "correction_bias", "top_k", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +59,6 @@ class ExpertKernels:
 
     def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         return x if self.bias is None else x + self.bias[experts]
-
-
-def fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
-    """Computes a checked call."""
-    gate_up = ExpertKernels(call.gate_up_kernel, call.gate_up_bias)
-    down = ExpertKernels(call.down_kernel, call.down_bias)
-    out = routed_experts(
-        gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts
-    )
-    return {"out": out.astype(call.result_dtype)}
-
-
-def route_experts(call: RouteCall[jax.Array]) -> dict[str, jax.Array]:
-    """Computes a checked call."""
-    logits = jnp.dot(call.hidden_states, call.kernel, preferred_element_type=jnp.float32)
-    options = {name: getattr(call, name) for name in _CHOICE}
-    weights, experts = chosen_experts(logits if call.bias is None else logits + call.bias, **options)
-    return {"topk_weights": weights, "topk_ids": experts}
 
 
 def chosen_experts(

@@ -9,11 +9,9 @@ from jax.core import Tracer
 
 from jattn import bridge
 from jattn.bridge.calls import varying
-from jattn.ops import transforms
+from jattn.ops import transforms, xla
 from jattn.ops.choose import choose, for_this_platform, runtime_of
 from jattn.ops.leaks import refuse_leaked
-from torch_core.attention.backward_call import DenseBackwardCall
-from torch_core.attention.call import BIAS_FIELDS, AttentionCall
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call, array_fields, dtype_name
 from torch_core.launch.serves import refuse_unserved
@@ -72,14 +70,10 @@ def _with_indices_on_host(call: Call[jax.Array], arrays: dict[str, jax.Array]) -
 
 
 def _with_narrow_scores(call: Call[jax.Array]) -> Call[jax.Array]:
-    # A backward call has gradients in the dtypes of its own arrays.
-    if not isinstance(call, AttentionCall) or isinstance(call, DenseBackwardCall):
+    arrays, narrowed = call.arrays(), xla.jax_op(call).narrowed
+    if not narrowed or dtype_name(arrays["query"]) == "float64":
         return call
-    if dtype_name(call.query) == "float64":
-        return call
-    # Scores are float32 then, and tiles of float64 biases need more memory than a kernel has.
-    given = {name: array for name, array in call.arrays().items() if name in (*BIAS_FIELDS, "sinks")}
-    wide = {name: array for name, array in given.items() if dtype_name(array) == "float64"}
+    wide = {name: arrays[name] for name in narrowed if name in arrays and dtype_name(arrays[name]) == "float64"}
     return call.with_arrays({name: jnp.asarray(array).astype(jnp.float32) for name, array in wide.items()})
 
 

@@ -24,13 +24,10 @@ from jax.custom_derivatives import SymbolicZero
 from jattn import bridge
 from jattn.bridge.calls import Runtime, varying
 from jattn.ops import batch, xla
-from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.linear import Arrays, linear_map
 from torch_core.attention.backward_call import backward_of
-from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
+from torch_core.attention.call import AttentionCall
 from torch_core.base.errors import Unsupported
-from torch_core.cache_writes.call import WriteCall
-from torch_core.cache_writes.rotary_call import RotaryWriteCall
 from torch_core.launch.call import Call
 from torch_core.launch.serves import refuse_unserved
 
@@ -71,9 +68,8 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
         names: of the arrays, in the order in which the function takes them.
         way: how it is computed.
     """
-    # Not a backward call, which is a dense one too.
-    attends = type(call) in (DenseCall, PagedCall)
-    function = _attention(call, names, way) if attends else _opaque(call, names, way)
+    own = xla.jax_op(call).backward
+    function = _opaque(call, names, way) if own is None else _attention(call, names, way, own)
 
     def typed(*operands: jax.Array) -> dict[str, jax.Array]:
         # Outside jit the function runs right here; inside, this sees the tracing only.
@@ -83,7 +79,9 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
     return typed
 
 
-def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+def _opaque(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+    op = xla.jax_op(call)
+
     @custom_vmap
     def mapped(*operands: jax.Array) -> dict[str, jax.Array]:
         found = bridge.run(_filled(call, names, operands), way.runtime)
@@ -93,7 +91,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
     def _map(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
         batched = dict(zip(names, in_batched, strict=True))
         given = dict(zip(names, operands, strict=True))
-        if isinstance(call, DenseCall) and batch.folds(call, given, batched):
+        if op.folds and batch.folds(call, given, batched):
             folded = batch.fold(call, given, batched, axis_size)
             results = _opaque(folded.map(lambda _: None), tuple(folded.arrays()), way)(*folded.arrays().values())
             results = {name: x.reshape(axis_size, -1, *x.shape[1:]) for name, x in results.items()}
@@ -109,7 +107,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
 
     @differentiable.defjvp
     def _derive(primals: tuple[jax.Array, ...], tangents: Any) -> tuple[Any, Any]:
-        if not way.chosen and not isinstance(call, WriteCall | RotaryWriteCall):
+        if not way.chosen and not op.jnp_derivative:
             raise _no_derivative(call, way, "second" if isinstance(call, AttentionCall) else None)
         refuse_unserved(_filled(call, names, primals), "xla")
         in_jnp = jax.jvp(lambda *operands: xla.run(_filled(call, names, operands)), primals, tangents)
@@ -118,7 +116,7 @@ def _opaque(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable[..., 
     return differentiable
 
 
-def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[str, jax.Array]]:
+def _attention(call: Any, names: tuple[str, ...], way: Way, own: xla.Backward) -> Callable[..., dict[str, jax.Array]]:
     @jax.custom_jvp
     def attend(*operands: jax.Array) -> dict[str, jax.Array]:
         return _opaque(call, names, way)(*operands)
@@ -129,7 +127,7 @@ def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dic
         named = zip(_RESULTS, RESIDUAL_NAMES, strict=True)
         found = {name: checkpoint_name(found[name], label) for name, label in named}
         results = found if call.with_lse else {"out": found["out"]}
-        missing = _missing_backward(_filled(call, names, operands), found, way)
+        missing = _missing_backward(own.as_dense, _filled(call, names, operands), found, way)
 
         def forward(known: Arrays, tangents: Arrays) -> Arrays:
             if not way.chosen:
@@ -140,7 +138,7 @@ def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dic
             filled = _filled(call, names, known[2:])
             given = [jnp.zeros_like(x) if d_x is None else d_x for x, d_x in zip(known, gradients, strict=False)]
             if missing is None:
-                pulled = _gradients(filled, known, given, way)
+                pulled = _gradients(*own.with_pullback(filled), known, given, way)
                 return tuple(pulled.get(name) for name in moving)
             if not way.chosen:
                 raise missing
@@ -156,9 +154,11 @@ def _attention(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dic
     return attend
 
 
-def _missing_backward(filled: Any, found: dict[str, jax.Array], way: Way) -> Unsupported | None:
+def _missing_backward(
+    as_dense: Callable[[Any], Any], filled: Any, found: dict[str, jax.Array], way: Way
+) -> Unsupported | None:
     """Returns why the implementation has no backward pass for a call with these results; None where it has one."""
-    dense = jax.eval_shape(gathered, filled) if isinstance(filled, PagedCall) else filled
+    dense = jax.eval_shape(as_dense, filled)
     backward = backward_of(dense, **found, d_out=found["out"])
     try:
         backward.check()
@@ -168,11 +168,8 @@ def _missing_backward(filled: Any, found: dict[str, jax.Array], way: Way) -> Uns
     return None
 
 
-def _gradients(filled: Any, found: Arrays, given: list[jax.Array], way: Way) -> dict[str, jax.Array]:
+def _gradients(dense: Any, pull: xla.Pullback, found: Arrays, given: list[jax.Array], way: Way) -> dict[str, jax.Array]:
     """Returns the gradients of a call's arrays by name, from its out and lse, which `found` begins with, and theirs."""
-    dense, pull = filled, _by_operand
-    if isinstance(filled, PagedCall):
-        dense, pull = gathered_with_pullback(filled)
     d_out, *d_lse = given
     pulled = backward_of(dense, out=found[0], lse=found[1], d_out=d_out, d_lse=d_lse[0] if d_lse else None)
     arrays = pulled.arrays()
@@ -187,10 +184,6 @@ def _in_jnp(filled: Any, moving: tuple[str, ...]) -> tuple[Callable[..., Arrays]
         return tuple(results[name] for name in _RESULTS if name in results)
 
     return evaluate, tuple(getattr(filled, name) for name in moving)
-
-
-def _by_operand(gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name.removeprefix("d_"): x for name, x in gradients.items()}
 
 
 def _no_derivative(call: Call[Any], way: Way, kind: str | None) -> Unsupported:

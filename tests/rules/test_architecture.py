@@ -64,13 +64,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache_writes",
         "torch_core.metadata",
     },
-    "jattn.bridge": {
-        "torch_core.launch",
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.experts",
-    },
+    "jattn.bridge": {"torch_core.launch"},
     "jattn.table": set(),
     "jattn.metadata": {"torch_core.metadata"},
     "jattn.ops": {

@@ -114,6 +114,15 @@ class AttentionCall(Call[A]):
         return False
 
     @property
+    def splits_sequences(self) -> bool:
+        """They can."""
+        return True
+
+    def rows_of_a_sequence(self) -> dict[str, int]:
+        """Returns `max_query_len` where all queries can have that length."""
+        return _even(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len))
+
+    @property
     def table_tokens(self) -> int:
         """Tokens that one row of the block tables can hold; 0 without tables."""
         return 0
@@ -392,6 +401,11 @@ class DenseCall(AttentionCall[A]):
         """There are seeds to drop by."""
         return self.dropout_seeds is not None
 
+    def rows_of_a_sequence(self) -> dict[str, int]:
+        """Returns `max_query_len` and `max_key_len` where all sequences can have these lengths."""
+        keys = (self.key.shape[0], self.max_key_len)
+        return _even(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len), num_keys=keys)
+
     @property
     def work(self) -> int:
         """Every query with every key of a sequence."""
@@ -449,6 +463,11 @@ def cache_fields(kv_cache: A | tuple[A, A]) -> dict[str, Any]:
     if len(kv_cache) != 2:
         raise InvalidInput(f"kv_cache is a tuple of {len(kv_cache)}; a pair is a key cache and a value cache.")
     return {"key_cache": kv_cache[0], "value_cache": kv_cache[1]}
+
+
+def _even(num_seqs: int, **axes: tuple[int, int | None]) -> dict[str, int]:
+    """Returns the longest of (rows, longest) for each axis that all sequences of that length fill."""
+    return {axis: longest for axis, (rows, longest) in axes.items() if longest and 0 < rows == num_seqs * longest}
 
 
 def check_static(name: str, size: int) -> None:

@@ -76,6 +76,11 @@ class WriteCall(Call[A]):
         names = ("kv_cache", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
         return tuple(name for name in names if getattr(self, name) is not None)
 
+    def equal_axes(self) -> dict[str, str]:
+        """Returns the axes of values and slots, where there is one for each key."""
+        rows_in = {"num_values": self.value, "num_slots": self.slot_mapping}
+        return {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == self.key.shape[0]}
+
     @property
     def work(self) -> int:
         """The elements of the keys."""

@@ -102,6 +102,19 @@ class Call(Generic[A]):
         return False
 
     @property
+    def splits_sequences(self) -> bool:
+        """Devices can each take whole sequences, where `rows_of_a_sequence` promises that all have as many rows."""
+        return False
+
+    def rows_of_a_sequence(self) -> dict[str, int]:
+        """Returns how many rows each sequence has on axes where the shapes promise that all have as many."""
+        return {}
+
+    def equal_axes(self) -> dict[str, str]:
+        """Returns the axes that are split as another one is: an axis of the same length that counts the same rows."""
+        return {}
+
+    @property
     def work(self) -> int:
         """About how many multiply-adds, or elements to move, a call of specs is."""
         return 0

@@ -1,0 +1,29 @@
+"""Elements of 8-bit arrays in plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from torch_core.base.specs import LARGEST_CODE
+
+__all__ = ["quantised", "scaled"]
+
+
+def quantised(x: jax.Array, scale: jax.Array | float | None, dtype: str) -> jax.Array:
+    """Returns `x / scale` as elements of `dtype`; one-byte types saturate, int8 rounds to the nearest even."""
+    one_byte = dtype in LARGEST_CODE
+    if x.dtype.name == dtype and one_byte:
+        return x
+    if scale is not None or one_byte:
+        x = x.astype(jnp.float32)
+    if scale is not None:
+        x = x / scale
+    if one_byte:
+        x = jnp.clip(x, -LARGEST_CODE[dtype], LARGEST_CODE[dtype])
+    return (jnp.round(x) if dtype == "int8" else x).astype(dtype)
+
+
+def scaled(array: jax.Array, scale: jax.Array | float | None) -> jax.Array:
+    """Returns `array * scale`; None is 1."""
+    return array if scale is None else array * jnp.asarray(scale, array.dtype)

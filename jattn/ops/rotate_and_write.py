@@ -1,0 +1,73 @@
+"""Rotary embedding of queries and keys, and the write of keys and values, on JAX arrays: by keywords, and in jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.cache import write_in_jnp
+from jattn.ops.rotary import rotate
+from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
+from torch_core.cache_writes.call import WriteCall
+from torch_core.cache_writes.rotary_call import RotaryWriteCall
+
+__all__ = ["rotate_and_write"]
+
+
+def rotate_and_write(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    is_neox_style: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
+
+    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    Use the returned array and never the old one. Two tokens must not share a slot. The heads cannot be split over
+    devices outside `jax.shard_map`.
+
+    Args:
+        qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_size]: queries, keys and values, as one product makes
+            them.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
+        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
+        cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
+            of a head behind rotated_dim stay as they are.
+        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
+        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
+
+    Returns:
+        The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here, or the heads are split.
+    """
+    call = RotaryWriteCall(
+        qkv=qkv,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        cos_sin=cos_sin,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        is_neox_style=is_neox_style,
+    )
+    results = run(call, implementation)
+    return results["out"], results["kv_cache"]
+
+
+def _rotate_and_write(call: RotaryWriteCall[jax.Array]) -> dict[str, jax.Array]:
+    heads, value = jnp.split(call.qkv, (call.num_heads + call.num_kv_heads,), axis=1)
+    heads = rotate(heads, call.cos_sin[:, None], is_neox_style=call.is_neox_style)
+    query, key = jnp.split(heads, (call.num_heads,), axis=1)
+    new = {"key": key, "value": value, "slot_mapping": call.slot_mapping, "kv_cache": call.kv_cache}
+    return {"out": query, **write_in_jnp(WriteCall(**new, k_scale=call.k_scale, v_scale=call.v_scale))}
+
+
+register(JaxOp(call=RotaryWriteCall, jnp=_rotate_and_write, jnp_derivative=True))
