@@ -14,7 +14,6 @@ from torch_core.metadata import (
     make_kv_sharing_fast_prefill_common_attn_metadata,
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
-    split_decodes_prefills_and_extends,
     split_prefill_chunks,
 )
 
@@ -35,18 +34,16 @@ def test_reordered_random_batches_can_be_split(seed, random_rows):
         rows = random_rows(rng, block_size=4, num_blocks=256)
         rows = [rows[index] for index in reorder_batch_to_split_decodes_and_prefills(rows, threshold)]
         is_decode = [row.num_computed_tokens > 0 and row.num_new_tokens <= threshold for row in rows]
-        is_extend = [row.num_computed_tokens > 0 and row.num_new_tokens > threshold for row in rows]
         # Short prompts without a context are prefills in the order and decodes by length: leave them out.
         rows = [row for row in rows if row.num_computed_tokens > 0 or row.num_new_tokens > threshold]
         step = build_common_metadata(rows, block_size=4, num_blocks=256, num_seqs=len(rows) + 2)
 
-        split = split_decodes_prefills_and_extends(step, threshold)
+        split = split_decodes_and_prefills(step, threshold)
 
         assert split.num_decodes == sum(is_decode)
-        assert split.num_extends == sum(is_extend)
-        assert split.num_prefills == len(rows) - sum(is_decode) - sum(is_extend)
+        assert split.num_prefills == len(rows) - sum(is_decode)
         assert split.num_decode_tokens == sum(row.num_new_tokens for row in rows[: split.num_decodes])
-        assert sum(split[3:]) == step.num_actual_tokens
+        assert sum(split[2:]) == step.num_actual_tokens
 
 
 def test_a_reorder_keeps_the_order_within_each_part():
@@ -84,15 +81,6 @@ def test_a_decode_behind_a_prefill_is_refused():
     )
     with refuses(message):
         split_decodes_and_prefills(batch((0, 4), (3, 1)))
-
-
-def test_an_extend_behind_a_prefill_is_refused():
-    message = (
-        "row 1 has a context, but row 0 before it has none; extends come before prefills. Order the rows with "
-        "reorder_batch_to_split_decodes_and_prefills."
-    )
-    with refuses(message):
-        split_decodes_prefills_and_extends(batch((0, 4), (3, 2)))
 
 
 def test_a_threshold_below_one_is_refused():

@@ -159,7 +159,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 NEVER = {"torch_core": {"jax", "jaxlib", "flax"}}
 # Files that still import one for types which imports them.
-CIRCLES_OF_TYPES = {"torch_core.vllm.paged_ranks", "jattn.llm.engine.request.outputs"}
+CIRCLES_OF_TYPES = {"jattn.llm.engine.request.outputs"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 
 

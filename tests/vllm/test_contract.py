@@ -12,7 +12,6 @@ import torch
 
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec
-from torch_core.metadata import SequenceRow, build_common_metadata
 from torch_core.vllm import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -30,7 +29,6 @@ from torch_core.vllm import (
     MLADims,
     MultipleOf,
     PagedAttentionMetadata,
-    PerLayerParameters,
     QuantKey,
     TorchAttentionBackend,
     TorchAttentionImpl,
@@ -38,17 +36,11 @@ from torch_core.vllm import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
-    create_fast_prefill_custom_backend,
     get_mla_dims,
-    get_per_layer_parameters,
-    infer_global_hyperparameters,
     is_quantized_kv_cache,
     is_valid_kv_cache_layout,
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
-    subclass_attention_metadata,
 )
 
 BACKENDS = [TritonAttentionBackend, TorchAttentionBackend]
@@ -428,54 +420,3 @@ def test_a_layer_keeps_what_it_was_made_with():
     assert layer.sinks is sinks
     assert (bare.num_kv_heads, bare.alibi_slopes, bare.sinks, bare.kv_cache_dtype) == (4, None, None, "auto")
     assert (bare.spec.window_left, bare.spec.logits_soft_cap) == (None, None)
-
-
-def test_layers_with_equal_options_share_them():
-    layers = {"a": TorchAttentionImpl(4, 32, 0.5, sliding_window=8), "b": TorchAttentionImpl(4, 32, 0.5)}
-    each = get_per_layer_parameters(layers)
-
-    assert each["a"] == PerLayerParameters(window_left=7, logits_soft_cap=None, sm_scale=0.5, has_sinks=False)
-    assert infer_global_hyperparameters({"b": each["b"], "c": each["b"]}) == each["b"]
-    with pytest.raises(
-        InvalidInput, match=r"^layers a and b differ: PerLayerParameters\(window_left=7.*Plan them apart"
-    ):
-        infer_global_hyperparameters(each)
-    with refuses("per_layer_params is empty; there is no layer to take the options from."):
-        infer_global_hyperparameters({})
-
-
-def test_queries_of_drafts_are_reshaped_and_back():
-    query = torch.arange(24.0).view(6, 2, 2)
-
-    by_row = reshape_query_for_spec_decode(query, 2)
-
-    assert by_row.shape == (2, 3, 2, 2)
-    assert torch.equal(reshape_attn_output_for_spec_decode(by_row), query)
-    assert reshape_attn_output_for_spec_decode(query) is query
-    with refuses(
-        "query has shape (6, 2, 2); [num_tokens, num_heads, head_size] with num_tokens a multiple of batch_size, 4, is "
-        "needed."
-    ):
-        reshape_query_for_spec_decode(query, 4)
-    with refuses("attn_output has shape (6,); it must have rank 3 or 4."):
-        reshape_attn_output_for_spec_decode(torch.zeros(6))
-
-
-def test_metadata_can_be_extended():
-    extended = subclass_attention_metadata("Tree", PagedAttentionMetadata, [("depth", int, 3)])
-
-    assert extended.__name__ == "TreePagedAttentionMetadata"
-    assert issubclass(extended, PagedAttentionMetadata)
-    assert extended.__dataclass_fields__["depth"].default == 3
-
-
-def test_a_fast_prefill_backend_keeps_the_queries_of_the_logits():
-    backend = create_fast_prefill_custom_backend("FastPrefill", TorchAttentionBackend)
-    builder: Any = backend.get_builder_cls()(SPEC, ["layer.0"], BuilderConfig(num_heads=4), "cpu")
-    step = build_common_metadata([SequenceRow([3], 0, 3), SequenceRow([5], 2, 1)], block_size=4, num_blocks=8)
-
-    metadata = builder.build(0, step, logits_indices=np.array([2, 3]))
-
-    assert backend.__name__ == "FastPrefillTorchAttentionBackend"
-    assert metadata.query_start_loc.tolist() == [0, 1, 2]
-    assert metadata.seq_lens.tolist() == [3, 3]

@@ -15,10 +15,8 @@ from torch_core.metadata.rows import SequenceRowLike
 
 __all__ = [
     "BatchSplit",
-    "ThreeWaySplit",
     "reorder_batch_to_split_decodes_and_prefills",
     "split_decodes_and_prefills",
-    "split_decodes_prefills_and_extends",
     "split_prefill_chunks",
 ]
 
@@ -29,17 +27,6 @@ class BatchSplit(NamedTuple):
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
-    num_prefill_tokens: int
-
-
-class ThreeWaySplit(NamedTuple):
-    """Where a batch of decodes, extends (chunks with a context) and prefills (without one) divides."""
-
-    num_decodes: int
-    num_extends: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_extend_tokens: int
     num_prefill_tokens: int
 
 
@@ -101,33 +88,6 @@ def split_decodes_and_prefills(
         first, _ = _boundary(lens[:first] != lens[0])
     tokens = int(metadata.query_start_loc[first])
     return BatchSplit(first, metadata.num_reqs - first, tokens, metadata.num_actual_tokens - tokens)
-
-
-def split_decodes_prefills_and_extends(metadata: CommonAttentionMetadata, decode_threshold: int = 1) -> ThreeWaySplit:
-    """Returns where decodes, extends and prefills of a batch divide; padding rows count for none.
-
-    Raises:
-        InvalidInput: the batch is not in the order of `reorder_batch_to_split_decodes_and_prefills`.
-    """
-    two = split_decodes_and_prefills(metadata, decode_threshold)
-    reqs = metadata.num_reqs
-    lens = metadata.query_lens[:reqs]
-    is_prefill = (lens == metadata.seq_lens[:reqs]) & (np.arange(reqs) >= two.num_decodes)
-    first, index = _boundary(is_prefill)
-    if index is not None:
-        raise InvalidInput(
-            f"row {index} has a context, but row {first} before it has none; extends come before prefills. Order the "
-            "rows with reorder_batch_to_split_decodes_and_prefills."
-        )
-    extend_tokens = int(metadata.query_start_loc[first]) - two.num_decode_tokens
-    return ThreeWaySplit(
-        two.num_decodes,
-        first - two.num_decodes,
-        reqs - first,
-        two.num_decode_tokens,
-        extend_tokens,
-        two.num_prefill_tokens - extend_tokens,
-    )
 
 
 def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:

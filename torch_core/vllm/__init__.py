@@ -11,7 +11,6 @@ from torch_core.vllm.capture import *
 from torch_core.vllm.config import *
 from torch_core.vllm.groups import *
 from torch_core.vllm.impl import *
-from torch_core.vllm.layers import *
 from torch_core.vllm.legacy import *
 from torch_core.vllm.mla import *
 from torch_core.vllm.mla_builder import *

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,119 +11,28 @@ from torch import Tensor
 from torch_core import ops
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.cascade import cascade_calls
-from torch_core.attention.context_parallel import merge_parts
+from torch_core.attention.context_parallel import context_call, local_call, merge_parts
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import AttentionSpec
-from torch_core.cache_writes.call import WriteCall
-from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, check_metadata
+from torch_core.vllm.groups import merge_over_group
+from torch_core.vllm.impl import AttentionLayer, check_metadata
+from torch_core.vllm.paged_layer import PagedLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.paged_ranks import forward_over_ranks, no_prompts, part_of_rank, run_part
-from torch_core.vllm.types import (
-    CACHE_DTYPES,
-    FP8_STATIC_TENSOR,
-    AttentionType,
-    ContextParallel,
-    QuantKey,
-    is_quantized_kv_cache,
-)
+from torch_core.vllm.prompt_ranks import PromptShare
+from torch_core.vllm.types import AttentionType
 
 __all__ = ["PagedAttentionImpl"]
 
 _NO_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class PagedAttentionImpl(AttentionImpl):
+class PagedAttentionImpl(PagedLayer):
     """Attention of one layer; the tensors' device decides whether Triton kernels or plain torch compute it.
 
-    Args:
-        num_heads: query heads.
-        head_size: elements of one head.
-        scale: factor on the scores.
-        num_kv_heads: key/value heads; None for as many as query heads.
-        alibi_slopes: one number for each query head, or None.
-        sliding_window: tokens that a query sees, its own included; in encoders that many on either side. None for all.
-        kv_cache_dtype: a name of `CACHE_DTYPES`.
-        logits_soft_cap: scores become `cap * tanh(score / cap)`; None or 0 for off.
-        attn_type: kind of attention of the layer.
-        kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
-        sinks: float [num_heads], a logit without a value in every softmax.
-        device: where the slopes go; that of the queries.
-        attention_chunk: positions of a local-attention chunk; None for none.
-        use_alibi_sqrt: ALiBi with the square root of the distance.
-        context_parallel: this rank's place.
-        cache_group: the allocator's group of layers that the cache belongs to.
+    Args are those of `PagedLayer`.
 
     Raises:
         InvalidInput: an argument is out of range or does not fit the heads.
     """
-
-    can_return_lse_for_decode: ClassVar[bool] = True
-    supports_pcp: ClassVar[bool] = True
-    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
-    min_head_size: ClassVar[int] = 1
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: AttentionType | str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        attention_chunk: int | None = None,
-        use_alibi_sqrt: bool = False,
-        context_parallel: ContextParallel | None = None,
-        cache_group: int = 0,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.attn_type = AttentionType(attn_type)
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.alibi_slopes = None
-        self.context_parallel = context_parallel or ContextParallel()
-        self.context_parallel.refuse_both_kinds()
-        self.cache_group = cache_group
-        self.supports_quant_query_input = True
-        if head_size < self.min_head_size:
-            raise InvalidInput(f"head_size is {head_size}; {type(self).__name__} needs at least {self.min_head_size}.")
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise InvalidInput(f"num_heads is {num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}.")
-        if kv_cache_dtype not in CACHE_DTYPES:
-            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
-        if sliding_window is not None and sliding_window < 1:
-            raise InvalidInput(f"sliding_window is {sliding_window}; it must be at least 1, or None for off.")
-        if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise InvalidInput(f"sinks has shape {tuple(sinks.shape)}; it must be ({num_heads},), one per query head.")
-        if alibi_slopes is not None:
-            if len(alibi_slopes) != num_heads:
-                raise InvalidInput(f"alibi_slopes has {len(alibi_slopes)} entries; it must have {num_heads}.")
-            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
-        causal = self.attn_type is AttentionType.DECODER
-        window_left = None if sliding_window is None else sliding_window - 1
-        self.spec = AttentionSpec(
-            scale=self.scale,
-            causal=causal,
-            window_left=window_left,
-            window_right=None if causal else window_left,
-            logits_soft_cap=logits_soft_cap or None,
-            attention_chunk=attention_chunk,
-            use_alibi_sqrt=use_alibi_sqrt,
-        )
-
-    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Returns True for one static e4m3 scale, which the kernels apply as they store."""
-        return quant_key == FP8_STATIC_TENSOR
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
@@ -162,7 +71,7 @@ class PagedAttentionImpl(AttentionImpl):
             return output.zero_()
         check_metadata(attn_metadata, PagedAttentionMetadata, self)
         if self.context_parallel.total_cp_world_size > 1:
-            return forward_over_ranks(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
+            return self._forward_over_ranks(layer, query, key, value, kv_cache, attn_metadata, output, output_scale)
         out, query = self._rows("output", output), self._rows("query", query)
         key, value = self._kv_rows("key", key), self._kv_rows("value", value)
         if self.attn_type in _NO_CACHE:
@@ -202,14 +111,14 @@ class PagedAttentionImpl(AttentionImpl):
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if attn_metadata.prompt_share is not None:
-            raise no_prompts(self)
+            raise self._refused_prompts()
         if self.context_parallel.total_cp_world_size == 1:
             self._write(layer, key, value, cache, attn_metadata)
             results = ops.run(call)
             return results["out"], results["lse"]
-        local, lse_more = part_of_rank(self, call, attn_metadata)
+        local, lse_more = self._part_of_rank(call, attn_metadata)
         self._write(layer, key, value, cache, attn_metadata)
-        out, lse = run_part(local, lse_more)
+        out, lse = _run_part(local, lse_more)
         if self.sinks is None or self.context_parallel.total_cp_rank:
             return out, lse
         merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
@@ -237,80 +146,137 @@ class PagedAttentionImpl(AttentionImpl):
             )
         )
 
-    def _rows(self, name: str, tensor: Tensor) -> Tensor:
-        return as_heads(name, tensor, self.num_heads, self.head_size)
-
-    def _kv_rows(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else as_heads(name, tensor, self.num_kv_heads, self.head_size)
-
-    def _checked_cache(self, kv_cache: Tensor | None, metadata: PagedAttentionMetadata) -> Tensor:
-        if kv_cache is None:
-            raise InvalidInput(f"kv_cache is None; {self.attn_type.value} attention reads its keys from it.")
-        if kv_cache.dim() != 5 or kv_cache.shape[2] != metadata.block_size:
-            raise InvalidInput(
-                f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for (num_blocks, 2, "
-                f"{metadata.block_size}, {self.num_kv_heads}, {self.head_size}). It was built for another block size."
+    def _forward_over_ranks(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
+        metadata: PagedAttentionMetadata, output: Tensor, output_scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        place = self.context_parallel
+        group, ranks = place.dcp_group or place.pcp_group, place.total_cp_world_size
+        if group is None:
+            raise Unsupported(
+                f"this layer holds 1 of {ranks} parts of each sequence; give its ContextParallel the dcp_group of "
+                "those ranks, or call forward_with_lse and merge the parts."
             )
-        if metadata.cache_group != self.cache_group:
-            raise InvalidInput(
-                f"the metadata is for cache group {metadata.cache_group}; this layer is in group {self.cache_group}."
+        if output_scale is not None or self.attn_type is not AttentionType.DECODER:
+            raise Unsupported(
+                f"sequences are spread over {ranks} ranks: that is for decoder layers (this one is of type "
+                f"{self.attn_type.value}) and for an output without output_scale."
             )
-        if kv_cache.dtype == torch.uint8 and is_quantized_kv_cache(self.kv_cache_dtype):
-            dtype = CACHE_DTYPES[self.kv_cache_dtype]
-            return kv_cache.view(dtype)  # type: ignore[arg-type]
-        return kv_cache
+        cache = self._checked_cache(kv_cache, metadata)
+        query, key, value = self._rows("query", query), self._kv_rows("key", key), self._kv_rows("value", value)
+        rows = self._rows("output", output)
+        if metadata.prompt_share is not None:
+            self._attend_prompts(layer, query, key, value, cache, metadata, metadata.prompt_share, rows)
+            return output
+        call = self._call(layer, query, cache, metadata)
+        if place.pcp_world_size > 1:
+            local, lse_more = self._part_of_rank(call, metadata)
+            self._write(layer, key, value, cache, metadata)
+            outs, lses = (group.all_gather(x[None], 0) for x in _run_part(local, lse_more))
+            out, _ = merge_parts(outs, lses, self.sinks, library=torch)
+            rows.copy_(out)
+            return output
+        slopes = None if self.alibi_slopes is None else group.all_gather(self.alibi_slopes, 0)
+        whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
+        among = None
+        if (
+            self._attends_new_tokens_apart(metadata)
+            and key is not None
+            and value is not None
+            and key.dtype == query.dtype
+        ):
+            # The new tokens attend to each other from the step's keys, and to the cache as one row of queries.
+            _local_seq_lens(metadata)
+            local, lse_more = context_call(whole, **place.dcp_place, library=torch), None
+            among = self._call_among_new_tokens(call, key, value)
+        else:
+            local, lse_more = self._part_of_rank(whole, metadata)
+        self._write(layer, key, value, cache, metadata)
+        out, lse = _run_part(local, lse_more)
+        out, lse = merge_over_group(out, lse, group, ranks, self.sinks if among is None else None)
+        if among is not None:
+            new = ops.run(among)
+            out, _ = merge_parts(torch.stack([out, new["out"]]), torch.stack([lse, new["lse"]]), library=torch)
+        rows.copy_(out)
+        return output
 
-    def _write(
-        self, layer: AttentionLayer, key: Tensor | None, value: Tensor | None, cache: Tensor,
-        metadata: PagedAttentionMetadata,
+    def _attend_prompts(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor,
+        metadata: PagedAttentionMetadata, share: PromptShare, out: Tensor,
     ) -> None:  # fmt: skip
-        if self.kv_sharing_target_layer_name is not None or key is None or value is None:
-            return
-        slots = metadata.slot_mapping
-        if self.attn_type is AttentionType.ENCODER_DECODER:
-            slots = _needed(metadata.cross_slot_mapping, "cross_slot_mapping")
-        ops.run(WriteCall(key=key, value=value, kv_cache=cache, slot_mapping=slots, **self._cache_scales(layer)))
-
-    def _cache_scales(self, layer: AttentionLayer) -> dict[str, Any]:
-        if not is_quantized_kv_cache(self.kv_cache_dtype):
-            return {}
-        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-
-    def _call(
-        self, layer: AttentionLayer, query: Tensor, cache: Tensor, metadata: PagedAttentionMetadata, **results: Any
-    ) -> PagedCall[Tensor]:
-        tables, seq_lens = metadata.block_table, metadata.seq_lens
-        if self.attn_type is AttentionType.ENCODER_DECODER:
-            tables = _needed(metadata.cross_block_tables, "cross_block_tables")
-            seq_lens = _needed(metadata.encoder_seq_lens, "encoder_seq_lens")
-        return PagedCall(
-            query=query,
-            kv_cache=cache,
-            block_tables=tables,
-            seq_lens=seq_lens,
-            query_start_loc=metadata.query_start_loc,
-            spec=self._spec_of(metadata),
-            max_query_len=metadata.max_query_len,
-            q_scale=layer._q_scale if query.dtype.itemsize == 1 else None,
-            **self._cache_scales(layer),
-            **self._scoring(metadata),
-            **results,
+        """Attends this rank's chunks of whole prompts to the keys of all ranks, and keeps its share of those."""
+        group, more = self.context_parallel.pcp_group, (metadata.mm_prefix_range, metadata.seq_causal)
+        alone = self.kv_sharing_target_layer_name is None and metadata.causal and all(x is None for x in more)
+        if group is None or key is None or value is None or not alone:
+            raise self._refused_prompts()
+        if key.shape[0] != share.token_indices.shape[0]:
+            raise InvalidInput(
+                f"key has {key.shape[0]} tokens; this rank has {share.token_indices.shape[0]} of the prompts' "
+                "(prompt_share.token_indices)."
+            )
+        key, value = (group.all_gather(x, 0)[share.pcp_allgather_restore_idx] for x in (key, value))
+        self._write(layer, key, value, cache, replace(metadata, slot_mapping=metadata.slot_mapping[: key.shape[0]]))
+        ops.run(
+            DenseCall(
+                query=query,
+                key=key[share.key_rows],
+                value=value[share.key_rows],
+                query_start_loc=share.query_start_loc,
+                key_start_loc=share.key_start_loc,
+                spec=self._spec_of(metadata),
+                max_query_len=share.max_query_len,
+                max_key_len=share.max_key_len,
+                alibi_slopes=self.alibi_slopes,
+                sinks=self.sinks,
+                out=out,
+            )
         )
 
-    def _scoring(self, metadata: PagedAttentionMetadata) -> dict[str, Any]:
-        return {
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "mm_prefix_range": metadata.mm_prefix_range,
-            "seq_causal": metadata.seq_causal,
-        }
+    def _refused_prompts(self) -> Unsupported:
+        return Unsupported(
+            f"the tokens of prompts are split over {self.context_parallel.pcp_world_size} ranks: that is for causal "
+            "layers with keys, values and a cache of their own, without mm_prefix_range and seq_causal."
+        )
 
-    def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
-        # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).
-        return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
+    def _part_of_rank(
+        self, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
+    ) -> tuple[PagedCall[Tensor], Tensor | None]:
+        """Returns the attention to this rank's keys, and a term that is added to its lse, or None."""
+        place, lens = self.context_parallel.dcp_place, _local_seq_lens(metadata)
+        return local_call(call, **place, local_seq_lens=lens, library=torch, device=call.query.device)
+
+    def _attends_new_tokens_apart(self, metadata: PagedAttentionMetadata) -> bool:
+        """Returns whether rows have several new tokens, whose attention can be split from that to the cache."""
+        fewer, more = sorted((self.num_kv_heads, self.context_parallel.dcp_world_size))
+        near = (self.spec.window_left, self.spec.attention_chunk, self.alibi_slopes, self.kv_sharing_target_layer_name)
+        return metadata.max_query_len > 1 and metadata.causal and more % fewer == 0 and all(x is None for x in near)
+
+    def _call_among_new_tokens(self, call: PagedCall[Tensor], key: Tensor, value: Tensor) -> DenseCall[Tensor]:
+        """Returns the attention of the new tokens to each other, by this rank's query heads."""
+        ranks, kv_heads = self.context_parallel.dcp_world_size, self.num_kv_heads
+        first = self.context_parallel.dcp_rank * kv_heads // ranks
+        mine = slice(first, first + max(1, kv_heads // ranks))
+        return DenseCall(
+            query=call.query,
+            key=key[:, mine],
+            value=value[:, mine],
+            query_start_loc=call.query_start_loc,
+            key_start_loc=call.query_start_loc,
+            sinks=self.sinks,
+            spec=call.spec,
+            max_query_len=call.max_query_len,
+            max_key_len=call.max_query_len,
+            with_lse=True,
+        )
 
 
-def _needed(tensor: Tensor | None, name: str) -> Tensor:
-    if tensor is None:
-        raise InvalidInput(f"the metadata has no {name}, which cross attention needs. Build it with encoder_rows.")
-    return tensor
+def _local_seq_lens(metadata: PagedAttentionMetadata) -> Tensor:
+    if metadata.dcp_local_seq_lens is None:
+        raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
+    return metadata.dcp_local_seq_lens
+
+
+def _run_part(call: PagedCall[Tensor], lse_more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the output and lse of a rank's part."""
+    found = ops.run(call)
+    return found["out"], found["lse"] if lse_more is None else found["lse"] + lse_more
