@@ -1,4 +1,4 @@
-"""The modules' checks, at construction and in a call, before any computation."""
+"""Checks of the modules' arguments, at construction and before a call runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 POSITIONS_WITHOUT_ROPE = "input_positions is given and the module has no rope; build it with one, or leave them out."
-# vLLM's names.
+# The names are vLLM's.
 _ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")
 
 
@@ -40,7 +40,7 @@ def checked_features(
     attention_fn: Any,
     own_fn: Any,
 ) -> int | None:
-    """Returns qkv_features, from head_dim where that is given, after the checks that both twins need."""
+    """Checks the sizes of a module and returns qkv_features, from head_dim if that is given; None for the default."""
     if attention_fn not in (None, own_fn, own_attention_fn):
         raise Unsupported(
             "attention_fn is a function of your own; this module computes attention itself, so that training and "
@@ -57,7 +57,7 @@ def checked_features(
 
 
 def check_attention_type(attention_type: str, rope: Any) -> None:
-    """Refuses an unknown type, and positions where queries and keys have none in common."""
+    """Checks attention_type, and that cross attention has no rope."""
     if attention_type not in _ATTENTION_TYPES:
         raise InvalidInput(
             f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
@@ -67,14 +67,14 @@ def check_attention_type(attention_type: str, rope: Any) -> None:
 
 
 def check_cache_dtype(dtype: Any, k_scale: CacheScale, v_scale: CacheScale) -> None:
-    """Refuses dtypes that no cache can have, and int8 without scales."""
+    """Checks the dtype of a cache; int8 needs scales."""
     if dtype is None:
         return
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    # float64 is jnp's alone: for checks of a model.
+    # Only jnp serves float64; it is for checks of a model.
     if name not in (*KV_CACHE_DTYPES, "float64"):
         raise InvalidInput(f"the cache's dtype is {name}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
     if name == "int8" and (k_scale is None or v_scale is None):
@@ -84,7 +84,7 @@ def check_cache_dtype(dtype: Any, k_scale: CacheScale, v_scale: CacheScale) -> N
 def check_inputs(
     module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, input_positions: Any, shared_kv: Any, *, cached: bool
 ) -> None:
-    """Refuses inputs that do not fit a module or each other."""
+    """Checks that the inputs of a call match the module and each other."""
     if input_positions is not None and module.rope is None:
         raise InvalidInput(POSITIONS_WITHOUT_ROPE)
     arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
@@ -112,7 +112,7 @@ def check_inputs(
 
 
 def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any]) -> None:
-    """Refuses a cache without metadata, and arguments that metadata already contains."""
+    """Checks that cache and metadata are given together, and without lengths."""
     if (cache is None) != (metadata is None):
         raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
     if cache is None:
@@ -127,15 +127,15 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
 
 
 def refuse_with_cache(given: Mapping[str, bool]) -> None:
-    """Refuses options that a paged cache does not serve."""
+    """Raises Unsupported for arguments that a call with a paged cache does not serve."""
     what = next((name for name, is_given in given.items() if is_given), None)
     if what is not None:
         raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")
 
 
 def refuse_donated(name: str, cache: Any, fix: str) -> None:
-    """Raises InvalidInput if an array of a cache is gone, where JAX would name neither cause nor remedy."""
-    # A cache that was read from a file may be numpy's.
+    """Raises InvalidInput if an array of a cache is deleted; JAX's own error would name neither cause nor fix."""
+    # A cache that was read from a file may have numpy arrays.
     arrays = [array for array in jax.tree.leaves(cache) if isinstance(array, jax.Array)]
     if any(not isinstance(array, Tracer) and array.is_deleted() for array in arrays):
         raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")

@@ -1,10 +1,10 @@
-"""Attention within the rows of a padded batch: by the kernels where they serve the call, else in jnp."""
+"""Attention within the rows of a padded batch: by the kernels if they serve the call, otherwise in jnp."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,26 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import ops
+from jattn.nn.options import DenseOptions
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.ops.attention import dense_call
 from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["attention_fn", "dense_attention"]
 
-# Outside jit this is one program, not one per primitive; sowing weights has side effects and is not jitted.
+# Outside jit this is one program instead of one for each primitive. A function that looks at weights has side effects.
 _one_program = jax.jit(ops.masked_attention, static_argnames=("precision", *ops.MASK_OPTIONS), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
 
 
 class Dropout(NamedTuple):
-    """Flax's options of dropout.
+    """The dropout of a call, in Flax's terms.
 
     Attributes:
-        rng: a JAX key.
-        rate: the share of weights that go.
-        broadcast: all of a batch and all heads drop the same weights.
-        batch_dims: the batch axes of the caller.
+        rng: JAX key.
+        rate: share of the softmax weights to drop.
+        broadcast: drop the same weights in all rows of the batch and in all heads.
+        batch_dims: sizes of the caller's batch axes.
     """
 
     rng: jax.Array
@@ -39,7 +40,7 @@ class Dropout(NamedTuple):
     batch_dims: tuple[int, ...]
 
     def drop(self, weights: jax.Array) -> jax.Array:
-        """Drops of [batch, heads, length, key_length], drawn in the shapes of flax, with the same result as in flax."""
+        """Drops weights [batch, heads, length, key_length]; with flax's shapes, it drops the same weights as flax."""
         heads, *lengths = weights.shape[1:]
         shape = (*(1 for _ in self.batch_dims), 1, *lengths) if self.broadcast else (*self.batch_dims, heads, *lengths)
         keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, shape)
@@ -72,17 +73,18 @@ def attention_fn(
     force_fp32_for_softmax: bool = True,
     qk_attn_weights_einsum: None = None,
     attn_weights_value_einsum: None = None,
-    **options: Any,
+    **options: Unpack[DenseOptions],
 ) -> jax.Array:
     """Replaces `nnx.dot_product_attention` and linen's: `MultiHeadAttention(attention_fn=jattn.attention_fn)`.
 
-    The kernels serve calls without a mask, and those with a padding mask `[batch..., 1, 1, key_length]` where no
-    option asks for positions: its keys are packed, and it becomes lengths. Any other mask, a bias, a precision and
-    weights to be sown are computed in jnp, exactly; an explicit `implementation` that does not serve them is refused.
-    With `functools.partial` the options of `jattn.attention` apply, and `rope`.
+    The kernels serve calls without a mask. They also serve a padding mask `[batch..., 1, 1, key_length]` if no option
+    depends on positions: the real keys are packed, and the mask becomes lengths. Any other mask, a bias, a precision
+    and sown weights are computed exactly, in jnp; an explicit `implementation` that does not serve them is refused.
+    Set `rope` and the options of `jattn.attention` with `functools.partial`.
 
-    Two differences: a row that sees no key gives 0 and not the mean of all values, and `is_causal` with more keys than
-    queries shows the last query all of them (flax 0.12.11 and older shows a single query the first key alone).
+    There are two differences from flax. A row that sees no key gives 0 instead of the mean of all values. With
+    `is_causal` and more keys than queries, the last query sees all keys (in flax 0.12.11 and older, a single query sees
+    the first key only).
 
     Args:
         query: float[batch..., length, num_heads, head_size].
@@ -93,20 +95,21 @@ def attention_fn(
             the kernels those of `jattn.attention`, by seeds from `dropout_rng`.
         input_positions: int[batch..., length] or [length], for `rope`.
         rope: newer flax's `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
-        lengths, key_lengths: int32[batch...], real tokens of each row, the rest being padding; outputs of padding are
-            0. `key_lengths` is `lengths` where queries and keys are equally many.
-        deterministic_gradients: `deterministic` of `jattn.attention`; here that is flax's word for no dropout.
+        lengths, key_lengths: int32[batch...], number of real tokens of each row; the rest is padding, with output 0.
+            `key_lengths` is `lengths` by default if there are as many keys as queries.
+        deterministic_gradients: as `deterministic` in `jattn.attention`; in flax that name means "no dropout".
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
-        force_fp32_for_softmax: accepted; the softmax is always float32.
-        qk_attn_weights_einsum, attn_weights_value_einsum: None.
-        **options: how scores are masked, scaled and biased, as in `jattn.attention`.
+        force_fp32_for_softmax: ignored; the softmax is always float32.
+        qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
+        scale, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt, sinks, mm_prefix_range,
+            relative_bias, qq_bias, seq_causal, out_dtype, out_scale: as in `jattn.attention`.
 
     Returns:
         float[batch..., length, num_heads, value_head_size].
 
     Raises:
-        InvalidInput: shapes that do not fit, dropout without a key, or positions without rope.
-        Unsupported: an explicit implementation that does not serve the call, or einsums of your own.
+        InvalidInput: shapes that do not match, dropout without a key, or positions without rope.
+        Unsupported: an explicit implementation that does not serve the call, or an einsum that is not None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -170,11 +173,13 @@ def dense_attention(
     precision: Any,
     deterministic_gradients: bool,
     implementation: str | None,
-    **options: Any,
+    causal: bool,
+    **options: Unpack[DenseOptions],
 ) -> jax.Array:
     """Attends within `[batch, length, heads, head_size]`; arguments as in `ops.masked_attention` and `attention_fn`."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
-    positional = (options["causal"] and length > 1) or any(options.get(name) is not None for name in ops.POSITIONAL)
+    biases = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
+    positional = (causal and length > 1) or any(options.get(name) is not None for name in biases)
     is_padding = mask is not None and mask.shape[1:3] == (1, 1) and not positional
     reasons = {
         "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
@@ -185,7 +190,7 @@ def dense_attention(
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    chosen = ops.choose(implementation, _described(query, key, value, **options))
+    chosen = ops.choose(implementation, _described(query, key, value, causal=causal, **options))
     if chosen != "xla" and reason is not None:
         if implementation is not None:
             raise Unsupported(
@@ -193,26 +198,27 @@ def dense_attention(
             )
         chosen = "xla"
     if chosen == "xla":
-        # Padded as they come: the packed jnp path would gather every row.
+        # The arrays stay padded: the packed jnp path would gather every row.
         padded = {"query_lens": lengths, "key_lens": key_lengths, "mask": mask, "bias": bias, "precision": precision}
         if sow is None and dropout is None:
-            return _one_program(query, key, value, **padded, **options)
+            return _one_program(query, key, value, **padded, causal=causal, **options)
 
         def on_weights(weights: jax.Array) -> jax.Array:
             if sow is not None:
                 sow(weights)
             return weights if dropout is None else dropout.drop(weights)
 
-        return ops.masked_attention(query, key, value, **padded, **options, on_weights=on_weights)
+        return ops.masked_attention(query, key, value, **padded, causal=causal, **options, on_weights=on_weights)
     real_keys = real_tokens(key_lengths, key_length)
     if mask is not None:
         padding = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))
         real_keys = padding if real_keys is None else padding & real_keys
     queries = Packing.of(batch, length, real_tokens(lengths, length))
     keys = Packing.of(batch, key_length, real_keys)
+    dropped: dict[str, Any] = {}
     if dropout is not None:
         seeds = ops.dropout_seeds(dropout.rng, batch, query.shape[2], broadcast=dropout.broadcast)
-        options |= {"dropout_rate": dropout.rate, "dropout_seeds": seeds}
+        dropped = {"dropout_rate": dropout.rate, "dropout_seeds": seeds}
     out = ops.attention(
         queries.pack(query),
         keys.pack(key),
@@ -223,13 +229,15 @@ def dense_attention(
         max_key_len=key_length,
         deterministic=deterministic_gradients,
         implementation=implementation,
+        causal=causal,
+        **dropped,
         **options,
     )
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])
 
 
 def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
-    """Returns the packed call of a padded batch without its arrays: the choice of an implementation reads none."""
+    """Returns the packed call of a padded batch without arrays; the choice of an implementation reads shapes only."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
     packed = (jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in (query, key, value))
     starts = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
@@ -237,10 +245,10 @@ def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: An
 
 
 def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row unless they are given.
+    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row by default.
 
     Raises:
-        InvalidInput: positions of another shape, or no integers.
+        InvalidInput: positions have another shape or are not integers.
     """
     if positions is None:
         positions = jnp.arange(x.shape[-3])

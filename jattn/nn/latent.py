@@ -1,4 +1,4 @@
-"""MultiHeadLatentAttention: DeepSeek's attention layer, plain for training, absorbed over a cache of latents."""
+"""MultiHeadLatentAttention: DeepSeek's attention layer, in the plain form and in the absorbed form over latents."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ __all__ = ["MultiHeadLatentAttention"]
 class MultiHeadLatentAttention(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); parameters are named as in Hugging Face's models.
 
-    - `y = attn(x)`: over a padded batch `[batch..., length, features]`: latents are expanded to keys and values of each
-      head. Differentiable. Padding belongs at the end of a row.
-    - `y, cache = attn(x, cache=cache, metadata=metadata)`: over packed tokens `[tokens, features]` and a paged cache of
-      latents (`LatentCacheSpec`) that goes in and comes out. The expansion is absorbed into the query and applied to
-      the result, so that a cached token is one row for all heads. With `from_start=True`, where no sequence has tokens
-      before these, the new ones attend to each other in the plain form: less work for prompts.
+    - `y = attn(x)` attends within a padded batch `[batch..., length, features]`, with padding at the end of rows. It
+      expands latents to the keys and values of each head. It is differentiable.
+    - `y, cache = attn(x, cache=cache, metadata=metadata)` takes packed tokens `[tokens, features]` and a paged cache of
+      latents (`LatentCacheSpec`), and returns the updated cache. The expansion is absorbed into the query and the
+      output, so that a cached token is one row for all heads. `from_start=True` states that no sequence has earlier
+      tokens: the new tokens then attend to each other in the plain form, which is faster for prompts.
 
     Args:
-        num_heads: query heads.
+        num_heads: number of query heads.
         in_features: width of the input.
         kv_lora_rank: width of the latent.
         qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and with rotary embedding.
         v_head_dim: width of a value head.
-        q_lora_rank: width of the compressed query; None for a query that is projected at once.
+        q_lora_rank: width of the compressed query; None for a single query projection.
         out_features: width of the output; in_features by default.
         rope: `DeepSeekRoPE`, or any function of x[heads, tokens, dim] and positions[tokens]; None for none.
-        scale: factor on the scores; by default `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`, times the rope's
-            `score_factor` where it has one.
-        use_bias: of the projections from and to the features (Hugging Face: attention_bias).
-        epsilon: of the RMS norms.
-        dtype, param_dtype, kernel_init: as flax's.
-        k_scale: dequantisation scale of an 8-bit cache; None for that of `kv_scales`.
-        kv_chunk_size, implementation: see `jattn.mla_attention`.
-        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
+        scale: factor on the scores; by default `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`, multiplied by the
+            `score_factor` of the rope if it has one.
+        use_bias: add biases to the projections from and to the features (Hugging Face: attention_bias).
+        epsilon: term that the RMS norms add to the mean square.
+        dtype, param_dtype, kernel_init: as in flax's modules.
+        k_scale: dequantisation scale of an 8-bit cache, if `kv_scales` is None.
+        kv_chunk_size, implementation: as in `jattn.mla_attention`.
+        deterministic_gradients: compute gradients with the same bits in every run; some kernels are faster without.
         rngs: source of the initial values.
 
     Attributes:
-        kv_scales: the scales of an 8-bit cache, of which keys' counts; `jattn.nn.kv_scales`.
-        kv_range: notes how large latents get, while scales are measured.
+        kv_scales: the scales of an 8-bit cache; latents use the scale of keys. `jattn.nn.kv_scales`.
+        kv_range: the range of latents, while scales are measured.
 
     Raises:
-        InvalidInput: a size is below 1, or a rope of another size.
+        InvalidInput: an option of the wrong type or out of range, or a rope of another size. The message names it.
 
     Example:
         >>> sizes = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
@@ -140,20 +140,23 @@ class MultiHeadLatentAttention(nnx.Module):
         from_start: bool = False,
         input_positions: jax.Array | None = None,
     ) -> Any:
-        """Attends within each row, or to a cache.
+        """Attends within each row, or to the cache.
 
         Args:
             inputs: float[batch..., length, features]; with a cache, packed tokens float[tokens, features].
-            cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; consumed, use the returned one.
-            metadata: the step's batch, with a cache.
-            from_start: no sequence has tokens before these.
-            input_positions: int[batch..., length] or [tokens], for rope; from 0 in each row, or from the metadata.
+            cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]. It is consumed; use the returned one.
+            metadata: the batch of the step, with a cache.
+            from_start: whether no sequence has earlier tokens.
+            input_positions: int[batch..., length] or [tokens], for rope; by default from 0 in each row, or those of
+                the metadata.
 
         Returns:
-            float[batch..., length, out_features] or float[tokens, out_features]; with a cache, that and the cache.
+            float[batch..., length, out_features] or float[tokens, out_features]; with a cache, a pair of this and the
+            updated cache.
 
         Raises:
-            InvalidInput: one of cache and metadata, shapes that do not fit, or metadata for blocks of another size.
+            InvalidInput: cache without metadata or metadata without cache, shapes that do not match, or metadata for
+                another block size.
         """
         input_positions = self._checked(inputs, cache, metadata, input_positions)
         query, latent, k_pe = self._projected(inputs, input_positions)
@@ -186,7 +189,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _checked(
         self, inputs: jax.Array, cache: Any, metadata: AttentionMetadata | None, positions: jax.Array | None
     ) -> jax.Array | None:
-        """Returns the positions, those of the metadata unless they are given."""
+        """Checks the arguments of a call and returns the positions; those of the metadata by default."""
         if (cache is None) != (metadata is None):
             raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
         fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
@@ -195,7 +198,7 @@ class MultiHeadLatentAttention(nnx.Module):
             raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted.format(self.in_features)}.")
         if metadata is not None:
             for latents in jax.tree.leaves(cache):
-                # An array with other axes is not such a cache; the write refuses it.
+                # The write refuses a cache with other axes.
                 if latents.ndim == 3:
                     metadata.check_blocks("cache", latents.shape[1])
         return metadata.positions(inputs.shape[0]) if metadata is not None and positions is None else positions
@@ -222,7 +225,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _joined(self, heads: jax.Array, inputs: jax.Array) -> jax.Array:
         """Returns [tokens, num_heads, v_head_dim] with the inputs' axes before those of the heads, joined."""
         features = self.num_heads * self.v_head_dim
-        # Two steps: along Explicit axes JAX joins and splits axes in one reshape only where it is told the result's.
+        # Two steps: with Explicit axes, JAX joins and splits axes in one reshape only for a given out_sharding.
         return heads.reshape(heads.shape[0], features).reshape(*inputs.shape[:-1], features)
 
     def _plain(
@@ -238,7 +241,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _absorbed(
         self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata, chosen: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [tokens, heads, v_head_dim], of all tokens before or of those at the positions `chosen`."""
+        """Attends in the absorbed form, to all tokens or to positions `chosen`; returns [tokens, heads, v_head_dim]."""
         kernel = self.kv_b_proj.kernel[...].astype(query.dtype)
         kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)

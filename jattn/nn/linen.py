@@ -1,4 +1,4 @@
-"""The linen twin: flax's `MultiHeadDotProductAttention` with a paged cache in the collection `cache`."""
+"""MultiHeadAttention for linen: flax's `MultiHeadDotProductAttention` with a paged cache in the collection `cache`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ __all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
-    """`linen.MultiHeadDotProductAttention` that decodes any number of tokens a call, each sequence at its own length.
+    """`linen.MultiHeadDotProductAttention` with paged decoding of any number of tokens in a call.
 
-    Fields, call and parameters are flax's; `MultiHeadAttention` of `jattn.nn` has the same ones. With `decode` the size
-    of the cache comes from `max_length` and not from the input that `init` saw, and `apply` needs `mutable=["cache"]`:
-    without it flax refuses the write.
+    Fields, call and parameters are flax's, and those of `jattn.nn.MultiHeadAttention`. With `decode`, the size of the
+    cache is `max_length`, whatever the input of `init` was, and `apply` needs `mutable=["cache"]`; otherwise flax
+    refuses the write.
 
     Attributes:
-        num_kv_heads: key and value heads; num_heads by default.
-        head_dim, rope, and the options of `PagedAttention`: as in `jattn.nn.MultiHeadAttention`.
-        max_length: tokens of a sequence that the cache can hold; needed for `decode`.
-        block_size: tokens of a block of it.
-        kv_cache_dtype: of its elements; that of the keys by default.
-        deterministic_gradients: gradients have the same bits every time; without it, some kernels are faster.
+        num_kv_heads: number of key and value heads; num_heads by default.
+        head_dim, rope, scale, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt,
+            implementation: as in `jattn.nn.MultiHeadAttention`.
+        max_length: capacity of the cache, in tokens of a sequence; required for `decode`.
+        block_size: tokens of a cache block.
+        kv_cache_dtype: dtype of the cache; that of the keys by default.
+        deterministic_gradients: compute gradients with the same bits in every run; some kernels are faster without.
+
+    Raises:
+        InvalidInput: a field of the wrong type or out of range. The message names the field.
 
     Example:
         >>> layer = MultiHeadAttention(num_heads=2, decode=True, max_length=16)
@@ -78,7 +82,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         input_positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends; arguments and errors as those of `jattn.nn.MultiHeadAttention`, `dropout_rng` as linen's."""
+        """Attends; arguments and errors are those of `jattn.nn.MultiHeadAttention`, and `dropout_rng` is linen's."""
         if self.qk_attn_weights_einsum_cls is not None or self.attn_weights_value_einsum_cls is not None:
             raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
         ops.refuse_leaked(

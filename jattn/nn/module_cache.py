@@ -1,4 +1,4 @@
-"""Paged caches that a module holds itself: blocks and a length for each sequence, and lost updates found."""
+"""Paged caches that a module holds itself, with a warning for lost updates."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["ModuleCache", "PagedCache", "check_module_cache", "decode_module_cac
 
 
 class PagedCache(nnx.Cache):
-    """A cache variable of `jattn.nn.MultiHeadAttention`; `nnx.Cache` as a filter finds it too.
+    """A cache variable of `jattn.nn.MultiHeadAttention`; the filter `nnx.Cache` matches it too.
 
-    It warns if a traced update never leaves the traced function: `jax.jit(f)(module)` loses the module's updates if `f`
-    does not return the module, and every later step would attend to a stale cache.
+    It warns if an update stays inside a traced function. If `f` in `jax.jit(f)(module)` does not return the module, the
+    update is lost, and later steps would attend to a stale cache.
     """
 
     __slots__ = ("_held", "_unread")
 
-    # Every way out of a trace (a pytree, nnx's transformations, a user) reads the value under this name.
+    # Code that carries a value out of a trace (a pytree, nnx's transformations, a user) reads it under this name.
     @property
     def _raw_value(self) -> Any:
         object.__setattr__(self, "_unread", False)
@@ -43,13 +43,13 @@ class PagedCache(nnx.Cache):
         object.__setattr__(self, "_held", value)
 
     def peek(self) -> jax.Array:
-        """Returns the value; unlike any other read this does not count as carrying it on."""
+        """Returns the value without marking the last update as read."""
         return self._held
 
     def put(self, value: jax.Array) -> None:
-        """Sets the value, and remembers whether somebody must still carry it out of a trace."""
+        """Sets the value, and marks a traced one as an update that nothing has read yet."""
         if isinstance(self._held, np.ndarray):
-            # Read from a file; nnx would write into that memory.
+            # The array was read from a file, and nnx would write into its memory.
             self._raw_value = jnp.asarray(self._held)
         self[...] = value
         object.__setattr__(self, "_unread", isinstance(value, Tracer))
@@ -65,7 +65,7 @@ class PagedCache(nnx.Cache):
 
 
 class ModuleCache(NamedTuple):
-    """The arrays of a held cache.
+    """The arrays of a module's cache.
 
     Attributes:
         key: [1 + sequences * blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block.
@@ -79,19 +79,19 @@ class ModuleCache(NamedTuple):
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Blocks that each sequence owns, one after the other."""
+        """Number of consecutive blocks of each sequence."""
         return (self.key.shape[0] - 1) // max(1, self.seq_lens.size)
 
     @property
     def max_length(self) -> int:
-        """Tokens that fit into a sequence: whole blocks."""
+        """Capacity of a sequence in tokens, a multiple of the block size."""
         return self.blocks_per_sequence * self.key.shape[1]
 
 
 def new_module_cache(
     batch_dims: Sequence[int], max_length: int, core: PagedAttention, dtype: Any, block_size: int
 ) -> ModuleCache:
-    """Returns an empty cache of zeros, because unwritten slots must be finite.
+    """Returns an empty cache. It holds zeros, because the contents of unwritten slots must be finite.
 
     Raises:
         InvalidInput: a size below 1.
@@ -105,10 +105,10 @@ def new_module_cache(
 
 
 def check_module_cache(cache: ModuleCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
-    """Refuses a cache that a donated step consumed, and one of another module or batch.
+    """Checks that a cache is not deleted and belongs to this module and batch.
 
     Raises:
-        InvalidInput: the message has the value and the required value.
+        InvalidInput: it is deleted, or its shapes are those of another module or batch.
     """
     refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
     if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
@@ -129,25 +129,25 @@ def decode_module_cache(
     key_lengths: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, ModuleCache]:
-    """Appends each row's new tokens to its sequence and attends to the whole of it; any number of tokens at once.
+    """Appends the new tokens of each row to its sequence, and attends to the whole sequence.
 
     Args:
-        core: causal for self-attention; otherwise the new keys replace the cached ones, and without new keys the cache
-            is only read: cross attention.
-        query: [batch..., length, num_heads, head_dim].
+        core: if it is causal, this is self-attention. Otherwise it is cross attention: new keys replace those in the
+            cache, and without new keys the cache is only read.
+        query: [batch..., length, num_heads, head_dim], with any length.
         new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
         cache: see `ModuleCache`.
-        lengths: int32[batch...], real tokens of each row of queries; None for all.
-        key_lengths: the same of keys, in cross attention alone.
-        **options: options of the core for this call.
+        lengths: int32[batch...], number of real tokens of each row of queries; None if all are real.
+        key_lengths: the same for keys, in cross attention only.
+        **options: keywords of the core's call.
 
     Returns:
-        [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0; rows that no longer fit into
-        the cache are NaN, because under jit nothing can be raised.
+        The output [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0. Rows that do not fit
+        into the cache are NaN, because a traced function cannot raise.
 
     Raises:
-        InvalidInput: key_lengths of self-attention, or lengths that are none of the rows.
-        RequestTooLong: the tokens do not fit; outside jit only.
+        InvalidInput: key_lengths for self-attention, or lengths that do not match the rows.
+        RequestTooLong: the tokens do not fit into the cache; outside jit only.
     """
     if core.causal and key_lengths is not None:
         raise InvalidInput("key_lengths is given for self-attention with a cache; lengths says which tokens are new.")
@@ -181,7 +181,7 @@ def decode_module_cache(
         slot_mapping=slots,
         max_query_len=length,
     )
-    # Attention takes one dtype: a wider or narrower cache decides it, 8 bits do not.
+    # Attention takes one dtype: that of the cache, unless the cache has 8 bits.
     dtype = cache.key.dtype if cache.key.dtype.itemsize > 1 else query.dtype
     key, value = (None, None) if new is None or keys is None else (keys.pack(_rows(x)).astype(dtype) for x in new)
     packed = queries.pack(_rows(query)).astype(dtype)
@@ -196,15 +196,14 @@ def _rows(array: jax.Array) -> jax.Array:
 
 
 def _check_room(cache: ModuleCache, after: jax.Array) -> None:
-    # Traced arrays have no values.
+    # A traced array has no values.
     if isinstance(after, Tracer):
         return
-    # Waited for on any device, as the ops wait for slots and lengths that follow from these; explicitly, which is no
-    # matter to a transfer guard.
-    found = jax.device_get(after)
-    longest = int(found.max(initial=0))
+    # The host waits for the lengths, as the ops wait for slots. An explicit transfer passes a transfer guard.
+    lengths = jax.device_get(after)
+    longest = int(lengths.max(initial=0))
     if longest > cache.max_length:
         raise RequestTooLong(
-            f"sequence {found.argmax()} would hold {longest} tokens and the module's cache holds "
+            f"sequence {lengths.argmax()} would hold {longest} tokens and the module's cache holds "
             f"{cache.max_length} of each; call init_cache with a longer input_shape."
         )

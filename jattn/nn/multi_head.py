@@ -1,4 +1,4 @@
-"""MultiHeadAttention: flax's module with the same parameters, over padded batches and over paged caches."""
+"""MultiHeadAttention: flax's module with the same parameters, for padded batches and paged caches."""
 
 from __future__ import annotations
 
@@ -185,27 +185,28 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         cache: Any = None,
         metadata: AttentionMetadata | None = None,
     ) -> Any:
-        """Attends; see the class for the three ways.
+        """Attends in one of the three forms that the class describes.
 
         Args:
             inputs_q, inputs_k, inputs_v, mask, deterministic, rngs, sow_weights, decode, is_causal, out_sharding,
-                qkv_sharding: as flax's. With a cache a mask, dropout and sown weights are refused.
-            input_positions: int[batch..., length] or [tokens], for `rope`; worked out from lengths and metadata where
-                it is None. Keys of the same length have the same positions, others count from 0.
-            lengths: int32[batch...], real tokens of each row of `inputs_q`; the rest is padding, whose outputs are 0
-                but for the output bias.
-            key_lengths: the same of `inputs_k`; in self-attention without a cache alone, and in cross attention.
-            shared_kv: another layer's `keys_and_values`, for `kv_sharing` without a cache.
-            cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
-            metadata: the step's batch, for `cache`. In cross attention its lengths, tables and slots are the
-                encoder's, its query_start_loc the decoder's.
+                qkv_sharding: as in flax. With a cache, a mask, dropout and sown weights raise Unsupported.
+            input_positions: int[batch..., length] or [tokens], for `rope`; by default those of lengths and metadata.
+                Keys have the positions of the queries if there are as many, and otherwise count from 0.
+            lengths: int32[batch...], number of real tokens of each row of `inputs_q`. The rest is padding: its output
+                is the output bias.
+            key_lengths: the same for `inputs_k`; only without a cache, or in cross attention.
+            shared_kv: `keys_and_values` of another layer, for `kv_sharing` without a cache.
+            cache: this layer's cache array, or its key and value caches. It is consumed; use the returned one.
+            metadata: the batch of the step, for `cache`. In cross attention, lengths, tables and slots are the
+                encoder's, and query_start_loc is the decoder's.
 
         Returns:
-            The output, [batch..., length, out_features] or [tokens, out_features]; with `cache`, that and the cache.
+            The output, [batch..., length, out_features] or [tokens, out_features]; with `cache`, a pair of this and the
+            updated cache.
 
         Raises:
-            InvalidInput: inputs that do not fit each other, the module or its cache; the state is as before.
-            Unsupported: an option that a paged cache does not serve.
+            InvalidInput: inputs that do not match each other, the module or its cache. The state does not change.
+            Unsupported: an argument that a paged cache does not serve.
         """
         if cache is not None or metadata is not None:
             decode = False
@@ -276,7 +277,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         input_positions: jax.Array | None = None,
         qkv_sharding: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns this layer's keys and values, [batch..., length, num_kv_heads, head_dim] each, with rope applied."""
+        """Returns the keys, with rope applied, and the values: [batch..., length, num_kv_heads, head_dim] each."""
         if self.key is None or self.value is None:
             raise InvalidInput("a layer with kv_sharing has no keys and values; ask the layer whose cache it reads.")
         key = self.key(inputs_k, out_sharding=qkv_sharding)
@@ -287,25 +288,25 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def init_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_shape: Sequence[int], dtype: Any = None, *, block_size: int = 16, out_sharding: Any = None
     ) -> None:
-        """Gives the module an empty cache; call it again to forget everything.
+        """Creates an empty cache in the module; a second call replaces it.
 
         Args:
-            input_shape: (batch..., max_length, features), as flax's; in cross attention the encoder's.
-            dtype: element type; None for `kv_cache_dtype`, or else the dtype of the computation (flax's default is
-                always float32).
+            input_shape: (batch..., max_length, features), as in flax; in cross attention, that of the encoder.
+            dtype: dtype of the cache; by default `kv_cache_dtype`, or else the dtype of the computation (flax's default
+                is always float32).
             block_size: tokens of a block; max_length is rounded up to whole blocks.
-            out_sharding: of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
+            out_sharding: sharding of a cache (num_blocks, block_size, num_kv_heads, head_dim) under a mesh.
 
         Raises:
-            InvalidInput: a size below 1, or a dtype that no cache can have.
-            Unsupported: the module keeps no cache.
+            InvalidInput: a size below 1, or a dtype that a cache cannot have.
+            Unsupported: the layer has no cache of its own.
         """
         if self.kv_sharing or self.attention_type == "encoder_only":
             raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
         if isinstance(input_shape, int) or len(input_shape) < 2:
-            raise InvalidInput(f"input_shape is {input_shape}; it must be (batch..., max_length, features).")
+            raise InvalidInput("input_shape", value=input_shape, wanted="it must be (batch..., max_length, features)")
         if min(input_shape[:-2], default=0) < 0:
-            raise InvalidInput(f"input_shape is {tuple(input_shape)}; no size of a batch is below 0.")
+            raise InvalidInput("input_shape", value=tuple(input_shape), wanted="no size of a batch is below 0")
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
         check_cache_dtype(dtype, self.k_scale, self.v_scale)
         held = new_module_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
@@ -320,7 +321,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         batch_size: int | Sequence[int] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Called by `nnx.view`, which gives the view an empty cache where decode, batch_size and max_length say so."""
+        """Sets the options of a view; with decode, batch_size and max_length, also creates a cache. For `nnx.view`."""
         self.deterministic = self.deterministic if deterministic is None else deterministic
         self.decode = self.decode if decode is None else decode
         if decode and batch_size is not None and max_length is not None:
@@ -351,7 +352,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
 
 def _positions(query: jax.Array, held: ModuleCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
-    """Returns the positions of queries behind a cache; None where they count from 0."""
+    """Returns the positions of queries after the cached tokens; None if they count from 0."""
     if held is not None:
         return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
     return None if metadata is None else metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])

@@ -1,4 +1,4 @@
-"""Types of the options that the attention modules share, each with the check of its values."""
+"""Types of the options that the attention modules share. Each type carries the check of its values."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = [
     "AttentionChunk",
     "CacheScale",
     "DType",
+    "DenseOptions",
     "FlaxOptions",
     "Implementation",
     "KVChunkSize",
@@ -36,7 +37,7 @@ _ANY_QUERY: Any = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
 
 
 def _check_score_option(name: str, value: Any) -> None:
-    """Checks an option of masks and scores as the ops do in a call."""
+    """Checks one option of masks and scores with the check of the ops."""
     if isinstance(value, jax.Array):
         raise InvalidInput(
             argument=name,
@@ -99,6 +100,24 @@ class ScoreOptions(TypedDict):
     alibi_slopes: jax.Array | None
     use_alibi_sqrt: bool
     implementation: str | None
+
+
+class DenseOptions(TypedDict, total=False):
+    """The keywords of `attention_fn` that `jattn.attention` has too; see there."""
+
+    scale: float | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    attention_chunk: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: jax.Array | None
+    use_alibi_sqrt: bool
+    sinks: jax.Array | None
+    mm_prefix_range: jax.Array | None
+    relative_bias: jax.Array | None
+    qq_bias: jax.Array | None
+    seq_causal: jax.Array | None
+    out_dtype: DTypeLike | None
+    out_scale: float | jax.Array | None
 
 
 class FlaxOptions(TypedDict, total=False):

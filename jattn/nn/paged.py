@@ -32,33 +32,34 @@ _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 class PagedAttention(nnx.Module):
     """Writes a layer's new keys and values into its paged cache, then attends to the whole context.
 
-    It has no parameters and keeps no cache: the cache goes in and comes out, so the module is valid in nnx's graph
-    and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`. Arrays that a layer
-    learns or is given (a sink of each head, scales) go in with each call.
+    The module has no parameters and holds no cache: a call takes the cache and returns the updated one. It works in
+    nnx's graph and tree modes, under `jax.jit` with a donated cache, in `lax.scan` and in `lax.while_loop`. Learned
+    arrays, such as the sinks of the heads, are arguments of a call.
 
     Args:
-        num_heads: query heads.
+        num_heads: number of query heads.
         head_dim: elements of one head.
-        num_kv_heads: key and value heads; num_heads by default, and it must divide num_heads.
-        value_head_dim: elements of one value head; head_dim by default. Others need a pair of caches.
+        num_kv_heads: number of key and value heads; num_heads by default. It must divide num_heads.
+        value_head_dim: elements of one value head; head_dim by default. Another value needs a pair of caches.
         scale: factor on the scores; head_dim ** -0.5 by default.
         causal: hide keys after the query.
-        sliding_window: tokens that stay visible, the query's own included, without `causal` as many to the right; or a
-            pair (left, right) of further tokens to each side; None for all.
-        attention_chunk: a query sees its own chunk of this many positions only; None for all.
-        logits_soft_cap: cap on the scores; None for off.
-        alibi_slopes: a number for each head; they are not trained. Given with a call, an array takes their place.
-        use_alibi_sqrt: the square-root form of ALiBi.
-        kv_chunk_size: see `jattn.paged_attention`.
+        sliding_window: number of visible tokens, including the query's own; without `causal`, as many to the right.
+            Alternatively a pair (left, right): further tokens on each side. None for all tokens.
+        attention_chunk: length of a chunk, in tokens; a query sees its own chunk only. None for no chunks.
+        logits_soft_cap: cap on the scores, `cap * tanh(score / cap)`; None for no cap.
+        alibi_slopes: one ALiBi slope for each head. They are not trained; an array in a call replaces them.
+        use_alibi_sqrt: use the square-root form of ALiBi.
+        kv_chunk_size: as in `jattn.paged_attention`.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
-        rngs: not needed; `nnx.bridge.to_linen` gives them to every module.
+        rngs: ignored; `nnx.bridge.to_linen` passes them to every module.
 
     Attributes:
-        kv_scales: the scales of an 8-bit cache where a call brings none; `jattn.nn.kv_scales`.
-        kv_range: notes how large keys and values get, while scales are measured.
+        kv_scales: the scales of an 8-bit cache, for calls without scales; `jattn.nn.kv_scales`.
+        kv_range: the range of keys and values, while scales are measured.
 
     Raises:
-        InvalidInput: num_heads is no multiple of num_kv_heads, a size is below 1, or a slope is missing.
+        InvalidInput: an option of the wrong type or out of range, num_heads is not a multiple of num_kv_heads, or
+            alibi_slopes has not one slope for each head. The message names the option.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,7 +72,7 @@ class PagedAttention(nnx.Module):
         ((3, 4, 8), (2, 2, 4, 2, 8))
     """
 
-    # On the class: nnx takes an attribute that an instance had as None for a static one.
+    # On the class: nnx would treat an attribute that is None in an instance as static.
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
 
@@ -152,24 +153,25 @@ class PagedAttention(nnx.Module):
         v_scale: float | jax.Array | None = None,
         **options: Unpack[ops.PagedOptions],
     ) -> tuple[jax.Array, _Cache]:
-        """Returns the attention output and the cache with the new tokens in it.
+        """Writes the new keys and values into the cache, and attends to it.
 
         Args:
-            query: float[num_tokens, num_heads, head_dim], rotary embedding applied; fp8 with q_scale.
-            key: float[num_tokens, num_kv_heads, head_dim], likewise; another number of tokens where nothing is causal
-                (cross attention). None to read a cache that is complete: another layer's, or an encoder's.
-            value: float[num_tokens, num_kv_heads, value_head_dim]; None with key.
-            kv_cache: this layer's cache array, or its key and value caches; consumed, use the returned one.
-            metadata: the step's batch.
-            k_scale, v_scale: dequantisation scales of a quantised cache, for writing and reading; None for those of
-                `kv_scales`.
-            **options: further options of `jattn.paged_attention` for this call.
+            query: float[num_tokens, num_heads, head_dim], with the rotary embedding applied; fp8 with q_scale.
+            key: float[num_tokens, num_kv_heads, head_dim], with the rotary embedding applied. If the module is not
+                causal, the number of tokens may differ from the query's (cross attention). None to read a complete
+                cache, such as another layer's or an encoder's.
+            value: float[num_tokens, num_kv_heads, value_head_dim]; None if key is None.
+            kv_cache: this layer's cache array, or its key and value caches. It is consumed; use the returned one.
+            metadata: the batch of the step.
+            k_scale, v_scale: dequantisation scales of a quantised cache, for writing and reading: value = stored value
+                * scale. None for those of `kv_scales`.
+            **options: further keywords of `jattn.paged_attention`.
 
         Returns:
-            float[num_tokens, num_heads, value_head_dim] and the updated cache.
+            The output float[num_tokens, num_heads, value_head_dim], and the updated cache.
 
         Raises:
-            InvalidInput: shapes that do not fit the module or each other, or metadata for blocks of another size.
+            InvalidInput: shapes that do not match the module or each other, or metadata for another block size.
         """
         for name, array, heads, size in (
             ("query", query, self.num_heads, self.head_dim),
@@ -185,7 +187,7 @@ class PagedAttention(nnx.Module):
                 f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
             )
         shape = jax.tree.leaves(kv_cache)[0].shape
-        # An array with fewer axes is not such a cache; the write refuses it.
+        # The write refuses a cache with fewer axes.
         if len(shape) > 3:
             metadata.check_blocks("kv_cache", shape[-3])
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
@@ -212,12 +214,15 @@ class PagedAttention(nnx.Module):
         slot_mapping: jax.Array,
         **scales: Unpack[ops.CacheScales],
     ) -> _Cache:
-        """Returns the cache with these keys and values written, without attention; for an encoder's output.
+        """Writes keys and values into the cache without attending, as for the output of an encoder.
 
         Args:
             key, value, kv_cache: as in a call.
-            slot_mapping: int32[num_tokens], where each token goes; -1 for nowhere.
+            slot_mapping: int32[num_tokens], the slot of each token; -1 writes nothing.
             **scales: k_scale and v_scale, as in a call.
+
+        Returns:
+            The updated cache.
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
@@ -227,24 +232,27 @@ class PagedAttention(nnx.Module):
 
     @property
     def rotates_in_one_launch(self) -> bool:
-        """Whether `rotate_and_write` saves launches; it does not look at keys, as one may want to measure scales."""
+        """Whether `rotate_and_write` saves launches. It is not used while scales are measured, which needs the keys."""
         return self.kv_range is None and ops.launches_kernels(self.implementation)
 
     def rotate_and_write(
         self, qkv: jax.Array, cos_sin: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns rotated queries, for a call without key and value, and the cache with keys and values in it.
+        """Rotates queries and keys and writes keys and values, in one launch.
 
         Args:
-            qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], of one projection, nothing rotated.
+            qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values before rotation.
             cos_sin, kv_cache, slot_mapping: as in `jattn.ops.rotate_and_write`.
+
+        Returns:
+            The rotated queries, for a call without key and value, and the updated cache.
         """
         k_scale, v_scale = self.scales_of(kv_cache, None, None)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
 
     def scales_of(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
-        """Returns the scales of a call or a write, or the layer's own for an 8-bit cache."""
+        """Returns the scales of a call, or those of the layer if the call has none and the cache has 8 bits."""
         if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
             return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
         return k_scale, v_scale

@@ -1,4 +1,4 @@
-"""Many equal layers by one `lax.scan`, over one pool that holds the blocks of all of them."""
+"""Equal layers in one `lax.scan`, over one pool with the blocks of all layers."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def scan_layers(
     kv_cache: _Cache,
     metadata: AttentionMetadata,
 ) -> tuple[jax.Array, _Cache]:
-    """Runs L equal layers one after the other; only one layer is traced and compiled, for any L.
+    """Runs L equal layers one after the other; only one layer is traced and compiled.
 
-    The pool has L x N blocks, and layer l owns blocks l * N to (l + 1) * N - 1: its tables and slots are shifted by
-    that, so that the pool stays one array in the loop's carry, written in place. A stacked cache `[L, N, ...]` would be
-    sliced, and so copied, in every layer.
+    The pool has L x N blocks, and layer l owns blocks l * N to (l + 1) * N - 1: its block tables and slots are shifted
+    by l * N. So the pool stays one array in the carry of the loop and is written in place. A stacked cache
+    `[L, N, ...]` would be sliced, and therefore copied, in every layer.
 
     Args:
         step: `step(layer, x, kv_cache, metadata)` returns the next x and the cache.
-        layers: a module whose variables have a leading axis of L, as `nnx.vmap` over seeds builds it.
+        layers: a module whose variables have a leading axis of length L, as built by `nnx.vmap` over seeds.
         x: input of the first layer.
-        kv_cache: [L * N, 2, block_size, num_kv_heads, head_dim], or a pair of caches; consumed.
-        metadata: of one layer: block ids below N.
+        kv_cache: [L * N, 2, block_size, num_kv_heads, head_dim], or a pair of caches. It is consumed.
+        metadata: metadata of one layer, with block ids below N.
 
     Returns:
-        The output of the last layer, and the cache.
+        The output of the last layer, and the updated cache.
 
     Raises:
-        InvalidInput: blocks that are no multiple of L, or slots beyond an int32.
+        InvalidInput: the number of blocks is not a multiple of L, or slots exceed int32.
 
     Example:
         >>> from jattn.nn import MultiHeadAttention
@@ -79,7 +79,7 @@ def scan_layers(
 
 
 def layer_metadata(metadata: AttentionMetadata, first_block: jax.Array | int, block_size: int) -> AttentionMetadata:
-    """Returns the metadata of a layer whose blocks begin at `first_block` of a pool that several layers share."""
+    """Returns the metadata of a layer whose blocks start at `first_block` of a pool shared by several layers."""
     slots = metadata.slot_mapping
     return replace(
         metadata,

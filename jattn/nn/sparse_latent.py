@@ -1,4 +1,4 @@
-"""SparseLatentAttention: DeepSeek-V3.2's layer, where an indexer chooses the latents that a token attends to."""
+"""SparseLatentAttention: the layer of DeepSeek-V3.2, whose indexer chooses the tokens that a query attends to."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ __all__ = ["LatentIndexer", "SparseLatentAttention"]
 class LatentIndexer(nnx.Module):
     """The indexer of DeepSeek-V3.2; parameters are named as in Hugging Face's models.
 
-    The published code also rotates queries and keys by a Hadamard matrix and rounds them to fp8; the first changes no
-    score.
+    The published code also rotates queries and keys by a Hadamard matrix, which does not change the scores, and rounds
+    them to fp8.
 
     Args:
         in_features: width of the layer's input.
         q_lora_rank: width of the compressed query.
-        num_heads, head_dim, topk: heads, their elements, and how many keys they choose (Hugging Face: index_n_heads,
-            index_head_dim, index_topk).
-        rope: of the first `rope_dim` elements of queries and keys, a function of x[heads, tokens, rope_dim] and
-            positions[tokens]; `DeepSeekRoPE(interleaved=False)`. None for none.
-        rope_dim: see `rope`.
-        dtype, param_dtype, kernel_init: as flax's.
-        implementation: see `jattn.indexer_topk`.
+        num_heads: number of heads (Hugging Face: index_n_heads).
+        head_dim: elements of a head (index_head_dim).
+        topk: number of keys to choose for each query (index_topk).
+        rope: rotary embedding of the first `rope_dim` elements of queries and keys, a function of
+            x[heads, tokens, rope_dim] and positions[tokens]; `DeepSeekRoPE(interleaved=False)`. None for none.
+        rope_dim: number of rotated elements; below head_dim.
+        dtype, param_dtype, kernel_init: as in flax's modules.
+        implementation: as in `jattn.indexer_topk`.
         rngs: source of the initial values.
 
     Raises:
-        InvalidInput: a size is below 1, or rope_dim not below head_dim.
+        InvalidInput: an option of the wrong type or out of range. The message names it.
     """
 
     @checked
@@ -74,11 +75,11 @@ class LatentIndexer(nnx.Module):
         self.wq_b = linear(q_lora_rank, num_heads * head_dim)
         self.wk = linear(in_features, head_dim)
         self.k_norm = nnx.LayerNorm(head_dim, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        # In float32 in models of every dtype.
+        # This projection is float32 in models of every dtype.
         self.weights_proj = linear(in_features, num_heads, jnp.float32, jnp.float32)
 
     def cache_spec(self, block_size: int, dtype: str) -> LatentCacheSpec:
-        """Returns the layout of the cache of keys: the rotated part, and after it the rest."""
+        """Returns the layout of the key cache: the rotated elements first, then the others."""
         rest = self.head_dim - self.rope_dim
         return LatentCacheSpec(kv_lora_rank=self.rope_dim, rope_dim=rest, block_size=block_size, dtype=dtype)
 
@@ -118,19 +119,19 @@ class LatentIndexer(nnx.Module):
 class SparseLatentAttention(MultiHeadLatentAttention):
     """Multi-head latent attention to the tokens that an indexer chooses (DeepSeek-V3.2), in the absorbed form.
 
-    - `y = attn(x)`: over a padded batch `[batch..., length, features]`. Padding belongs at the end of a row.
-    - `y, caches = attn(x, cache=(latents, index_keys), metadata=metadata)`: over packed tokens and two paged caches, of
-      `LatentCacheSpec` and of `indexer.cache_spec`, with the same blocks.
+    - `y = attn(x)` attends within a padded batch `[batch..., length, features]`, with padding at the end of rows.
+    - `y, caches = attn(x, cache=(latents, index_keys), metadata=metadata)` takes packed tokens and two paged caches
+      with the same block tables: one of `LatentCacheSpec`, one of `indexer.cache_spec`.
 
-    The choice has no gradient; the indexer is trained by a loss of its own.
+    The choice has no gradient: train the indexer with its own loss.
 
     Args:
-        num_heads, in_features: see `MultiHeadLatentAttention`.
-        indexer: chooses.
-        **options: of `MultiHeadLatentAttention`; `q_lora_rank` is needed.
+        num_heads, in_features: as in `MultiHeadLatentAttention`.
+        indexer: the module that chooses the tokens.
+        **options: further options of `MultiHeadLatentAttention`. `q_lora_rank` is required.
 
     Raises:
-        InvalidInput: q_lora_rank is missing.
+        InvalidInput: as in `MultiHeadLatentAttention`, or q_lora_rank is None.
 
     Example:
         >>> rngs = nnx.Rngs(0)
@@ -160,7 +161,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         index_keys = self.indexer.keys(inputs, input_positions)
         if metadata is None or cache is None:
             length = max(inputs.shape[-2], 1)
-            # The tokens themselves, each in a block of its own.
+            # The batch serves as its own cache, with one token in each block.
             caches = (jnp.concatenate([latent, k_pe], axis=-1)[:, None], index_keys[:, None])
             batch = _own_metadata(latent.shape[0], length)
         else:
@@ -180,7 +181,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
 
 
 def _own_metadata(num_tokens: int, length: int) -> AttentionMetadata:
-    """Returns the batch of rows of `length` tokens that lie in blocks of one, in order."""
+    """Returns the metadata of rows of `length` tokens in consecutive blocks of one token."""
     rows = num_tokens // length
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     return AttentionMetadata(

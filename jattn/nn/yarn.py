@@ -1,4 +1,4 @@
-"""DeepSeek's rotary embedding: pairs of neighbours, and YaRN's frequencies (Peng et al. 2023, arXiv:2309.00071)."""
+"""DeepSeek's rotary embedding: pairs of adjacent elements, YaRN frequencies (Peng et al. 2023, arXiv:2309.00071)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["DeepSeekRoPE", "yarn_kept", "yarn_weight"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekRoPE:
-    """Rotates the pairs (0, 1), (2, 3) and so on of a head; a function of x[heads, tokens, dim] and positions[tokens].
+    """Rotates the pairs (0, 1), (2, 3), ... of a head; a function of x[heads, tokens, dim] and positions[tokens].
 
-    The result has all first elements of the rotated pairs before all second ones: queries and keys in the same order
-    give the same scores. Without `interleaved`, as in DeepSeek-V3.2's indexer, they also come in like this.
+    The output has the first elements of all pairs before the second elements. Scores do not change, because queries and
+    keys have the same order. Without `interleaved`, as in the indexer of DeepSeek-V3.2, the input has that order too.
 
     Attributes:
         dim: elements of a head; even.
         theta: base of the frequencies.
-        factor: how much longer than `original_max_position_embeddings` the context is; 1 for plain frequencies.
-        original_max_position_embeddings: the context that the model was trained with first.
-        beta_fast, beta_slow: turns within it from which a frequency is kept, and up to which it is divided by factor.
-        mscale, mscale_all_dim: weights of the correction of scores, of rotated parts and of all; 0 for none.
-        interleaved: pairs are neighbours.
+        factor: ratio of the context length to `original_max_position_embeddings`; 1 for plain frequencies.
+        original_max_position_embeddings: context length of the first training, in tokens.
+        beta_fast, beta_slow: numbers of rotations within that context. Frequencies with more than beta_fast are kept;
+            those with fewer than beta_slow are divided by factor.
+        mscale, mscale_all_dim: weights of the attention correction for the rotated part and for the whole score; 0 for
+            no correction.
+        interleaved: whether a pair is two adjacent elements of the input.
 
     Example:
         >>> rope = DeepSeekRoPE(dim=4, factor=40.0, mscale=1.0, mscale_all_dim=1.0)
@@ -56,7 +58,7 @@ class DeepSeekRoPE:
 
     @property
     def score_factor(self) -> float:
-        """The factor of the scores' scale, in addition to the rotation: the square of the overall correction."""
+        """Factor on the scale of the scores: the correction of the whole score, squared."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(self) -> np.ndarray:
@@ -91,10 +93,10 @@ class DeepSeekRoPE:
 def yarn_kept(
     dim: int, theta: float, original_max_position_embeddings: int, betas: tuple[float, float], *, truncate: bool = True
 ) -> np.ndarray:
-    """Returns how much of each pair's frequency stays, float64[dim / 2]; the rest is divided by the factor.
+    """Returns the share of each pair's frequency that is kept, float64[dim / 2]; the rest is divided by the factor.
 
-    1 for pairs below the one that turns `betas[0]` times within the first context, 0 above the one that turns
-    `betas[1]` times, a line in between, from whole pair to whole pair if `truncate`.
+    The share is 1 for pairs below the one that rotates `betas[0]` times within the first context, 0 above the one that
+    rotates `betas[1]` times, and linear in between. With `truncate`, both bounds are rounded to whole pairs.
     """
     low, high = (
         dim // 2 * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
@@ -107,5 +109,5 @@ def yarn_kept(
 
 
 def yarn_weight(factor: float, weight: float) -> float:
-    """Returns the factor that counters the flatter attention over a context `factor` times as long."""
+    """Returns the attention correction of a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
