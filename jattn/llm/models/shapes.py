@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 from flax import nnx
 
@@ -20,6 +20,7 @@ __all__ = ["ParameterPath", "num_parameters", "parameter_shapes"]
 #: The path of a parameter in the nnx state of a `Decoder`.
 ParameterPath: TypeAlias = tuple[str | int, ...]
 _Shapes: TypeAlias = Mapping[ParameterPath, tuple[int, ...]]
+_Leaves: TypeAlias = Iterable[tuple[ParameterPath, Any]]
 
 
 @functools.lru_cache(maxsize=16)
@@ -65,4 +66,4 @@ def _with_one_layer(config: ModelConfig) -> ModelConfig:
 
 def _traced(build: Callable[[], nnx.Module]) -> _Shapes:
     state = nnx.state(nnx.eval_shape(build))
-    return {tuple(path): variable.shape for path, variable in nnx.to_flat_state(state)}
+    return {path: variable.shape for path, variable in cast(_Leaves, nnx.to_flat_state(state))}
