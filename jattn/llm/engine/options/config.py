@@ -35,58 +35,59 @@ class EngineConfig:
     """Sizes of an engine; names are vLLM's where it has them.
 
     Attributes:
-        block_size: tokens of one cache block.
-        max_num_seqs: sequences of one step at most, up to 65,536.
-        max_num_batched_tokens: new tokens of one step at most: one for each running request, and the rest for prompts,
-            in chunks if they are longer.
-        max_model_len: tokens of one sequence at most; the model's own limit if None.
-        num_blocks: blocks of the pool, the null block included; by default enough for `max_num_seqs` sequences of
-            full length, as far as `kv_cache_bytes` goes.
-        kv_cache_bytes: memory that the pool may take on each device when `num_blocks` is None. None for nine tenths of
-            what is free where devices report it and are this process's own, as GPUs do, and for 1 GiB elsewhere; give a
-            number where something else needs room there later, such as a trainer.
-        num_scheduler_steps: tokens that one program decodes for each running sequence before the host looks at them,
-            while nothing waits to be admitted. More of them spread the host's work thinner; text then streams in
-            pieces of so many tokens, and what a program computes behind a stop is dropped. 1 for one at a time; None
-            for 4, and for 1 of a large model on a GPU, where the host has time for each.
-        steps_in_flight: steps dispatched before the first is read; 2 hides the host's work behind the device's. What
-            the second one computes of a request that the first one ends is dropped.
+        block_size: number of tokens in one cache block.
+        max_num_seqs: most sequences of one step, up to 65,536.
+        max_num_batched_tokens: most new tokens of one step: one for each running request, and the rest for prompts, in
+            chunks if they are longer.
+        max_model_len: most tokens of one sequence; None for the model's own limit.
+        num_blocks: number of blocks of the pool, including the null block; None for enough for `max_num_seqs` sequences
+            of full length, up to `kv_cache_bytes`.
+        kv_cache_bytes: memory of the pool on each device, in bytes, if `num_blocks` is None. None for nine tenths of
+            the free memory of devices that report it and belong to this process, such as GPUs, and for 1 GiB elsewhere.
+            Give a number if something else needs memory there later, such as a trainer.
+        num_scheduler_steps: tokens that one program decodes for each running sequence before the host sees them, while
+            no request waits for admission. A larger number spreads the host's work over more tokens; text then streams
+            in pieces of this many tokens, and tokens after a stop are dropped. None for 4, or for 1 if a large model
+            runs on a GPU, where the host has time for each token.
+        steps_in_flight: steps that are dispatched before the first one is read; 2 hides the host's work behind the
+            device's. Tokens that the second step computes for a request that the first one ends are dropped.
         enable_prefix_caching: share the blocks of equal prefixes.
-        num_host_blocks: blocks of host memory for preempted requests, which then go on where they were; without room
-            there, or with 0, they are computed again.
-        disable_hybrid_kv_cache_manager: keep every token for every layer, also in models where only some layers have a
-            window. Otherwise layers of one window form a group, whose blocks return as soon as it has passed.
-        scrub_on_free: fill a block with zeros on the device as soon as its content belongs to no request and to no
-            cached prefix, before anybody else gets it.
+        num_host_blocks: blocks of host memory for preempted requests, which then continue where they stopped; without
+            free host blocks, or with 0, they are computed again.
+        disable_hybrid_kv_cache_manager: keep every token for every layer, also in models in which only some layers have
+            a window. Otherwise layers with the same window form a group, whose blocks are freed as soon as the window
+            has passed them.
+        scrub_on_free: fill a block with zeros on the device as soon as no request and no cached prefix uses its
+            content, before another request gets it.
         batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
-            on the requests beside it. Without it the last bits can, because XLA rounds the programs of different
-            padded sizes differently; a small batch then costs what a full one does.
-        enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode:
-            None where that should be faster on a GPU, True wherever blocks are shared, False never. Not with
-            batch_invariant, nor with masks that depend on the distance to the prefix (windows, ALiBi).
-        speculative_config: tokens are guessed, by n-grams or by a draft model, and verified in one step: a
-            `SpeculativeConfig` or a mapping of its fields; None for no guesses. The tokens are those of no
-            speculation. Guesses need what the step before brought: steps_in_flight and num_scheduler_steps become 1.
-        tensor_parallel_size: devices over which the model and its cache are cut.
-        decode_context_parallel_size: of those devices, neighbours that share a cache and deal out the tokens of each
-            sequence, where key/value heads are fewer than devices and each device would have a copy: the pool then
-            holds so many times the tokens. It divides the copies (devices / key/value heads). Of a block each has
-            `block_size` tokens.
-        data_parallel_size: copies of the model, each on devices and with a pool and a batch of its own; all sizes here
-            are those of one. A request goes to the copy that has most of its prompt cached, unless that one has much
+            on other requests. Without it the last bits can depend on them, because XLA rounds the programs of different
+            padded sizes differently. A small batch then costs as much as a full one.
+        enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode.
+            None does so where it should be faster on a GPU, True for all shared blocks, False never. Not with
+            batch_invariant, and not with masks that depend on the distance to the prefix (windows, ALiBi).
+        speculative_config: n-grams or a draft model propose tokens, which one step verifies: a `SpeculativeConfig` or a
+            mapping of its fields; None for no speculation. The output does not change. Proposals need the results of
+            the previous step, so steps_in_flight and num_scheduler_steps become 1.
+        tensor_parallel_size: number of devices over which the model and its cache are split.
+        decode_context_parallel_size: number of neighbouring devices that share one cache and distribute the tokens of
+            each sequence, if there are fewer key/value heads than devices and each device would have a copy. The pool
+            then holds this many times the tokens. It must divide the number of copies (devices / key/value heads). Each
+            device has `block_size` tokens of a block.
+        data_parallel_size: number of copies of the model, each with its own devices, pool and batch; all sizes here are
+            those of one copy. A request goes to the copy that has most of its prompt cached, unless that copy has much
             more to do than another.
-        mesh: the devices, with an axis "tp" and, for copies, one "dp"; the sizes above then follow from it. None for
-            the first of `jax.devices()`.
-        kv_cache_dtype: of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
-            of latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
-        kv_cache_scales: what a unit of an 8-bit cache is worth in each layer, as `calibrate_kv_cache` measures it;
-            None for what came with the checkpoint, if anything, else 1. int8 needs them.
-        step_timeout_seconds: a step whose results have not come after so long is reported, once, by a warning of the
-            logger "jattn" that names what it was to compute; None for no watch.
-        seed: of requests that bring none of their own.
-        max_logprobs: tokens whose log-probabilities a request may ask for at each place; -1 for the whole vocabulary,
-            which every step then returns that reports any.
-        logits_processors: pure JAX functions by name, for requests that call them by
+        mesh: the devices, with an axis "tp" and, for copies, an axis "dp"; the sizes above then follow from it. None
+            for the first of `jax.devices()`.
+        kv_cache_dtype: dtype of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
+            for latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
+        kv_cache_scales: dequantisation scales of an 8-bit cache for each layer, as `calibrate_kv_cache` measures them.
+            None for those of the checkpoint, or 1 without any. int8 needs scales.
+        step_timeout_seconds: time in seconds after which a step without results is reported, once, by a warning of the
+            logger "jattn" with its requests and tokens; None for no report.
+        seed: seed of requests that have none of their own.
+        max_logprobs: most tokens whose log-probabilities a request may ask for at each position; -1 for the whole
+            vocabulary, which every step with log-probabilities then returns.
+        logits_processors: pure JAX functions by name, for requests that select them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
             num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
 

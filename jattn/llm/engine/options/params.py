@@ -116,35 +116,36 @@ class SamplingParams:
     """How one request's tokens are chosen; names, defaults and order of application are vLLM's.
 
     Attributes:
-        n: samples of the prompt; they share its blocks.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens; 0 or -1 for all.
-        top_p: then keep the likeliest tokens whose probabilities reach this sum; 1 for all.
-        min_p: first keep the tokens of at least this share of the likeliest one's probability; 0 for all.
-        repetition_penalty: logits of tokens of prompt and output are divided by it, or multiplied where negative.
-        presence_penalty: subtracted from the logits of tokens of the output, -2 to 2.
-        frequency_penalty: the same, for each time the token came.
-        seed: of this request's random numbers; None derives one from the engine's seed and the request's number. The
-            samples of one prompt count up from it.
-        max_tokens: tokens to generate at most; None for as many as the model's length allows.
-        min_tokens: tokens before which nothing ends the text but max_tokens.
-        stop: strings that end the text, or one; it is cut before the first of them. Kept as a tuple.
-        stop_token_ids: tokens that end the text, besides the model's end-of-sequence tokens. Kept as a tuple.
-        include_stop_str_in_output: cut behind the stop string instead.
-        ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar lets nothing else come.
-        logprobs: return the log-probabilities of so many of the likeliest tokens and of the sampled one, as the model
-            has them before anything here applies; None for none, at most the engine's `max_logprobs`. -1 for the whole
-            vocabulary, where that is as large.
+        n: number of samples of the prompt; they share its blocks.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: after top_k, keep the likeliest tokens whose probabilities reach this sum; 1 keeps all.
+        min_p: before top_k, keep the tokens with at least this share of the likeliest token's probability; 0 keeps all.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, of tokens in prompt and output.
+        presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
+        frequency_penalty: the same, times the token's count in the output.
+        seed: seed of this request's random numbers; None derives one from the engine's seed and the request's number.
+            The samples of one prompt use consecutive seeds.
+        max_tokens: most tokens to generate; None for as many as the model's length allows.
+        min_tokens: number of tokens before which only max_tokens ends the text.
+        stop: string or strings that end the text, which is cut before the first of them. Stored as a tuple.
+        stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens. Stored as a tuple.
+        include_stop_str_in_output: cut after the stop string instead.
+        ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar allows no other token.
+        logprobs: return the log-probabilities of this many of the likeliest tokens and of the sampled one, from the
+            model's logits before any option here is applied; None for none, at most the engine's `max_logprobs`. -1 for
+            the whole vocabulary, if `max_logprobs` allows it.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
-        logit_bias: token id to what is added to its logit.
-        allowed_token_ids: no other tokens are sampled. Kept as a tuple.
-        bad_words: texts that are not generated. Kept as a tuple.
-        structured_outputs: what the text must match.
-        logits_processors: name of one of the engine's processors to the number it is called with.
+        logit_bias: mapping from token id to a number that is added to its logit.
+        allowed_token_ids: the only tokens that may be sampled. Stored as a tuple.
+        bad_words: texts that are not generated. Stored as a tuple.
+        structured_outputs: required format of the text.
+        logits_processors: mapping from the name of one of the engine's processors to the number it is called with.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text; without, there are token ids alone, and no stop strings.
-        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1 for as many as leave room for one more.
-        output_kind: what `AsyncLLM.generate` yields.
+        detokenize: return text; if False, there are only token ids, and no stop strings.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens; -1 for as many as leave room for one new
+            token.
+        output_kind: the outputs that `AsyncLLM.generate` yields.
 
     Raises:
         InvalidInput: a value out of range; the message names it.
