@@ -1,4 +1,4 @@
-"""Guesses at a request's next tokens: what followed the last few where they stood before, or a draft model's."""
+"""Proposals of next tokens: those that followed an earlier match of the last few tokens, or a draft model's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = array("i").itemsize
 
 
 def guesses_of(config: SpeculativeConfig | None) -> NGramGuesses | DraftGuesses:
-    """Returns who guesses; without speculation nobody asks."""
+    """Returns the source of proposals; it is unused without speculation."""
     if config is None or config.model is not None:
         return DraftGuesses()
     return NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
@@ -46,12 +46,12 @@ class NGramGuesses:
             # Something must follow: the last token itself ends no match.
             found = _last_place(text, text[-size * _BYTES :], last * _BYTES)
             if found >= 0:
-                # What follows may be short: a text with a period goes on as it went.
+                # The match may be near the end: a periodic text then continues its period.
                 return tuple(islice(cycle(history[found + size :]), count))
         return ()
 
     def forget(self, request_id: str) -> None:
-        """Drops what is kept of a request."""
+        """Drops the state of a request."""
         self._histories.pop(request_id, None)
 
 

@@ -18,7 +18,7 @@ from torch_core.metadata import CommonAttentionMetadata, PackedLayout, prefix_gr
 __all__ = ["Cascade"]
 
 _FEWEST_SEQUENCES = 2
-# Groups are worth their while from a few sequences on; more pieces than that are not looked at.
+# Groups are faster from a few sequences on; at most this number of pieces is considered.
 _SEQUENCES_OF_A_PIECE = 4
 
 
@@ -29,7 +29,7 @@ class Cascade:
     Attributes:
         piece_tokens: sequences that attend to a prefix as one.
         always: wherever blocks are shared; else where it should be faster.
-        shape: what decides that; see `torch_core.metadata.PrefixGroups.pays`.
+        shape: inputs of that decision; see `torch_core.metadata.PrefixGroups.pays`.
     """
 
     piece_tokens: int
@@ -50,9 +50,9 @@ class Cascade:
         hidden = (
             config.batch_invariant,
             not config.enable_prefix_caching,
-            # A piece is made of sequences, and of as many queries only where each has one.
+            # A piece consists of sequences; it has as many queries only if each sequence has one.
             config.num_speculative_tokens > 0,
-            # Nobody has a whole prefix.
+            # No sequence has a whole prefix.
             config.decode_context_parallel_size > 1,
             config.max_num_seqs < _FEWEST_SEQUENCES,
         )
@@ -71,7 +71,7 @@ class Cascade:
         )
 
     def num_pieces(self, num_seqs: int) -> int:
-        """Returns the pieces that a step of so many sequences has room for; 0 if it is too small."""
+        """Returns the number of pieces that a step of this number of sequences has room for; 0 if it is too small."""
         return num_seqs // _SEQUENCES_OF_A_PIECE + 1 if num_seqs >= _FEWEST_SEQUENCES else 0
 
     def shared(

@@ -1,4 +1,4 @@
-"""A draft model beside the model that it guesses for: one module, one flat tuple of caches, the same block tables."""
+"""A draft model together with its target model: one module, one flat tuple of caches, the same block tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WithDraft(nnx.Module):
     """
 
     def __init__(self, base: PagedModel, draft: PagedModel) -> None:
-        # nnx sorts by name: what both hold belongs to the base.
+        # nnx sorts by name: arrays that both hold belong to the base.
         self.base, self.draft = base, draft
 
     @property
@@ -62,7 +62,7 @@ class WithDraft(nnx.Module):
 
 
 def with_draft(model: PagedModel, config: EngineConfig, max_model_len: int) -> PagedModel:
-    """Returns the model, beside the draft model that the config names, if any.
+    """Returns the model, together with the draft model that the config names, if any.
 
     Args:
         model: the engine's.

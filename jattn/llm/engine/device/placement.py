@@ -63,7 +63,7 @@ class Placement:
         return placed
 
     def peers(self) -> Peers | None:
-        """Allocates what the devices sum small arrays with; None where XLA sums all, see `jattn.parallel.Peers`."""
+        """Allocates the memory for sums of small arrays; None if XLA computes them, see `jattn.parallel.Peers`."""
         return None if self.mesh is None else Peers.of(self.mesh, "tp")
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ class Placement:
 
         Raises:
             InvalidInput: sizes that do not divide, or a model that is cut otherwise.
-            Unsupported: a model that nobody knows how to cut.
+            Unsupported: a model without a known split.
         """
         parallel = getattr(model, "parallel", None)
         if mesh is None:

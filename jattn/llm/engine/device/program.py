@@ -1,4 +1,4 @@
-"""What a step computes on the device: the model over one batch, the sampler, and further decode steps in a loop."""
+"""A step's computation on the device: the model over one batch, the sampler, and further decode steps in a loop."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from torch_core.metadata import PackedLayout, encoder_layout, group_fields, grou
 
 __all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
 
-#: What a step needs to know of each sequence besides the metadata, int32 all: `Rows`, and two that change.
+#: A step's int32 arrays of each sequence, in addition to the metadata: `Rows`, and two that change.
 PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
 
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
-# Merged where it is called: nnx lets a module change (a random stream counts) at its own level of tracing only.
-# `encode` is asked of models with an encoder alone, what a draft has of models with one.
+# Merged at the call: nnx allows changes of a module (a random stream counts) only at its own level of tracing. Only
+# models with an encoder have `encode`, and only models with a draft have its methods.
 Model = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The padded sizes of a step and how much of the sampler it needs: what a program is compiled for.
+    """The padded sizes of a step and its part of the sampler: the key of a compiled program.
 
     Attributes:
         num_seqs: sequences.
         num_tokens: new tokens; of decode steps one for each sequence and step.
         max_query_len: an upper bound on the new tokens of a sequence.
-        sampler: what the batch needs of it.
+        sampler: the part of the sampler that the batch needs.
         num_steps: tokens decoded one after the other.
         num_guesses: tokens behind the first one of a sequence that are verified at most.
-        num_pieces: room for so many pieces of groups that share a prefix; 0 for none.
+        num_pieces: number of pieces, of groups that share a prefix, that the step has room for; 0 for none.
         piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
         num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
         encodes: the tokens are inputs of the encoder; nothing is sampled.
@@ -90,7 +90,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one run of a model is given; the caches and the sampler's state are consumed.
+    """The arguments of one run of a model; the caches and the sampler's state are consumed.
 
     Attributes:
         model: merges the model.
@@ -139,7 +139,7 @@ class _Batch:
 
 
 class Sampled(NamedTuple):
-    """What a step brings.
+    """The results of a step.
 
     Attributes:
         tokens: int32[num_samples, max_num_seqs], a column for each row; -1 behind a wrong guess.
@@ -182,7 +182,7 @@ def jitted_step(
 
     Args:
         graph, treedef: of the model, or of one device's part of it.
-        placement: the devices: each runs the step on its own part, and all know what comes of it.
+        placement: the devices; each runs the step on its own part, and all have the results.
         layers: the cache groups.
         cache_spec: how a layer's cache is split over them.
         leaf_specs: how the leaves are.
@@ -289,7 +289,7 @@ def _decoded(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
 
 
 def _verified(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
-    """Samples behind each token of the rows, guesses among them, and keeps what follows right guesses alone."""
+    """Samples after each token of the rows, including proposals, and keeps only tokens after accepted proposals."""
     token_ids = batch.token_ids
     first = batch.fields["query_start_loc"][:-1]
     num_slots = jnp.diff(batch.fields["query_start_loc"])
@@ -308,7 +308,7 @@ def _verified(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
 
 
 def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
-    """Returns int32[num_guesses, num_seqs], what the draft model says behind each row's first token, and all caches."""
+    """Returns int32[num_guesses, num_seqs], the draft model's tokens after each row's first token, and all caches."""
     bucket, model = batch.bucket, batch.model
     count = bucket.num_guesses
     sampler = replace(bucket.sampler, num_logprobs=0)
@@ -333,7 +333,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
     rows = jnp.minimum(first[:, None] + places, last_rows[:, None])
     num_tokens = fields["seq_lens"] - (last_rows - first)
-    # Who has a slot has no guesses: what is drawn behind the first place is of nobody.
+    # A row with a slot has no proposals: tokens drawn after its first position are unused.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
     logits, shards = _logits(model, hidden[rows.reshape(-1)], batch.peers)
     tokens, logprobs, new_state = bucket.sampler(

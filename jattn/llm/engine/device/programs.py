@@ -25,8 +25,9 @@ from torch_core.cache import LayerGroups
 
 __all__ = ["Programs"]
 
-# With so many rows XLA's choice of products is behind cuBLAS's on an H200, since it is made without what follows a
-# product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is ahead by 3 and 29%.
+# With these numbers of rows XLA's choice of products is slower than cuBLAS on an H200, because it ignores the
+# operations after a product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is faster
+# by 3 and 29%.
 _CUBLAS_ROWS = range(64, 257)
 # Compiled programs of one kind of model and one set of shapes, by bucket.
 _Compiled = dict[Bucket, Any]
@@ -35,15 +36,15 @@ _Compiled = dict[Bucket, Any]
 class Programs:
     """Compiles a model's steps ahead of time, so that no call of one can compile by itself. Not thread-safe.
 
-    Engines of equally built models and equal shapes share what is compiled.
+    Engines of equally built models and equal shapes share compiled programs.
 
     Args:
         weights: those that the steps are first run with.
         pool: the cache arrays that steps consume.
         placement: the devices.
         layers: the model's cache groups.
-        state_of: shapes of what a full step's sampler has, by the number of its sequences.
-        peers: what the devices sum small arrays with; see `jattn.parallel.Peers`.
+        state_of: shapes of a full step's sampler state, by the number of its sequences.
+        peers: the memory in which devices sum small arrays; see `jattn.parallel.Peers`.
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
@@ -107,19 +108,19 @@ class Programs:
         return self._compiled[bucket]
 
     def doubt_last(self) -> None:
-        """Forgets the programs that were run last, of which one failed: they are compiled anew.
+        """Forgets the programs that ran last, one of which failed: they are compiled again.
 
-        XLA keeps for a GPU what it has recorded of a program (jaxlib 0.11.2), and a program that fails meanwhile fails
-        for ever: "Command buffer has to be finalized first before it can be updated".
+        XLA keeps the recorded graph of a program on a GPU (jaxlib 0.11.2), and a program that fails meanwhile fails for
+        ever: "Command buffer has to be finalized first before it can be updated".
         """
         for bucket in self._last:
             self._compiled.pop(bucket, None)
-        # Compiled once more from what JAX keeps of a trace, it would be the same executable.
+        # Compiled again from JAX's cached trace, it would be the same executable.
         self._step.clear_cache()
         self._last.clear()
 
     def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
-        """Compiles what is missing of some buckets, several at once.
+        """Compiles the missing programs of some buckets, several at once.
 
         Args:
             buckets: whose programs.

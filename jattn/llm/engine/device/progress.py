@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, or whoever else wants to know."""
+"""Progress reports: a bar on a terminal, or a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["progress"]
 
 @contextlib.contextmanager
 def progress(report: Callable[[int, int, str], None] | None) -> Iterator[Callable[[int, int, str], None]]:
-    """Gives whom to tell what is done, of how much, and what it was: `report`, or a bar on stderr if that is None."""
+    """Yields a function of count, total and label: `report`, or a bar on stderr if that is None."""
     if report is not None:
         yield report
         return

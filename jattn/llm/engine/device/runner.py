@@ -40,10 +40,10 @@ from torch_core.metadata import (
 __all__ = ["ModelRunner"]
 
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
-# prefill stays on one side, so that a prompt's bits do not depend on the prompts beside it.
+# prefill stays on one side, so that a prompt's bits do not depend on other prompts.
 _SMALLEST_PREFILL = 64
 _SMALLEST_QUERY = 16
-# From so many sequences on a step has a size between two powers of two.
+# From this number of sequences on, a step has sizes between two powers of two.
 _FIRST_BETWEEN = 256
 # Prompt tokens whose logits are computed at once.
 _PROMPT_LOGPROBS = 64
@@ -52,8 +52,8 @@ _PROMPT_LOGPROBS = 64
 class ModelRunner:
     """Holds a model's programs and the pool, and dispatches steps without waiting for them.
 
-    A step's sampled tokens stay on the device, where the next step can read them: an input token of `-1 - row` means
-    "what row `row` of the last step sampled". Not thread-safe.
+    A step's sampled tokens stay on the device, where the next step can read them: an input token of `-1 - row` is the
+    token that row `row` of the last step sampled. Not thread-safe.
 
     Args:
         model: its leaves are captured now.
@@ -63,11 +63,11 @@ class ModelRunner:
         layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
-        announce: told of what follows before it is done.
+        announce: called with each operation before it runs.
 
     Attributes:
-        programs: what was compiled.
-        weights: what they are run with.
+        programs: the compiled programs.
+        weights: their weights.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class ModelRunner:
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
         self._plain = Sampler(SamplingKind.PLAIN)
-        # On a CPU a plain program looks whether anybody draws. Elsewhere noise for a large vocabulary is most of what a
-        # decode step does outside its layers.
+        # On a CPU a plain program tests whether any row samples. Elsewhere the noise for a large vocabulary is most of
+        # a decode step's work outside its layers.
         self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
         num_logprobs = self._vocab_size if config.max_logprobs < 0 else config.max_logprobs
         self._full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()))
@@ -136,7 +136,7 @@ class ModelRunner:
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
-        """Starts a step and returns what it brings, which is on the device still.
+        """Starts a step and returns its results, which are still on the device.
 
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
@@ -159,7 +159,7 @@ class ModelRunner:
         return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
 
     def follow(self, what: str, *arguments: Any) -> None:
-        """Does what the runner of the first process does, and announced: see `jattn.llm.processes`."""
+        """Repeats an operation of process 0's runner, after its announcement: see `jattn.llm.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
     def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:
@@ -228,7 +228,7 @@ class ModelRunner:
         return {"program": str(self._bucket(step))}
 
     def forget(self) -> None:
-        """Drops what it knows of earlier steps: their tokens and their tables."""
+        """Drops the tokens and tables of earlier steps."""
         with jax.transfer_guard_host_to_device("allow"):
             self._last_tokens = self._placement.put(np.zeros(self._config.max_num_seqs, np.int32))
             if self._generation != self._pool.generation:
@@ -268,7 +268,7 @@ class ModelRunner:
         return metadata
 
     def _sampler_state(self, rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> SamplerState:
-        """Names the slot of each row that samples, and uploads what the host alone knows."""
+        """Assigns the slot of each row that samples, and uploads the values that only the host has."""
         slots = layout["slot"].of(buffer)
         slots[:] = self._slots.neutral
         grammars: list[tuple[int, np.ndarray]] = []
@@ -281,7 +281,7 @@ class ModelRunner:
         return SamplerState(self._slots.tables, self._slots.masks(len(slots), grammars))
 
     def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array | None) -> list[PromptPart]:
-        """Starts what the step's rows ask for about their prompts."""
+        """Starts the prompt log-probabilities that the step's rows ask for."""
         parts: list[PromptPart] = []
         first = 0
         for row in rows:
@@ -322,7 +322,7 @@ class ModelRunner:
         if step.encodes:
             longest = max(len(row.request.encoder_token_ids) for row in step.rows)
             return self._encode_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest)
-        # A chunk that does not reach its prompt's end samples nothing: whatever it asks for, the least will do.
+        # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
         asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
         sampler = self._plain if all(request.is_plain for request in asking) else self._full
         if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
@@ -354,7 +354,7 @@ class ModelRunner:
         )
 
     def _padded_buckets(self, longest: int, sampler: Sampler) -> Iterator[Bucket]:
-        """Yields those of prompts padded to so many tokens: no step attends more than twice the tokens that it has."""
+        """Yields buckets of prompts padded to `longest` tokens: no step attends to more than twice its tokens."""
         most, smallest = self._config.max_num_seqs, cast(Buckets, self._query_lens).sizes[0]
         for num_tokens in self._num_tokens.sizes:
             if num_tokens >= longest:
@@ -363,7 +363,7 @@ class ModelRunner:
                 num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
                 yield Bucket(num_seqs, num_tokens, longest, sampler, num_encoder_blocks=self._num_encoder_blocks)
                 if num_seqs * longest <= num_tokens:
-                    # So many rows have no more.
+                    # This number of rows cannot have more.
                     return
 
     def _encode_bucket(self, num_seqs: int, num_tokens: int, longest: int) -> Bucket:
@@ -404,7 +404,7 @@ def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
     names = ("sequences of a step", "new tokens of a step")
     if config.batch_invariant:
         return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
-    # A few sequences cost what one does: the weights are read once. Many cost by their number.
+    # A few sequences cost as much as one, because the weights are read once. Many cost in proportion to their number.
     few = tuple(size for size in (1, 4, 16) if size < most_seqs)
     many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
     between = (size * 3 // 2 for size in many if size >= _FIRST_BETWEEN)

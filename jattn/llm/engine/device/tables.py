@@ -1,4 +1,4 @@
-"""What some requests need on the device beside a few numbers: their tokens, and tables that do not change."""
+"""Some requests' arrays on the device: their tokens, and constant tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SlotTables(_Fields):
 
 
 class SamplerState(NamedTuple):
-    """What the sampler has on the device from step to step; None in a plain step.
+    """The sampler's state on the device from step to step; None in a plain step.
 
     Attributes:
         tables: of the slots; a full step adds the tokens that it samples.
@@ -121,7 +121,7 @@ class Slots:
     def tables(self) -> SlotTables:
         if self._tables is None:
             rows = self._num_slots + 1
-            # Committed, as what a step returns is: jit would compile `_load` for each of the two.
+            # Committed, like a step's results; otherwise jit would compile `_load` twice.
             self._tables = SlotTables(*(self._placement.put(np.stack([each] * rows)) for each in self._neutral))
         return self._tables
 
@@ -130,14 +130,14 @@ class Slots:
         self._tables = tables
 
     def shapes(self, num_rows: int) -> SamplerState:
-        """Returns the shapes of a full step's state, for a step of so many sequences."""
+        """Returns the shapes of a full step's state, for a step of this number of sequences."""
         rows = self._num_slots + 1
         shape = functools.partial(jax.ShapeDtypeStruct, sharding=self._placement.whole)
         tables = SlotTables(*(shape((rows, *each.shape), each.dtype) for each in self._neutral))
         return SamplerState(tables, shape((num_rows, len(self._neutral.allowed)), jnp.int32))
 
     def warmup(self, numbers_of_rows: Iterable[int]) -> None:
-        """Compiles and uploads what requests with tables would otherwise wait for."""
+        """Compiles the programs and uploads the arrays that requests with tables would otherwise wait for."""
         self.load(self.neutral, self._neutral)
         for num_rows in numbers_of_rows:
             self.masks(num_rows, ())
@@ -148,7 +148,7 @@ class Slots:
         return self._num_slots
 
     def forget(self) -> None:
-        """Drops what is known of earlier steps."""
+        """Drops the state of earlier steps."""
         self._tables, self._slot_of = None, {}
 
     def masks(self, num_rows: int, grammars: Sequence[tuple[int, np.ndarray]]) -> Any:

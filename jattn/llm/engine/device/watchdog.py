@@ -1,4 +1,4 @@
-"""Reports a step whose results do not come: what it was to compute, and how long it has been gone."""
+"""Reports a step without results: its requests and tokens, and its age."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jattn.llm.log import event
 
 __all__ = ["Watchdog"]
 
-# So many looks within the time that a step may take.
+# Number of checks within a step's time limit.
 _LOOKS = 4
 
 
 class Watchdog:
     """Notes when steps are dispatched and when they come back; a thread of its own looks for those that do not.
 
-    It ends nothing: whoever waits for the step goes on waiting. Each step is reported once, by a warning of the logger
+    It ends nothing: callers that wait for the step keep waiting. Each step is reported once, by a warning of the logger
     "jattn", and again when it came after all. The thread starts with the first step and ends with this object.
 
     Args:
@@ -48,7 +48,7 @@ class Watchdog:
             return
         self._out[step.committed.step_id] = (self._clock(), step)
         if self._thread is None:
-            # It must not keep what it watches.
+            # It must not keep the watched object alive.
             weakref.finalize(self, self._end.set)
             arguments = (weakref.ref(self), self._end, self._seconds / _LOOKS)
             self._thread = threading.Thread(target=_look, args=arguments, name="jattn-watchdog", daemon=True)
@@ -63,7 +63,7 @@ class Watchdog:
             event(logging.WARNING, "stuck_step_came", step_id=step.committed.step_id, age_seconds=age)
 
     def forget(self) -> None:
-        """Drops what is out: nobody waits for it any more."""
+        """Drops the steps in flight: no caller waits for them any more."""
         self._out, self._reported = {}, set()
 
     def check(self) -> None:

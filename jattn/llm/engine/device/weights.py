@@ -19,7 +19,7 @@ from torch_core.base.errors import InvalidInput
 
 __all__ = ["Arrivals", "Weights"]
 
-#: For places among the leaves, what brings an array there. Over several processes all of them call it.
+#: Functions that return a leaf's new array, by index. Over several processes all processes call them.
 Arrivals: TypeAlias = dict[int, Callable[[], jax.Array]]
 
 
@@ -27,7 +27,8 @@ class Weights:
     """The variables of a module, captured when this is made.
 
     Args:
-        model: whose. Of one beside a draft model those of the model itself can be others later.
+        model: the model that owns the weights. With a draft model, only the weights of the target model can be replaced
+            later.
 
     Attributes:
         graph, treedef: with `leaves` these make the module again.
@@ -60,9 +61,9 @@ class Weights:
         """Returns how to bring the arrays of another state to the places of these; nothing has moved yet.
 
         Args:
-            state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. Of a
-                decoder that is cut here, the whole parameters, or a module that is cut alike. A kernel of numbers in
-                the place of a linear layer's that multiplies in FP8 is rounded.
+            state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. For a
+                split decoder, the whole parameters, or a module with the same split. A kernel in plain numbers is
+                rounded if its linear layer multiplies in FP8.
 
         Raises:
             InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named. Or
@@ -103,7 +104,7 @@ class Weights:
         return found
 
     def _fp8_parts(self, name: str) -> tuple[str, ...] | None:
-        """Returns the names of what a kernel is rounded to here; None of what is none, or stays as it is."""
+        """Returns the names of the arrays that a kernel is rounded to; None for a parameter that is not rounded."""
         stem, _, last = name.rpartition(".")
         parts = tuple(f"{stem}.{part}" for part in Fp8Kernel._fields)
         return parts if last == "kernel" and all(part in self._places for part in parts) else None

@@ -1,1 +1,1 @@
-"""What an engine and a request are told: frozen dataclasses with checked fields."""
+"""The options of an engine and of a request: frozen dataclasses with checked fields."""

@@ -17,11 +17,11 @@ __all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
 
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
-#: Of a server, and of an engine on a GPU for which nobody named any.
+#: Default of a server, and of an engine on a GPU without a given value.
 SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 _MAX_BYTES = (1 << 63) - 1
 _MOST_DEVICES = 1 << 16
-# What a step uploads and returns grows with its sequences and tokens, whatever the pool holds.
+# A step's uploads and results grow with its sequences and tokens, at any size of the pool.
 _SIZES = {
     "block_size": MAX_SIZE,
     "max_num_seqs": 1 << 16,
@@ -201,7 +201,7 @@ class EngineConfig:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a block on all devices that share a sequence: what the allocator and block tables count in."""
+        """Tokens of a block on all devices that share a sequence: the unit of the allocator and of block tables."""
         return self.block_size * self.decode_context_parallel_size
 
     def _check_mesh(self) -> None:
@@ -235,7 +235,7 @@ class EngineConfig:
 
 
 def check_config(config: object) -> None:
-    """Refuses what is no config, before anything is asked of it; None is the default one.
+    """Refuses a value that is no config, before it is used; None is the default config.
 
     Raises:
         InvalidInput: as said.

@@ -1,4 +1,4 @@
-"""What a user may ask of sampling: vLLM's names, defaults and limits, each value checked where it is given."""
+"""Sampling parameters: vLLM's names, defaults and limits; each value is checked at construction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LIMITS:
 
 
 class RequestOutputKind(enum.Enum):
-    """What `AsyncLLM.generate` yields: all text so far, what is new, or the end alone."""
+    """The outputs of `AsyncLLM.generate`: all text so far, the new text, or only the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -41,7 +41,8 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text must match; exactly one of these (vLLM's names). Needs the extra `structured` (llguidance).
+    """The required format of the text: exactly one of these fields (vLLM's names). Needs the extra `structured`
+    (llguidance).
 
     Attributes:
         json: a JSON schema, as a mapping or as its text.
@@ -93,7 +94,7 @@ class StructuredOutputsParams:
             )
 
     def constraints(self) -> dict[str, Any]:
-        """Returns what is given, one of the fields, by name."""
+        """Returns the given field, by name."""
         fields = {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
         return {name: value for name, value in fields.items() if value is not None and value is not False}
 
@@ -101,7 +102,7 @@ class StructuredOutputsParams:
         """Returns the JSON schema as text.
 
         Raises:
-            InvalidInput: it holds what JSON has not, or lies too deep.
+            InvalidInput: it has values outside JSON, or is nested too deep.
         """
         if isinstance(self.json, str):
             return self.json
@@ -266,7 +267,7 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
         return ()
     try:
         if isinstance(values, (str, bytes, Mapping)):
-            # They would pass as sequences of what is in them.
+            # They would pass as sequences of their elements.
             raise TypeError
         return tuple(values)
     except TypeError:

@@ -22,15 +22,15 @@ _MOST_TOKENS = 64
 class SpeculativeConfig:
     """How tokens are guessed before the model verifies them in one step; names are vLLM's.
 
-    Whoever guesses, the tokens are those of no speculation, greedy or sampled: each place is sampled with the key that
-    it has anyway, and a guess stands where it is that very token. A draft model guesses with the same key, which makes
-    the two agree about as often as two samplers can that do not know of each other (Daliri, Musco and Suresh 2024,
+    Speculation never changes the output, greedy or sampled: each position is sampled with the key that it has without
+    speculation, and a proposal is accepted only if it equals the sampled token. A draft model proposes with the same
+    key, so the two agree about as often as two samplers without communication can (Daliri, Musco and Suresh 2024,
     arXiv:2408.07978).
 
     Attributes:
         num_speculative_tokens: tokens of a request that are guessed at once, 1 to 64.
         model: the draft model: a folder for `load_model`, or a `PagedModel`, of the same vocabulary; None for n-grams.
-        method: "draft_model" or "ngram"; by default what `model` says.
+        method: "draft_model" or "ngram"; by default it follows from `model`.
         prompt_lookup_max: of n-grams, tokens that a guess goes by at most.
         prompt_lookup_min: the same at least.
 
@@ -68,7 +68,7 @@ class SpeculativeConfig:
         """Reads it from a JSON object of its fields, as command lines take it.
 
         Raises:
-            InvalidInput: no such JSON.
+            InvalidInput: not a JSON object of these fields.
         """
         try:
             given = json.loads(text)
@@ -124,7 +124,7 @@ class SpeculationStats:
 
 
 class SpeculationCounts:
-    """Adds up what becomes `SpeculationStats`. Not thread-safe.
+    """Counts for `SpeculationStats`. Not thread-safe.
 
     Args:
         num_speculative_tokens: guesses of a request at once at most.

@@ -24,7 +24,7 @@ class Grammar:
 
     Args:
         matcher: llguidance's, at its start.
-        eos_token_ids: what ends the text.
+        eos_token_ids: tokens that end the text.
         num_words: of a mask.
 
     Attributes:
@@ -61,7 +61,7 @@ class Grammar:
                 ignore_eos, with which that holds of the end always; and allowed_token_ids, no others but for the end of
                 a text that can only end.
         """
-        # Whatever interrupts this leaves the text to be read again from its start.
+        # After an interrupt here, the text is read again from its start.
         done, self._num_read = self._num_read, -1
         if done < 0:
             self._matcher.reset()

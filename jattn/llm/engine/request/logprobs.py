@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, of the likeliest ones beside them, and of a prompt's tokens."""
+"""Log-probabilities of sampled tokens, of the likeliest tokens, and of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> L
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest of each row of [rows, vocab] in descending order, and where they are.
 
-    They lie in the `count` groups with the largest maxima: what is sorted is small, where a sort of the vocabulary
+    They are in the `count` groups with the largest maxima, so only a small array is sorted; a sort of the vocabulary
     costs more than a model's layer. Of equal values the earlier come first.
     """
     rows, vocab = logits.shape
