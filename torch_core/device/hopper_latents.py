@@ -7,10 +7,25 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_core.device.hopper_rows import finish_rows
 from torch_core.device.mask import Bounds
+from torch_core.device.softmax import LN2
 from torch_core.device.work import chunk_span
 
-__all__ = ["BLOCK_N", "HALF", "ROPE", "Results", "Sizes", "Work", "boxes_of", "find_work", "slots_of", "zero_padding"]
+__all__ = [
+    "BLOCK_N",
+    "HALF",
+    "ROPE",
+    "Results",
+    "Sizes",
+    "Work",
+    "boxes_of",
+    "find_work",
+    "slots_of",
+    "store_sums",
+    "visible_latents",
+    "zero_padding",
+]
 
 #: Tokens of one step.
 BLOCK_N = gl.constexpr(64)
@@ -162,6 +177,42 @@ def zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE: gl.
     if output.lse is not None:
         empty = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
         gl.store(output.lse + tokens.to(gl.int64) * SHAPE.NUM_HEADS + heads, empty, mask=live)
+
+
+@gluon.jit
+def visible_latents(tokens, work, window_right, SHAPE: gl.constexpr):
+    """(Last token of the chunk that the query `tokens` see, end of those that all rows of the program see)."""
+    last = tokens * 0 + work.end - 1
+    full_end = work.end
+    if window_right is not None:
+        last = gl.minimum(work.context + tokens + window_right, work.end - 1)
+        full_end = gl.minimum(work.context + work.first_row // SHAPE.NUM_HEADS + window_right + 1, work.end)
+    return last, full_end
+
+
+@gluon.jit
+def store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE: gl.constexpr):
+    """Stores the log-sum-exp of whole rows, or the maxima and sums of the rows of a chunk.
+
+    Returns:
+        The factors of the accumulated rows.
+    """
+    live = tokens < work.query_len
+    heads = rows % SHAPE.NUM_HEADS
+    ratio = gl.full([rows.shape[0]], 1.0, gl.float32, rows.type.layout)
+    if work.chunks == 1:
+        empty = row_sum == 0.0
+        shift = gl.where(empty, 0.0, row_max)
+        inverse, shift, total = finish_rows(row_sum, shift, empty, 0, rows, results.output, SHAPE.NUM_HEADS)
+        ratio = inverse * results.output.factor
+        if results.output.lse is not None:
+            pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
+            gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
+    elif results.rows is not None:
+        slots = slots_of(work, tokens, heads, results, SHAPE)
+        gl.store(results.maxima + slots, row_max, mask=live)
+        gl.store(results.sums + slots, row_sum, mask=live)
+    return ratio
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["Ring", "make_barriers", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tile", "take_turn"]
+__all__ = ["Ring", "make_barriers", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tiles", "take_turn"]
 
 # Triton takes the first few of the sixteen hardware barriers for itself.
 _FIRST_BARRIER = gl.constexpr(8)
@@ -85,13 +85,20 @@ def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def skip_tile(keys, values, step, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Lets a tile of the rings `keys` and `values` pass that only the other warpgroups need."""
-    stage, phase = ring_slot(keys, step)
-    mbarrier.wait(keys.full.index(stage), phase)
-    mbarrier.arrive(keys.empty.index(stage), count=1)
-    mbarrier.wait(values.full.index(stage), phase)
-    mbarrier.arrive(values.empty.index(stage), count=1)
-    if SHAPE.PING_PONG:
-        take_turn(OWN)
-        pass_turn(OWN, SHAPE.WARPGROUPS)
+def skip_tiles(start, end, keys, values, step, OWN: gl.constexpr, SHAPE: gl.constexpr):
+    """Lets the tiles [start, end) of the rings `keys` and `values` pass that only the other warpgroups need.
+
+    Returns:
+        The next step.
+    """
+    for _ in range(start, end):
+        stage, phase = ring_slot(keys, step)
+        mbarrier.wait(keys.full.index(stage), phase)
+        mbarrier.arrive(keys.empty.index(stage), count=1)
+        mbarrier.wait(values.full.index(stage), phase)
+        mbarrier.arrive(values.empty.index(stage), count=1)
+        if SHAPE.PING_PONG:
+            take_turn(OWN)
+            pass_turn(OWN, SHAPE.WARPGROUPS)
+        step += 1
+    return step

@@ -6,11 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_tiles import load_box
 from torch_core.device.work import chunk_span
 
 __all__ = [
     "chunk_of_tile",
+    "copy_query",
     "copy_tile",
     "count_items",
     "key_tiles",
@@ -208,6 +210,35 @@ def _box_keys(position, low, high, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def copy_query(call, first_row, head, rings, slot, SHAPE: gl.constexpr):
+    """Starts the copies of the query tile of a work item into a slot of the ring `rings.query`; then it is full."""
+    PACK: gl.constexpr = SHAPE.PACK
+    HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
+    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
+    BYTES: gl.constexpr = call.query.dtype.primitive_bitwidth // 8
+    queries = rings.query
+    full = queries.full.index(slot)
+    mbarrier.expect(full, 64 * WARPGROUPS * (HEAD_SIZE + SHAPE.REST_SIZE) * BYTES)
+    for i in gl.static_range(WARPGROUPS):
+        if PACK == 1:
+            async_load(
+                call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], full,
+                queries.tiles.index(slot * WARPGROUPS + i),
+            )  # fmt: skip
+            if SHAPE.REST_SIZE > 0:
+                async_load(
+                    call.query_rest, [first_row + i * 64, head * SHAPE.QUERY_STRIDE + HEAD_SIZE], full,
+                    rings.query_rest.index(slot * WARPGROUPS + i),
+                )  # fmt: skip
+        else:
+            # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
+            async_load(
+                call.query, [first_row + i * (64 // PACK), head, 0], full,
+                queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
+            )  # fmt: skip
+
+
+@gluon.jit
 def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr, rest=None, rest_tiles=None):
     """Starts the copies of a tile's boxes, with the rows of `tile_rows`, into a slot; then `barrier` completes.
 
@@ -226,12 +257,12 @@ def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr, re
 
 @gluon.jit
 def zero_outside(tile, low, high, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros the rows of a tile in shared memory outside [low, high), by one warp.
+    """Zeros the rows of a tile in shared memory outside [low, high), by the warps that call it.
 
     Their weight is 0, but 0 * NaN of unwritten memory is NaN.
     """
     lanes: gl.constexpr = COLUMNS // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [1, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(ROWS // 8):
         if (i * 8 < low) | (i * 8 + 8 > high):
             part = tile.slice(i * 8, 8)

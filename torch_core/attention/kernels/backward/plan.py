@@ -7,10 +7,10 @@ from torch_core.attention.kernels.backward.kernel import (
     backward_keys_kernel,
     backward_queries_kernel,
 )
-from torch_core.attention.kernels.backward.tiles import BackwardTile, keys_tile, queries_tile
+from torch_core.attention.kernels.backward.tiles import keys_tile, queries_tile
 from torch_core.attention.operands import cache_constexprs, count, make_launch, operation
 from torch_core.attention.partials import sum_parts_launch
-from torch_core.attention.portable import block_seqs
+from torch_core.attention.portable import Tile, block_seqs
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer
 
@@ -24,8 +24,8 @@ def backward_plan(
     call: DenseBackwardCall[ArraySpec],
     limits: DeviceLimits,
     *,
-    queries: BackwardTile | None = None,
-    keys: BackwardTile | None = None,
+    queries: Tile | None = None,
+    keys: Tile | None = None,
 ) -> OperationPlan:
     """Plans the gradients of a checked call that is not empty: queries, then keys and values, then slopes and sinks.
 
@@ -65,7 +65,7 @@ def backward_plan(
         "num_key_rows": count(call.key.shape[0]),
     }
 
-    def launch(kernel: object, tile: BackwardTile, grid: tuple[int, int], writes: tuple[str, ...]) -> LaunchPlan:
+    def launch(kernel: object, tile: Tile, grid: tuple[int, int], writes: tuple[str, ...]) -> LaunchPlan:
         known = {**constexprs, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         return make_launch(
             kernel,

@@ -1,4 +1,8 @@
-"""The roles of the Hopper backward kernel that work out the gradients of keys and values: two warpgroups, or both."""
+"""Gradients of keys and values on Hopper: the roles that work them out, two warpgroups or both as one.
+
+Weights and score gradients are pairs of 16 bits, as the matrix units take them: a register holds two columns. The
+language's own 16-bit tensors take a register for each element until they are used.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.kernels.backward_hopper.pairs import score_gradient_pairs, unpack_pairs, weight_pairs
-from torch_core.attention.kernels.backward_hopper.signals import await_room, signal_full
+from torch_core.attention.kernels.backward_hopper.queries import await_room, signal_full
 from torch_core.attention.kernels.backward_hopper.work import full_tiles
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
-__all__ = ["FIRST", "LAST", "key_gradients", "mask_edge"]
+__all__ = [
+    "key_gradients",
+    "load_pairs",
+    "mask_edge",
+    "score_gradient_pairs",
+    "through_queries",
+    "unpack_pairs",
+    "weight_pairs",
+]
 
 # Edges of the mask.
 FIRST = gl.constexpr(0)
 LAST = gl.constexpr(1)
+_WEIGHTS = "{{ .reg .f32 a, b; ex2.approx.ftz.f32 a, $1; ex2.approx.ftz.f32 b, $2; cvt.rn.{0}x2.f32 $0, b, a; }}"
+_FLOATS = (
+    "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;",
+    "{ .reg .b16 h, i; mov.b32 {h, i}, $1; cvt.f32.f16 a, h; cvt.f32.f16 b, i; }",
+)
+_GRADIENT = "{{ .reg .b32 a, b; {1} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{0}x2.f32 $0, b, a; }}"
+_KINDS = ("bf16", "f16")
+# By whether elements are float16.
+_WEIGHT_STEP = gl.constexpr(tuple(_WEIGHTS.format(kind) for kind in _KINDS))
+_GRADIENT_STEP = gl.constexpr(
+    tuple(_GRADIENT.format(kind, floats) for kind, floats in zip(_KINDS, _FLOATS, strict=True))
+)
 
 
 @gluon.jit
 def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr):
     """One role: 64 or 128 keys of the tile through all queries of the group that see them, the last queries first."""
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
-    GROUP: gl.constexpr = SHAPE.GROUP
     KEYS: gl.constexpr = SHAPE.ROLE_KEYS
     START: gl.constexpr = OWN * KEYS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [KEYS // 16, 1], [16, BLOCK_M, 16])
@@ -46,21 +68,10 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
         # The first step finds score gradients of zero where later ones find those of the step before.
         rings.d_scores.index(1).slice(START, KEYS).store(gl.zeros([KEYS, BLOCK_M], k.dtype, S_LAYOUT))
         fence_async_shared()
-        step = 0
-        if SHAPE.LEFT:
-            last = gl.where(rows < item.keys, item.last + rows, -(2**30))
-            for i in range((item.end - high) * GROUP):
-                bound = last - (item.end - 1 - i // GROUP) * BLOCK_M
-                dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, LAST, BLOCK_M, S_LAYOUT)
-                step += 1
-        first = gl.where(rows < item.keys, item.first + rows, 2**30)
-        for _ in range((high - low) * GROUP):
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, first, OWN, None, BLOCK_M, S_LAYOUT)
-            step += 1
-        for i in range((low - item.start) * GROUP):
-            bound = first - (low - 1 - i // GROUP) * BLOCK_M
-            dk, dv = _step(k, v, dk, dv, rings, step, factor, bound, OWN, FIRST, BLOCK_M, S_LAYOUT)
-            step += 1
+        sums, step = through_queries(
+            _step, (dk, dv), (k, v, rings, factor), item, rows, low, high, OWN, SHAPE, S_LAYOUT
+        )
+        dk, dv = sums
         dk = _add_keys(dk, rings, step, OWN)
         dk = warpgroup_mma_wait(0, deps=(dk,))
     _store(dv, v, gradients.value, 1.0, item, START, SHAPE.D_VALUE_STRIDES, SHAPE.HEAD_SIZE)
@@ -68,14 +79,11 @@ def key_gradients(OWN: gl.constexpr, item, rings, gradients, SHAPE: gl.constexpr
 
 
 @gluon.jit
-def _step(
-    k, v, dk, dv, rings, step, factor, bound, OWN: gl.constexpr, EDGE: gl.constexpr, BLOCK_M: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile.
-
-    `bound` is the first or the last query that sees each key, at that EDGE of the mask.
-    """
+def _step(sums, given, step, bound, OWN: gl.constexpr, EDGE: gl.constexpr, SHAPE: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile."""
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    dk, dv = sums
+    k, v, rings, factor = given
     dtype: gl.constexpr = k.dtype
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     q_slot, q_phase = ring_slot(rings.query, step)
@@ -113,6 +121,48 @@ def _step(
 
 
 @gluon.jit
+def through_queries(
+    STEP: gl.constexpr, sums, given, item, rows, low, high, OWN: gl.constexpr, SHAPE: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Takes keys of a tile through all queries of the group that see them, the last queries first.
+
+    Args:
+        STEP: adds a tile of queries to the sums: STEP(sums, given, step, bound, OWN, EDGE, SHAPE, S_LAYOUT). `bound` is
+            the first or the last query that sees each key, at that EDGE of the mask.
+        sums: the sums, a tuple.
+        given: further arguments of STEP.
+        item: the Item of the program.
+        rows: the keys, counted from the tile's first.
+        low, high: the `full_tiles` of the keys.
+        OWN: number of the role.
+        SHAPE: the Sizes.
+        S_LAYOUT: the layout of scores.
+
+    Returns:
+        (sums, number of steps).
+    """
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    GROUP: gl.constexpr = SHAPE.GROUP
+    step = 0
+    if SHAPE.LEFT:
+        last = gl.where(rows < item.keys, item.last + rows, -(2**30))
+        for i in range((item.end - high) * GROUP):
+            bound = last - (item.end - 1 - i // GROUP) * BLOCK_M
+            sums = STEP(sums, given, step, bound, OWN, LAST, SHAPE, S_LAYOUT)
+            step += 1
+    first = gl.where(rows < item.keys, item.first + rows, 2**30)
+    for _ in range((high - low) * GROUP):
+        sums = STEP(sums, given, step, first, OWN, None, SHAPE, S_LAYOUT)
+        step += 1
+    for i in range((low - item.start) * GROUP):
+        bound = first - (low - 1 - i // GROUP) * BLOCK_M
+        sums = STEP(sums, given, step, bound, OWN, FIRST, SHAPE, S_LAYOUT)
+        step += 1
+    return sums, step
+
+
+@gluon.jit
 def mask_edge(s, bound, EDGE: gl.constexpr):
     """Scores, keys by rows, without the queries before or beyond the `bound` of each key, at that EDGE of the mask."""
     columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -142,3 +192,42 @@ def _store(grad, tile, out, factor, item, START: gl.constexpr, STRIDES: gl.const
     tokens = (item.first_key + rows).to(gl.int64)
     pointers = out + tokens * STRIDES[0] + item.kv_head * STRIDES[1]
     gl.store(pointers[:, None] + columns[None, :], result, mask=(rows < item.keys)[:, None])
+
+
+@gluon.jit
+def weight_pairs(exponents, DTYPE: gl.constexpr):
+    """Pairs of 2 ** exponents, `[rows, columns // 2]` int32."""
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
+    even, odd = _columns(exponents)
+    return gl.inline_asm_elementwise(_WEIGHT_STEP[kind], "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def score_gradient_pairs(weights, x, DTYPE: gl.constexpr):
+    """Pairs of the products of pairs of weights with x, a float32 tensor."""
+    kind: gl.constexpr = int(gl.float16 == DTYPE)
+    even, odd = _columns(x)
+    return gl.inline_asm_elementwise(
+        _GRADIENT_STEP[kind], "=r,r,f,f", [weights, even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(pairs, DTYPE: gl.constexpr):
+    """The 16-bit tensor `[rows, columns]` of pairs."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return gl.join(low, high).reshape([pairs.shape[0], 2 * pairs.shape[1]]).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def load_pairs(tile, x):
+    """Loads pairs from shared memory as the threads have them that have the columns of x."""
+    even, _ = _columns(x)
+    return tile.load(even.type.layout)
+
+
+@gluon.jit
+def _columns(x):
+    return gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))

@@ -8,10 +8,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.attention.kernels.backward_hopper.gradients import key_gradients
 from torch_core.attention.kernels.backward_hopper.loads import load_tiles
-from torch_core.attention.kernels.backward_hopper.queries import query_gradients
-from torch_core.attention.kernels.backward_hopper.signals import pass_turns, take_turns
-from torch_core.attention.kernels.backward_hopper.uneven import uneven_gradients
-from torch_core.attention.kernels.backward_hopper.wide import wide_key_gradients, wide_value_gradients
+from torch_core.attention.kernels.backward_hopper.queries import pass_turns, query_gradients, take_turns
+from torch_core.attention.kernels.backward_hopper.wide import (
+    uneven_gradients,
+    wide_key_gradients,
+    wide_value_gradients,
+)
 from torch_core.attention.kernels.backward_hopper.work import (
     Gradients,
     Rings,
@@ -67,13 +69,15 @@ def hopper_backward_kernel(
 ):
     """A program: a tile of BLOCK_N keys of a head through all queries of the group that see them.
 
-    Two warpgroups of 64 keys each work out their gradients; a third one, from the score gradients that they leave in
-    shared memory, those of the queries, unless the two do (`uneven`); one warp loads, two keep the order in which
-    programs add to the queries' gradients (after FlashAttention-3, arXiv 2407.08608, whose warpgroups do all three, and
-    its deterministic mode). Where tiles lie in shared memory is known when compiling for the first role alone, the
-    others hold it in registers: two warpgroups that are one role spill less, but keep in step.
-    Keys are the rows of scores: like this, weights leave the matrix units as the left operand of the next product.
-    A group's gradients of keys and values are summed in registers.
+    Two warpgroups of 64 keys each work out the gradients of keys and values, and leave score gradients in shared
+    memory. From these a third one works out the queries' gradients, unless the two do (`uneven_gradients`). One warp
+    loads; two keep the order in which programs add to the queries' gradients. FlashAttention-3 (arXiv 2407.08608) has a
+    deterministic mode too; its warpgroups do all three.
+
+    The compiler knows the addresses of tiles in shared memory in the first role alone; the other roles hold them in
+    registers. Two warpgroups that are one role spill less, but keep in step. Keys are the rows of scores: weights leave
+    the matrix units as the left operand of the next product. A group's gradients of keys and values are summed in
+    registers.
     """
     SHAPE: gl.constexpr = Sizes(
         NUM_KV_HEADS, GROUP, HEADS_TOGETHER, HEAD_SIZE, VALUE_SIZE, REST_SIZE, BLOCK_M, BLOCK_N, ROLE_KEYS,

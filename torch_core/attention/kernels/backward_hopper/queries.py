@@ -1,4 +1,9 @@
-"""What a program adds to the queries' gradients, and the warpgroup of the Hopper backward kernel that works it out."""
+"""The queries' gradients on Hopper: the warpgroup that works them out, how others hand over to it, and the turns in
+which programs add to them.
+
+Within a program roles signal by hardware barriers: unlike barriers in shared memory, they need no meeting of those that
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from torch_core.attention.kernels.backward_hopper.signals import await_full, await_turn, pass_turn, signal_room
+__all__ = [
+    "add_columns",
+    "await_room",
+    "await_turn",
+    "await_weights",
+    "pass_turn",
+    "pass_turns",
+    "query_gradients",
+    "query_sums",
+    "signal_full",
+    "signal_weights",
+    "take_turns",
+]
 
-__all__ = ["add_columns", "query_gradients", "query_sums"]
+# Triton takes the first few of the sixteen for itself. Two slots are full; for each of two roles two have room.
+_FULL = gl.constexpr(8)
+_ROOM = gl.constexpr(10)
+_TURN = gl.constexpr(14)
+# By the warpgroups that add to the queries' gradients; two warps take and pass the turns.
+_TURN_SYNC = gl.constexpr((None, "@p bar.sync $1, 192;", "@p bar.sync $1, 320;"))
+_TURN_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 192;", "@p bar.arrive $1, 320;"))
+_ADDED_SYNC = gl.constexpr((None, "@p bar.sync $1, 160;", "@p bar.sync $1, 288;"))
+_ADDED_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 160;", "@p bar.arrive $1, 288;"))
+# Where a single warpgroup writes slots, those of the other one are for the weights that it gets.
+_WEIGHTS = gl.constexpr(12)
+# By the warpgroups that write a slot, the one that reads it besides.
+_ARRIVE = gl.constexpr((None, "@p bar.arrive $1, 256;", "@p bar.arrive $1, 384;"))
+_SYNC = gl.constexpr((None, "@p bar.sync $1, 256;", "@p bar.sync $1, 384;"))
 
 
 @gluon.jit
@@ -31,7 +61,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     mbarrier.wait(rings.key.full.index(0), 0)
     for step in range(steps):
         sums = query_sums(step, item, gradients, SHAPE)
-        await_full(step, WRITERS)
+        _await_full(step, WRITERS)
         ds = rings.d_scores.index(step % 2).permute((1, 0))
         for part in gl.static_range(HEAD_SIZE // PART):
             zeros = gl.zeros([BLOCK_M, PART], gl.float32, LAYOUT)
@@ -39,7 +69,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == HEAD_SIZE // PART - 1:
                 for i in gl.static_range(ROLES):
-                    signal_room(step, steps, i, WRITERS // ROLES)
+                    _signal_room(step, steps, i, WRITERS // ROLES)
             if part == 0 and gradients.turns is not None:
                 await_turn(SHAPE.ADDERS)
             add_columns(sums, part * PART, dq)
@@ -85,3 +115,117 @@ def _finish_part():
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def signal_full(step, WRITERS: gl.constexpr):
+    """One of the warpgroups that write has written its share of the step's slot."""
+    ARRIVE: gl.constexpr = _ARRIVE[WRITERS]
+    _barrier(_FULL + step % 2, 1, ARRIVE)
+
+
+@gluon.jit
+def _await_full(step, WRITERS: gl.constexpr):
+    """The step's slot is written."""
+    SYNC: gl.constexpr = _SYNC[WRITERS]
+    _barrier(_FULL + step % 2, 1, SYNC)
+
+
+@gluon.jit
+def signal_weights(step):
+    """The step's weights are written."""
+    _barrier(_WEIGHTS + step % 2, 1, "@p bar.arrive $1, 256;")
+
+
+@gluon.jit
+def await_weights(step):
+    """The step's weights may be read."""
+    _barrier(_WEIGHTS + step % 2, 1, "@p bar.sync $1, 256;")
+
+
+@gluon.jit
+def _signal_room(step, steps, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The step's slot may be written again by the role OWN, if there is a step that does."""
+    ARRIVE: gl.constexpr = _ARRIVE[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, ARRIVE)
+
+
+@gluon.jit
+def await_room(step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The step's slot may be written by the role OWN, of as many WARPGROUPS."""
+    SYNC: gl.constexpr = _SYNC[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, SYNC)
+
+
+@gluon.jit
+def await_turn(ADDERS: gl.constexpr):
+    """Waits until `take_turns` says that this program, with ADDERS warpgroups, may add to the next tile of queries."""
+    SYNC: gl.constexpr = _TURN_SYNC[ADDERS]
+    _barrier(_TURN, 1, SYNC)
+
+
+@gluon.jit
+def pass_turn(ADDERS: gl.constexpr):
+    """This warpgroup, one of ADDERS, has added to a tile of queries."""
+    ARRIVE: gl.constexpr = _ADDED_ARRIVE[ADDERS]
+    _barrier(_TURN + 1, 1, ARRIVE)
+
+
+@gluon.jit
+def take_turns(item, gradients, SHAPE: gl.constexpr):
+    """One warp: waits until all earlier tiles of keys have added to a tile of queries.
+
+    Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
+    """
+    if gradients.turns is not None:
+        SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
+        for step in range((item.end - item.start) * SHAPE.GROUP):
+            counter, tile = _turn_counter(step, item, gradients, SHAPE)
+            turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
+            _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
+            _barrier(_TURN, 1, SYNC)
+
+
+@gluon.jit
+def pass_turns(item, gradients, SHAPE: gl.constexpr):
+    """One warp: counts the tiles of keys that have added to a tile of queries; it alone waits until the sums are there.
+
+    It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
+    """
+    if gradients.turns is not None:
+        ARRIVE: gl.constexpr = _TURN_ARRIVE[SHAPE.ADDERS]
+        SYNC: gl.constexpr = _ADDED_SYNC[SHAPE.ADDERS]
+        steps = (item.end - item.start) * SHAPE.GROUP
+        _barrier(_TURN, steps, ARRIVE)
+        for step in range(steps):
+            counter, _ = _turn_counter(step, item, gradients, SHAPE)
+            _barrier(_TURN + 1, 1, SYNC)
+            _barrier(_TURN, step + 1 < steps, ARRIVE)
+            _counter(
+                counter, 1,
+                "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], "
+                "$2;",
+            )  # fmt: skip
+
+
+@gluon.jit
+def _turn_counter(step, item, gradients, SHAPE: gl.constexpr):
+    tile = item.end - 1 - step // SHAPE.GROUP
+    head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
+    return gradients.turns + head * gradients.query_tiles + item.first_tile + tile, tile
+
+
+@gluon.jit
+def _counter(counter, value, INSTRUCTIONS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .s32 v; " + INSTRUCTIONS + " mov.u32 $0, 0; }", "=r,l,r",
+        [counter.to(gl.int64, bitcast=True), gl.to_tensor(value)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _barrier(number, needed, INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; " + INSTRUCTION + " mov.u32 $0, 0; }", "=r,r,r",
+        [gl.to_tensor(number), gl.to_tensor(needed).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -1,7 +1,12 @@
-"""The warpgroups of the Hopper backward kernel for wide heads: one for the values' gradient, one for the keys'.
+"""Gradients of keys and values on Hopper where their sums do not fit the registers of `key_gradients`.
 
-The sums of 64 keys of wide heads fill half of a warpgroup's registers each, so two warpgroups share them instead of the
-keys: the one that adds up the gradient of values makes the weights, and passes them on through shared memory.
+Heads of 256 elements: the sums of 64 keys fill half of a warpgroup's registers each, so two warpgroups share them
+instead of the keys. The one that adds up the gradient of values makes the weights, and passes them on through shared
+memory.
+
+Keys of 192 elements over values of 128: the sums of 64 keys take 160 registers of a thread. Two warpgroups hold those
+of 128 keys, if there is no third. So they add to the queries' gradients, too, and are one role: the addresses of its
+tiles take no registers.
 """
 
 from __future__ import annotations
@@ -15,16 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_core.attention.kernels.backward_hopper.gradients import FIRST, LAST, mask_edge
-from torch_core.attention.kernels.backward_hopper.pairs import (
+from torch_core.attention.kernels.backward_hopper.gradients import (
     load_pairs,
+    mask_edge,
     score_gradient_pairs,
+    through_queries,
     unpack_pairs,
     weight_pairs,
 )
-from torch_core.attention.kernels.backward_hopper.signals import (
+from torch_core.attention.kernels.backward_hopper.queries import (
+    add_columns,
     await_room,
+    await_turn,
     await_weights,
+    pass_turn,
+    query_sums,
     signal_full,
     signal_weights,
 )
@@ -32,14 +42,13 @@ from torch_core.attention.kernels.backward_hopper.work import full_tiles, store_
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
-__all__ = ["wide_key_gradients", "wide_value_gradients"]
+__all__ = ["uneven_gradients", "wide_key_gradients", "wide_value_gradients"]
 
 
 @gluon.jit
 def wide_value_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     """One warpgroup: the weights of the tile's keys and the gradient of their values, the last queries first."""
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
-    GROUP: gl.constexpr = SHAPE.GROUP
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     low, high = full_tiles(item, 0, 64, SHAPE)
@@ -47,27 +56,14 @@ def wide_value_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     dv = _no_sums()
     factor = gradients.scale * LOG2E
     mbarrier.wait(rings.key.full.index(0), 0)
-    step = 0
-    if SHAPE.LEFT:
-        last = gl.where(rows < item.keys, item.last + rows, -(2**30))
-        for i in range((item.end - high) * GROUP):
-            bound = last - (item.end - 1 - i // GROUP) * BLOCK_M
-            dv = _weigh(k, dv, rings, step, factor, bound, LAST, SHAPE, S_LAYOUT)
-            step += 1
-    first = gl.where(rows < item.keys, item.first + rows, 2**30)
-    for _ in range((high - low) * GROUP):
-        dv = _weigh(k, dv, rings, step, factor, first, None, SHAPE, S_LAYOUT)
-        step += 1
-    for i in range((low - item.start) * GROUP):
-        bound = first - (low - 1 - i // GROUP) * BLOCK_M
-        dv = _weigh(k, dv, rings, step, factor, bound, FIRST, SHAPE, S_LAYOUT)
-        step += 1
+    dv, _ = through_queries(_weigh, dv, (k, rings, factor), item, rows, low, high, 0, SHAPE, S_LAYOUT)
     _store(dv, gradients.value, 1.0, item, SHAPE.D_VALUE_STRIDES)
 
 
 @gluon.jit
-def _weigh(k, dv, rings, step, factor, bound, EDGE: gl.constexpr, SHAPE: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _weigh(dv, given, step, bound, OWN: gl.constexpr, EDGE: gl.constexpr, SHAPE: gl.constexpr, S_LAYOUT: gl.constexpr):
     """One tile of queries: scores and weights, keys by rows."""
+    k, rings, factor = given
     dtype: gl.constexpr = k.dtype
     q_slot, q_phase = ring_slot(rings.query, step)
     do_slot, do_phase = ring_slot(rings.d_out, step)
@@ -151,3 +147,116 @@ def _store(sums, out, factor, item, STRIDES: gl.constexpr):
     out += item.kv_head * STRIDES[1]
     store_rows(low * factor, out, item, STRIDES[0])
     store_rows(high * factor, out + low.shape[1], item, STRIDES[0])
+
+
+@gluon.jit
+def uneven_gradients(item, rings, gradients, SHAPE: gl.constexpr):
+    """Two warpgroups: the tile's keys through all queries of the group that see them, the last queries first."""
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    KEYS: gl.constexpr = SHAPE.BLOCK_N
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
+    low, high = full_tiles(item, 0, KEYS, SHAPE)
+    dv = _no_uneven_sums(KEYS, SHAPE.VALUE_SIZE)
+    dk = _no_uneven_sums(KEYS, SHAPE.HEAD_SIZE - SHAPE.REST_SIZE)
+    dk_rest = _no_uneven_sums(KEYS, SHAPE.REST_SIZE)
+    sums = (dv, dk, dk_rest)
+    factor = gradients.scale * LOG2E
+    mbarrier.wait(rings.key.full.index(0), 0)
+    mbarrier.wait(rings.value.full.index(0), 0)
+    if item.end > item.start:
+        # The first step finds score gradients of zero where later ones find those of the step before.
+        rings.d_scores.index(1).store(gl.zeros([KEYS, BLOCK_M], rings.key.tiles.dtype, S_LAYOUT))
+        fence_async_shared()
+        sums, step = through_queries(
+            _uneven_step, sums, (item, rings, gradients, factor), item, rows, low, high, 0, SHAPE, S_LAYOUT
+        )
+        dv, dk, dk_rest = sums
+        dk, dk_rest = _add_keys(dk, dk_rest, rings, step)
+        dk, dk_rest = warpgroup_mma_wait(0, deps=(dk, dk_rest))
+        sums = (dv, dk, dk_rest)
+    dv, dk, dk_rest = sums
+    d_key = gradients.key + item.kv_head * SHAPE.D_KEY_STRIDES[1]
+    d_value = gradients.value + item.kv_head * SHAPE.D_VALUE_STRIDES[1]
+    store_rows(dv, d_value, item, SHAPE.D_VALUE_STRIDES[0])
+    store_rows(dk * gradients.scale, d_key, item, SHAPE.D_KEY_STRIDES[0])
+    store_rows(dk_rest * gradients.scale, d_key + dk.shape[1], item, SHAPE.D_KEY_STRIDES[0])
+
+
+@gluon.jit
+def _uneven_step(
+    sums, given, step, bound, OWN: gl.constexpr, EDGE: gl.constexpr, SHAPE: gl.constexpr, S_LAYOUT: gl.constexpr
+):
+    """One tile of queries: scores and weights, keys by rows; the keys' gradient of the step before meanwhile."""
+    item, rings, gradients, factor = given
+    BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
+    MAIN: gl.constexpr = SHAPE.HEAD_SIZE - SHAPE.REST_SIZE
+    dtype: gl.constexpr = rings.key.tiles.dtype
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    dv, dk, dk_rest = sums
+    q_slot, q_phase = ring_slot(rings.query, step)
+    do_slot, do_phase = ring_slot(rings.d_out, step)
+    k = rings.key.tiles.index(0)
+    do = rings.d_out.tiles.index(do_slot)
+    stats = rings.stats.index(q_slot)
+    zeros = gl.zeros([SHAPE.BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
+    mbarrier.wait(rings.query.full.index(q_slot), q_phase)
+    s = warpgroup_mma(k, rings.query.tiles.index(q_slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(rings.key_rest, rings.query_rest.index(q_slot).permute((1, 0)), s, is_async=True)
+    dk, dk_rest = _add_keys(dk, dk_rest, rings, step)
+    s = warpgroup_mma_wait(2, deps=(s,))
+    if EDGE is not None:
+        s = mask_edge(s, bound, EDGE)
+    lse = stats.slice(0, BLOCK_M).load(COLUMNS)
+    weights = weight_pairs(s * factor - lse[None, :], dtype)
+    p = gl.convert_layout(unpack_pairs(weights, dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+    mbarrier.wait(rings.d_out.full.index(do_slot), do_phase)
+    dp = warpgroup_mma(rings.value.tiles.index(0), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dk, dk_rest = warpgroup_mma_wait(1, deps=(dk, dk_rest))
+    if step > 0:
+        before, _ = ring_slot(rings.query, step - 1)
+        mbarrier.arrive(rings.query.empty.index(before), count=1)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+    ds = score_gradient_pairs(weights, dp - delta[None, :], dtype)
+    ds_tile = rings.d_scores.index(step % 2)
+    ds_tile.store(unpack_pairs(ds, dtype))
+    fence_async_shared()
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    mbarrier.arrive(rings.d_out.empty.index(do_slot), count=1)
+    dq = _product(ds_tile.permute((1, 0)), k, BLOCK_M, MAIN)
+    dq_rest = _product(ds_tile.permute((1, 0)), rings.key_rest, BLOCK_M, SHAPE.REST_SIZE)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    if gradients.turns is not None:
+        await_turn(SHAPE.ADDERS)
+    out = query_sums(step, item, gradients, SHAPE)
+    add_columns(out, 0, dq)
+    dq_rest = warpgroup_mma_wait(0, deps=(dq_rest,))
+    add_columns(out, MAIN, dq_rest)
+    if gradients.turns is not None:
+        pass_turn(SHAPE.ADDERS)
+    return dv, dk, dk_rest
+
+
+@gluon.jit
+def _add_keys(dk, dk_rest, rings, step):
+    """Starts the products that add what the step before `step` gives to the keys' gradient."""
+    before, _ = ring_slot(rings.query, gl.maximum(step - 1, 0))
+    ds = rings.d_scores.index((step + 1) % 2)
+    dk = warpgroup_mma(ds, rings.query.tiles.index(before), dk, is_async=True)
+    return dk, warpgroup_mma(ds, rings.query_rest.index(before), dk_rest, is_async=True)
+
+
+@gluon.jit
+def _no_uneven_sums(KEYS: gl.constexpr, WIDTH: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, WIDTH, 16])
+    return gl.zeros([KEYS, WIDTH], gl.float32, layout)
+
+
+@gluon.jit
+def _product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Starts a product of tiles in shared memory, half of its columns for each warpgroup."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)

@@ -6,9 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_items import item_count, read_item
-from torch_core.device.hopper_work import copy_tile, key_tiles, tile_blocks, tile_rows, zero_outside
+from torch_core.device.hopper_work import copy_query, copy_tile, key_tiles, tile_blocks, tile_rows, zero_outside
 from torch_core.device.mask import visible_keys
 
 __all__ = ["load_keys", "load_queries_and_values"]
@@ -59,9 +58,6 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     BOX: gl.constexpr = SHAPE.BOX
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
-    WIDTH: gl.constexpr = HEAD_SIZE + SHAPE.REST_SIZE
-    PACK: gl.constexpr = SHAPE.PACK
-    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
     STAGES: gl.constexpr = rings.value.full.shape[0]
     queries = rings.query
@@ -77,24 +73,7 @@ def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
         for turn in range(turns):
             slot = turn % QUERY_STAGES
             mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
-            mbarrier.expect(queries.full.index(slot), 64 * WARPGROUPS * WIDTH * 2)
-            for i in gl.static_range(WARPGROUPS):
-                if PACK == 1:
-                    async_load(
-                        call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
-                        queries.tiles.index(slot * WARPGROUPS + i),
-                    )  # fmt: skip
-                    if SHAPE.REST_SIZE > 0:
-                        async_load(
-                            call.query_rest, [first_row + i * 64, head * SHAPE.QUERY_STRIDE + HEAD_SIZE],
-                            queries.full.index(slot), rings.query_rest.index(slot * WARPGROUPS + i),
-                        )  # fmt: skip
-                else:
-                    # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
-                    async_load(
-                        call.query, [first_row + i * (64 // PACK), head, 0], queries.full.index(slot),
-                        queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
-                    )  # fmt: skip
+            copy_query(call, first_row, head, rings, slot, SHAPE)
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             tiles = end_tile - first_tile
             position = (end_tile - 1) * BLOCK_N

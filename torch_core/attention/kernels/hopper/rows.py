@@ -15,7 +15,7 @@ from torch_core.attention.kernels.hopper.softmax import initial_state, softmax_s
 from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
 from torch_core.device.hopper_softmax import rescale, row_references, row_sums
-from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tile, take_turn
+from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tiles, take_turn
 from torch_core.device.mask import LOG2E
 
 __all__ = ["attend_rows"]
@@ -55,9 +55,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         mbarrier.wait(rings.query.full.index(slot), (turn // QUERY_STAGES) & 1)
 
         span = own_tiles(first_pos, tokens, first_key if SPLIT else None, num_keys, call.bounds, in_rows, OWN, SHAPE)
-        for _ in range(span.own_end, span.end):
-            skip_tile(keys, values, step, OWN, SHAPE)
-            step += 1
+        step = skip_tiles(span.own_end, span.end, keys, values, step, OWN, SHAPE)
 
         stage, phase = ring_slot(keys, step)
         zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
@@ -92,9 +90,7 @@ def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(values.empty.index(before), count=1)
         if LEFT:
-            for _ in range(span.start, span.own_start):
-                skip_tile(keys, values, step, OWN, SHAPE)
-                step += 1
+            step = skip_tiles(span.start, span.own_start, keys, values, step, OWN, SHAPE)
 
         row_sum = gl.convert_layout(row_sums(state), ROWS)
         shift = row_references(state)

@@ -6,9 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
-from torch_core.device.hopper_work import chunk_of_tile, copy_tile, key_tiles, tile_blocks, tile_rows, work_item
+from torch_core.device.hopper_work import (
+    chunk_of_tile,
+    copy_query,
+    copy_tile,
+    key_tiles,
+    tile_blocks,
+    tile_rows,
+    work_item,
+)
 from torch_core.device.mask import visible_keys
 
 __all__ = ["load_fp8_keys", "load_fp8_queries_and_values"]
@@ -34,11 +41,7 @@ def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
 
     Values are needed later than keys, so that it is the one to wait for the room of a query tile.
     """
-    HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
-    PACK: gl.constexpr = SHAPE.PACK
-    WARPGROUPS: gl.constexpr = SHAPE.WARPGROUPS
     QUERY_STAGES: gl.constexpr = rings.query.full.shape[0]
-    ROWS: gl.constexpr = 64 * WARPGROUPS
     queries = rings.query
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     fields = gl.arange(0, 8, layout=layout)
@@ -50,7 +53,7 @@ def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
             first_row, tokens, first_pos, num_keys, low, high, table, first_key, partial_row = _sequence(
                 seq, tile, call, SHAPE
             )
-            head *= PACK
+            head *= SHAPE.PACK
             slot = turn % QUERY_STAGES
             mbarrier.wait(queries.empty.index(slot), ((turn // QUERY_STAGES) & 1) ^ 1)
             values = gl.where(fields == 0, first_row, gl.where(fields == 1, tokens, first_pos))
@@ -58,19 +61,7 @@ def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
             if call.split is not None:
                 values = gl.where(fields == 6, first_key, gl.where(fields == 7, partial_row, values))
             rings.told.index(slot).store(values)
-            mbarrier.expect(queries.full.index(slot), ROWS * HEAD_SIZE)
-            for i in gl.static_range(WARPGROUPS):
-                if PACK == 1:
-                    async_load(
-                        call.query, [first_row + i * 64, head * SHAPE.QUERY_STRIDE], queries.full.index(slot),
-                        queries.tiles.index(slot * WARPGROUPS + i),
-                    )  # fmt: skip
-                else:
-                    # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
-                    async_load(
-                        call.query, [first_row + i * (64 // PACK), head, 0], queries.full.index(slot),
-                        queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),
-                    )  # fmt: skip
+            copy_query(call, first_row, head, rings, slot, SHAPE)
             column = head // SHAPE.GROUP * SHAPE.VALUE_STRIDE
             step = _copy_tiles(
                 call.value_cache, rings.raw, step, rings.raw_bounds, table, low, high, num_keys, column,

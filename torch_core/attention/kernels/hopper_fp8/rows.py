@@ -14,7 +14,7 @@ from torch_core.attention.kernels.hopper_fp8.transpose import in_columns
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_rows import finish_rows, mask_scores, own_tiles, store_lse, store_partial
 from torch_core.device.hopper_softmax import row_references, row_sums
-from torch_core.device.hopper_turns import ring_slot, skip_tile
+from torch_core.device.hopper_turns import ring_slot, skip_tiles
 from torch_core.device.mask import LOG2E
 
 __all__ = ["Scales", "attend_fp8_rows"]
@@ -70,9 +70,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             if not SPLIT:
                 first_key = None
             span = own_tiles(first_pos, tokens, first_key, num_keys, call.bounds, in_rows, OWN, SHAPE)
-            for _ in range(span.own_end, span.end):
-                skip_tile(keys, values, step, OWN, SHAPE)
-                step += 1
+            step = skip_tiles(span.own_end, span.end, keys, values, step, OWN, SHAPE)
 
             stage, phase = ring_slot(keys, step)
             zeros = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
@@ -107,9 +105,7 @@ def attend_fp8_rows(OWN: gl.constexpr, call, scales, rings, SHAPE: gl.constexpr,
             if OVERLAP:
                 acc = weigh_tile(words, acc, values, step - 1)
             if LEFT:
-                for _ in range(span.start, span.own_start):
-                    skip_tile(keys, values, step, OWN, SHAPE)
-                    step += 1
+                step = skip_tiles(span.start, span.own_start, keys, values, step, OWN, SHAPE)
 
             row_sum = gl.convert_layout(row_sums(state), ROWS)
             shift = gl.convert_layout(row_references(state), ROWS)

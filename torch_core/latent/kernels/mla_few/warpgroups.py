@@ -12,10 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import reinterpret, thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, ROPE, boxes_of, slots_of
-from torch_core.device.hopper_rows import finish_rows
+from torch_core.device.hopper_latents import BLOCK_N, ROPE, boxes_of, slots_of, store_sums, visible_latents
 from torch_core.device.mask import LOG2E
-from torch_core.device.softmax import LN2
 from torch_core.latent.kernels.mla_few.loads import load_query, load_scales, load_tile, zero_behind
 from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS
 
@@ -65,11 +63,7 @@ def attend(
         mbarrier.arrive(room.ready, count=1)
     columns = work.first_row + gl.arange(0, COLUMNS, layout=IN_COLUMNS)
     tokens = columns // SHAPE.NUM_HEADS
-    last = tokens * 0 + work.end - 1
-    full_end = work.end
-    if window_right is not None:
-        last = gl.minimum(work.context + tokens + window_right, work.end - 1)
-        full_end = gl.minimum(work.context + work.first_row // SHAPE.NUM_HEADS + window_right + 1, work.end)
+    last, full_end = visible_latents(tokens, work, window_right, SHAPE)
     if source.packed is not None:
         scales = load_scales(work, source, OWN, IN_KEYS, SHAPE)
     mbarrier.wait(room.ready, 0)
@@ -162,7 +156,7 @@ def attend(
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         keep, keep_other = gl.exp2(column_max - shift), gl.exp2(other_max - shift)
         column_sum = column_sum * keep + room.states.index(1).load(IN_COLUMNS) * keep_other
-        ratio = _finish(new_max, column_sum, columns, work, results, SHAPE)
+        ratio = store_sums(new_max, column_sum, columns, tokens, work, results, SHAPE)
         for i in gl.static_range(GROUPS):
             merged = accs[i] * keep[None, :] + _left(place, i, room).load(_PRODUCT) * keep_other[None, :]
             _store(i, merged, ratio, columns, work, results, SHAPE)
@@ -246,28 +240,6 @@ def _latents(slot, INDEX: gl.constexpr, room):
 def _left(place, INDEX: gl.constexpr, room):
     """Where the second warpgroup leaves a group of its sums."""
     return reinterpret(room.codes.index(GROUPS * place + INDEX), gl.float32, GROUP, COLUMNS, _LEFT_SHARED)
-
-
-@gluon.jit
-def _finish(column_max, column_sum, columns, work, results, SHAPE: gl.constexpr):
-    """Stores what belongs to whole rows; returns what accumulated rows are multiplied with."""
-    tokens = columns // SHAPE.NUM_HEADS
-    heads = columns % SHAPE.NUM_HEADS
-    live = tokens < work.query_len
-    ratio = column_sum * 0.0 + 1.0
-    if work.chunks == 1:
-        empty = column_sum == 0.0
-        shift = gl.where(empty, 0.0, column_max)
-        inverse, shift, total = finish_rows(column_sum, shift, empty, 0, columns, results.output, SHAPE.NUM_HEADS)
-        if results.output.lse is not None:
-            pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
-            gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
-        ratio = inverse * results.output.factor
-    elif results.rows is not None:
-        slots = slots_of(work, tokens, heads, results, SHAPE)
-        gl.store(results.maxima + slots, column_max, mask=live)
-        gl.store(results.sums + slots, column_sum, mask=live)
-    return ratio
 
 
 @gluon.jit

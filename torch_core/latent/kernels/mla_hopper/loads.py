@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_core.device.gluon_names import async_load, thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF
+from torch_core.device.hopper_work import zero_outside
 from torch_core.latent.kernels.mla_hopper.work import ROPES, SLOTS
 
 __all__ = ["load_half", "load_query", "slot_of"]
@@ -44,7 +45,7 @@ def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.con
         raw = room.raw.index(PART)
         _copy(PART, slot, step, boxes, raw, source, room, SHAPE)
         mbarrier.wait(raw, 0)
-        _zero_behind(room.latents.tiles.index(slot), live)
+        zero_outside(room.latents.tiles.index(slot), 0, live, BLOCK_N, HALF)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(full, count=1)
@@ -64,15 +65,3 @@ def _copy(PART: gl.constexpr, slot, step, boxes, barrier, source, room, SHAPE: g
         if PART == 1:
             rope = room.rope.index(step % ROPES).slice(i * BOX, BOX)
             async_load(source.latent_rope, [row, 2 * HALF], barrier, rope)
-
-
-@gluon.jit
-def _zero_behind(tile, live):
-    """Zeros the rows of half a tile from `live` on, by a warpgroup."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    for i in gl.static_range(BLOCK_N // 8):
-        if i * 8 + 8 > live:
-            part = tile.slice(i * 8, 8)
-            rows = i * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-            values = part.load(layout)
-            part.store(gl.where((rows < live)[:, None], values, gl.zeros([8, HALF], values.dtype, layout)))

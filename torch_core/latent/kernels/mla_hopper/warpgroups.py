@@ -12,10 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, HALF, boxes_of, slots_of
-from torch_core.device.hopper_rows import finish_rows, mask_scores
+from torch_core.device.hopper_latents import BLOCK_N, HALF, boxes_of, slots_of, store_sums, visible_latents
+from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
-from torch_core.device.softmax import LN2
 from torch_core.latent.kernels.mla_hopper.loads import load_half, load_query, slot_of
 from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS
 
@@ -34,11 +33,7 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, _SCORES, 2)
     rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
     tokens = rows // SHAPE.NUM_HEADS
-    last = tokens * 0 + work.end - 1
-    full_end = work.end
-    if window_right is not None:
-        last = gl.minimum(work.context + tokens + window_right, work.end - 1)
-        full_end = gl.minimum(work.context + work.first_row // SHAPE.NUM_HEADS + window_right + 1, work.end)
+    last, full_end = visible_latents(tokens, work, window_right, SHAPE)
     factor = scale * LOG2E
     row_max = gl.full([ROWS], float("-inf"), gl.float32, IN_ROWS)
     row_sum = gl.zeros([ROWS], gl.float32, IN_ROWS)
@@ -52,21 +47,7 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
         row_max, row_sum = _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room)
         position += BLOCK_N
 
-    live = tokens < work.query_len
-    heads = rows % SHAPE.NUM_HEADS
-    last_factor = gl.full([ROWS], 1.0, gl.float32, IN_ROWS)
-    if work.chunks == 1:
-        empty = row_sum == 0.0
-        shift = gl.where(empty, 0.0, row_max)
-        inverse, shift, total = finish_rows(row_sum, shift, empty, 0, rows, results.output, SHAPE.NUM_HEADS)
-        last_factor = inverse * results.output.factor
-        if results.output.lse is not None:
-            pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
-            gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
-    elif results.rows is not None:
-        slots = slots_of(work, tokens, heads, results, SHAPE)
-        gl.store(results.maxima + slots, row_max, mask=live)
-        gl.store(results.sums + slots, row_sum, mask=live)
+    last_factor = store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE)
     mbarrier.wait(room.weights.empty.index(0), (work.tiles & 1) ^ 1)
     room.factors.store(last_factor)
     mbarrier.arrive(room.weights.full.index(0), count=1)
