@@ -1,4 +1,4 @@
-"""How words go between devices that see each other's memory, and how those that are floats are added.
+"""Words go between devices that see each other's memory; those that are floats are added.
 
 There is no fence and no separate flag: a word shows by itself that it has arrived (one shot, as in vLLM's
 csrc/custom_all_reduce.cuh). An exchange sends each word together with the number of the call, in 64 bits that are

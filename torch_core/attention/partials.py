@@ -24,7 +24,7 @@ _READ_AHEAD_BYTES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How the keys of a call are cut.
+    """The chunks of keys of a call.
 
     Attributes:
         size: keys of a chunk, counted from key 0 of each sequence.

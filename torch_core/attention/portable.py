@@ -34,7 +34,7 @@ class Tile:
 
 
 def block_seqs(num_seqs: int) -> int:
-    """Returns how many sequences a program looks at together when it searches for its own."""
+    """Returns the number of sequences that a program looks at together when it searches for its own."""
     return next((size for size in _BLOCK_SEQS if size >= num_seqs), _BLOCK_SEQS[-1])
 
 

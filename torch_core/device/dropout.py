@@ -15,7 +15,7 @@ class Dropout(NamedTuple):
 
     Attributes:
         low, high: the two words of the seed.
-        limit: a weight goes whose number is below it.
+        limit: a weight whose number is below it becomes 0.
         first_query: of the tile, a row of the sequence; a multiple of 16.
     """
 

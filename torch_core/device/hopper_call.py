@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How the keys of a paged call are split over work items: in chunks, counted from key 0 of each sequence.
+    """The chunks of keys of a paged call that are work items of their own, counted from key 0 of each sequence.
 
     Attributes:
         chunk: keys of a chunk, a multiple of a tile's.

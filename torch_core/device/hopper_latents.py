@@ -163,7 +163,7 @@ def find_work(
 
 @gluon.jit
 def zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE: gl.constexpr):
-    """Programs without a chunk: writes what rows of padding hold, zeros and a log-sum-exp of -inf."""
+    """Programs without a chunk: writes rows of padding, zeros and a log-sum-exp of -inf."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     rows = work.first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))

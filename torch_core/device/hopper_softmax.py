@@ -1,7 +1,7 @@
 """The online softmax of the Hopper prefill kernels: a thread's whole share of a tile in one piece of assembly.
 
-A warp's time goes into exponentials, eight cycles for 32 of them, and what usually comes before them costs as much
-again: the maximum of a row, on which four threads have to agree. So the weights of a tile are worked out with the
+A warp's time goes into exponentials, eight cycles for 32 of them. The usual step before them costs as much: the maximum
+of a row, on which four threads have to agree. So the weights of a tile are worked out with the
 row's reference from the tiles before, and their sums say whether that was right: as long as a thread's sums stay
 below 2^10 no weight is larger, and nothing has to be rescaled (after the conditional rescaling of FlashAttention-4).
 Otherwise, which is rare after a row's first tile, the warp seeks the maxima and works the weights out once more.
@@ -9,8 +9,8 @@ Whether a row's reference moves depends on that row alone.
 
 State of a row, in the float32 registers of a tensor of the scores' shape; a thread has two rows, eight apart:
 
-    reference   what is subtracted from scaled scores: the scaled maximum of some tile; -inf before the first key
-    factor      what the last tile did to the sums and the output so far: 1, unless the reference moved
+    reference   subtracted from scaled scores: the scaled maximum of an earlier tile; -inf before the first key
+    factor      the last tile's factor of earlier sums and outputs: 1, unless the reference moved
     moved       1 if the reference of any row of the warp moved in the last tile, 0 otherwise
     sums        sums of the weights of this thread: even and odd columns
     scale       scores to the base-2 exponent
@@ -48,7 +48,7 @@ def step_assembly(
 ) -> str:  # fmt: skip
     """The assembly of a step: words of weights and the state out, scores and the state in.
 
-    Its registers, for each row: r its reference, n minus that, t the maximum, f what happens to earlier sums, u and
+    Its registers, for each row: r its reference, n minus that, t the maximum, f the factor of earlier sums, u and
     s<row><odd> sums of weights; c for anything.
 
     Args:
@@ -150,7 +150,7 @@ def row_references(state):
 
 @gluon.jit
 def _row_factors(state, x):
-    """What the last tile did to what rows have summed up so far, in the shape and layout of x."""
+    """The last tile's factors of the earlier sums of rows, in the shape and layout of x."""
     return _spread(_place(state, 2), x)
 
 
@@ -165,7 +165,7 @@ def rescale(acc, state):
 
 @gluon.jit
 def _place(state, INDEX: gl.constexpr):
-    """`[64, 4]`: what the four threads of a row have in column INDEX of theirs."""
+    """`[64, 4]`: the values that the four threads of a row have in column INDEX of theirs."""
     N: gl.constexpr = state.shape[1]
     x = state.reshape([64, N // 8, 4, 2]).permute(0, 2, 1, 3).reshape([64, 4, N // 4])
     levels: gl.constexpr = 5 if N == 128 else 4

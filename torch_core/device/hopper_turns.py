@@ -1,4 +1,4 @@
-"""How the warps of a Hopper prefill kernel wait for one another: rings of tiles, and turns at the matrix units."""
+"""The waits between warps of a Hopper kernel: rings of tiles, and turns at the matrix units."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_barriers(SLOTS: gl.constexpr):
 
 @gluon.jit
 def open_slot(ring, index: gl.constexpr, READERS: gl.constexpr = 0):
-    """Sets the barriers of a slot that one arrival fills and READERS, if somebody asks for them, read."""
+    """Sets the barriers of a slot that one arrival fills; READERS read it, if a warp waits for them."""
     mbarrier.init(ring.full.index(index), count=1)
     if ring.empty is not None:
         mbarrier.init(ring.empty.index(index), count=READERS)

@@ -231,7 +231,7 @@ def copy_query(call, first_row, head, rings, slot, SHAPE: gl.constexpr):
                     rings.query_rest.index(slot * WARPGROUPS + i),
                 )  # fmt: skip
         else:
-            # Rows of a warpgroup are dense in shared memory, whatever axes of the query they come from.
+            # Rows of a warpgroup are dense in shared memory: they may come from two axes of the query.
             async_load(
                 call.query, [first_row + i * (64 // PACK), head, 0], full,
                 queries.tiles.index(slot * WARPGROUPS + i).reshape([64 // PACK, PACK, HEAD_SIZE]),

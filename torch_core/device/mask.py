@@ -25,7 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Bounds(NamedTuple):
-    """Which keys a position sees by their distance from it; None where there is no bound.
+    """The distances at which a position sees keys; None where there is no bound.
 
     Attributes:
         window_left: keys before the position.
@@ -46,7 +46,7 @@ class Scoring(NamedTuple):
         soft_cap: the soft cap.
         slopes: ALiBi slope of each row.
         relative_bias: for each row a pointer to its head's biases by distance.
-        relative_bias_size: how many there are for a head, from -D to D.
+        relative_bias_size: number of biases of a head, for the distances from -D to D.
         qq_bias: bias [qq_bias_size, qq_bias_size] on the scores between the sequence's own new tokens (tree attention).
         qq_bias_size: its size.
         context: tokens of the sequence before its first query.

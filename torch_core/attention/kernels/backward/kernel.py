@@ -83,11 +83,11 @@ def backward_queries_kernel(
     D_QUERY_STRIDES: tl.constexpr,
     DROPOUT_SEEDS_STRIDES: tl.constexpr,
 ):
-    """One program: the gradient of BLOCK_M query rows of one head, and what `backward_keys_kernel` needs of them.
+    """One program: the gradient of BLOCK_M query rows of one head, and two numbers of each for `backward_keys_kernel`.
 
     Grid: (query tiles of the batch by a static bound, query heads). Programs beyond the true tiles zero the gradient of
-    padded tokens. `delta` is what a row's gradients are measured from, sum(d_out * out) - d_lse, and `row_lse` its
-    log-sum-exp with inf for rows that saw nothing: both [num_heads, num_tokens], so that a tile reads them in one go.
+    padded tokens. `delta` is the reference of a row's gradients, sum(d_out * out) - d_lse, and `row_lse` its
+    log-sum-exp with inf for rows that saw no key: both [num_heads, num_tokens], so that a tile reads them in one go.
     `slope_parts` and `sink_parts` [num_heads, tiles] are the program's shares of the gradients of slopes and sinks.
     """
     tile = tl.program_id(0)
@@ -351,7 +351,7 @@ def _query_step(
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adds what a tile of keys gives to the gradient of a tile of query rows, and to that of their slope."""
+    """Adds a tile of keys' share to the gradient of a tile of query rows, and to that of their slope."""
     products = row_products(q, k, EXACT)
     weights = tile_weights(products, query_pos, key_pos, row_lse, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, False)
     d_weights = row_products(gradient, v, EXACT)
@@ -403,7 +403,7 @@ def _key_step(
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adds what a tile of query rows of one head gives to the gradients of a tile of keys and values."""
+    """Adds the share of a tile of query rows of one head to the gradients of a tile of keys and values."""
     q = load_rows(
         query + head * QUERY_STRIDES[1], position, columns, inside, QUERY_STRIDES[0], HEAD_SIZE, HEAD_PADDED, MASKED
     )

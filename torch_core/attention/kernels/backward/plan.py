@@ -16,7 +16,7 @@ from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, O
 
 __all__ = ["backward_plan"]
 
-# What has one number for each head: the gradient, and the scratch of its parts.
+# Gradients with one number for each head, and the scratch of their parts.
 _PARTS = {"d_alibi_slopes": "slope_parts", "d_sinks": "sink_parts"}
 
 

@@ -1,4 +1,4 @@
-"""The weights of a tile in the backward pass, and what their gradient is multiplied with on its way to the products."""
+"""The weights of a tile in the backward pass, and the factors of their gradient."""
 
 from __future__ import annotations
 

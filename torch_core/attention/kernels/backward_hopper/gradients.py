@@ -172,7 +172,7 @@ def mask_edge(s, bound, EDGE: gl.constexpr):
 
 @gluon.jit
 def _add_keys(dk, rings, step, OWN: gl.constexpr):
-    """Starts the product that adds what the step before `step` gives to the keys' gradient."""
+    """Starts the product that adds the share of the step before `step` to the keys' gradient."""
     before, _ = ring_slot(rings.query, gl.maximum(step - 1, 0))
     KEYS: gl.constexpr = dk.shape[0]
     ds = rings.d_scores.index((step + 1) % 2).slice(OWN * KEYS, KEYS)

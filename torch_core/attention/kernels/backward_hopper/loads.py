@@ -17,8 +17,8 @@ __all__ = ["load_tiles"]
 def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
     """One warp: copies the tile of keys and values, and then every tile of queries and output gradients that sees it.
 
-    Rows that the sequence does not own, keys that none of its queries sees and queries that see no key are zeroed: what
-    is multiplied with them is 0, but 0 * NaN is NaN.
+    Rows that the sequence does not own, keys that none of its queries sees and queries that see no key are zeroed:
+    their factors are 0, but 0 * NaN is NaN.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
@@ -100,7 +100,7 @@ def _copy(array, row, column, barrier, tile, rest):
 def _zero_outside(tile, low, high):
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    # What a warp with few registers zeroes at a time.
+    # Columns that a warp with few registers zeroes at a time.
     WIDTH: gl.constexpr = min(COLUMNS, 128)
     for i in gl.static_range(0, COLUMNS, WIDTH):
         zero_outside(tile.slice(i, WIDTH, 1), low, high, ROWS, WIDTH)

@@ -1,8 +1,7 @@
-"""The queries' gradients on Hopper: the warpgroup that works them out, how others hand over to it, and the turns in
-which programs add to them.
+"""The queries' gradients on Hopper: the warpgroup that works them out, its signals, and the turns of programs.
 
-Within a program roles signal by hardware barriers: unlike barriers in shared memory, they need no meeting of those that
-arrive.
+Roles of a program signal by hardware barriers: unlike barriers in shared memory, they need no meeting of the threads
+that arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SYNC = gl.constexpr((None, "@p bar.sync $1, 256;", "@p bar.sync $1, 384;"))
 
 @gluon.jit
 def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
-    """One warpgroup: adds what this tile of keys gives to the gradient of each tile of queries, in float32.
+    """One warpgroup: adds this tile of keys' share to the gradient of each tile of queries, in float32.
 
     Tiles of keys add in their order, so that the bits are the same every time: programs start in that order and go from
     the last queries to the first, so that a program finds the one before it a tile of queries ahead. Without turns they
@@ -53,7 +52,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WRITERS: gl.constexpr = 1 if rings.weights is not None else 2
     ROLES: gl.constexpr = SHAPE.BLOCK_N // SHAPE.ROLE_KEYS
-    # Columns at a time: what this warpgroup's registers hold.
+    # Columns at a time, as many as this warpgroup's registers hold.
     PART: gl.constexpr = 4096 // BLOCK_M
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     k = rings.key.tiles.index(0)

@@ -1,4 +1,4 @@
-"""What is done to tiles of queries before and after the Hopper backward kernel.
+"""The kernels before and after the Hopper backward kernel, which take tiles of queries.
 
 Tiles of queries are padded: those of sequence `i` start at tile query_start_loc[i] // BLOCK_M + i of each head, and so
 do rows of padding, which are one sequence more.
@@ -37,7 +37,7 @@ def prepare_backward_kernel(
     D_OUT_STRIDES: tl.constexpr,
 ):
     """A program for each tile of queries and head: log-sum-exp in units of log 2 and the sums of out * d_out of its
-    rows, and zeros where the queries' gradient will be summed. What sees nothing gets +inf, and weights of 0 by it.
+    rows, and zeros where the queries' gradient will be summed. Rows that see no key get +inf, and so weights of 0.
     `sink_parts` [head, tile] are the tiles' shares of the gradients of sinks, which only the log-sum-exp knows of.
     """
     tile = tl.program_id(0)

@@ -16,7 +16,7 @@ class HopperBackwardTile:
         query_stages: tiles of queries in shared memory: two to four.
         d_out_stages: tiles of output gradients in shared memory: two to four.
         key_registers: registers of a thread that works on the gradients of keys and values, unless these are one role,
-            which has what the others leave.
+            which has the registers that the others leave.
         query_registers: registers of a thread that works on the gradient of queries.
         load_registers: registers of the other threads.
         heads_together: key/value heads whose programs alternate, at most.

@@ -241,7 +241,7 @@ def _uneven_step(
 
 @gluon.jit
 def _add_keys(dk, dk_rest, rings, step):
-    """Starts the products that add what the step before `step` gives to the keys' gradient."""
+    """Starts the products that add the share of the step before `step` to the keys' gradient."""
     before, _ = ring_slot(rings.query, gl.maximum(step - 1, 0))
     ds = rings.d_scores.index((step + 1) % 2)
     dk = warpgroup_mma(ds, rings.query.tiles.index(before), dk, is_async=True)

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper backward kernel share: sizes, rings, and the tile of keys that a program takes."""
+"""Sizes, rings and work of the Hopper backward kernel, for all of its warps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the copy engine reads: the call's operands, and log-sum-exp and delta of the queries tile by tile."""
+    """The arrays that the copy engine reads: operands, and log-sum-exp and delta of the queries tile by tile."""
 
     query: Any
     key: Any
@@ -61,11 +61,11 @@ class Tensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where gradients go.
+    """The destinations of gradients.
 
     Attributes:
         query_sums: float32 sums of the queries' gradients, tile by tile.
-        turns: how many tiles of keys have added to each of them.
+        turns: number of tiles of keys that have added to each of them.
         key, value: the gradients of keys and values.
         scale: of the scores.
         query_tiles: tiles of queries of a head, padding included.
@@ -83,7 +83,7 @@ class Rings(NamedTuple):
     """The shared memory of a program: rings of tiles, score gradients, statistics of the rows of query tiles.
 
     Attributes:
-        key, value, query, d_out: what the copy engine brings.
+        key, value, query, d_out: tiles that the copy engine brings.
         d_scores: two tiles, keys by rows.
         weights: pairs of weights, where one warpgroup makes them for another; a tile for each slot of queries.
         key_rest, query_rest: of the same slots, the last REST_SIZE elements of a head; None without them.
@@ -109,7 +109,7 @@ class Item(NamedTuple):
     Attributes:
         live: there is one.
         spare: without one, the number of this program among those of its head.
-        spares: how many those are.
+        spares: number of those programs.
         kv_head: its head.
         tile: its number in its sequence.
         first_key: row of the tile's first key.
@@ -141,7 +141,7 @@ class Item(NamedTuple):
 
 @gluon.jit
 def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE: gl.constexpr):
-    """The work of this program: a few heads at a time, so that what is added up stays in the L2 cache.
+    """The work of this program: a few heads at a time, so that their sums stay in the L2 cache.
 
     Programs of the same head wait for one another to add to the queries' gradient: the more heads alternate, the fewer.
     Among the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.

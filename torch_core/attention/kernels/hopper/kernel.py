@@ -26,7 +26,7 @@ class _Rings(NamedTuple):
 
     Attributes:
         items: where the tile of each work item stands.
-        query, key, value: what the copy engine brings.
+        query, key, value: tiles that the copy engine brings.
         query_rest, key_rest: of the same slots, the elements of a head after the first HEAD_SIZE; None without them.
         raw: a barrier for values that are zeroed in part before their slot counts as full.
     """
@@ -110,8 +110,8 @@ def hopper_prefill_kernel(
 
     Heads of queries and keys may have REST_SIZE elements more than values; these have tiles and products of their own.
 
-    With a `chunk`, an item is a tile over so many keys only: it leaves its running softmax in partial_out, partial_max
-    and partial_sum, for `attention_combine_kernel` to finish the rows.
+    With a `chunk`, an item is a tile over this number of keys. It leaves its running softmax in partial_out,
+    partial_max and partial_sum, for `attention_combine_kernel` to finish the rows.
     """
     SHAPE: gl.constexpr = Shape(
         NUM_HEADS, GROUP, PACK, HEADS_TOGETHER, HEAD_SIZE, REST_SIZE, WARPGROUPS, PING_PONG, BLOCK_N, MIN_QUERY, PAGED,

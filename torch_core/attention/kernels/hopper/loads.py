@@ -29,8 +29,8 @@ def load_keys(call, rings, SHAPE: gl.constexpr):
             position = (end_tile - 1) * BLOCK_N
             for i in range(tiles):
                 stage = step % STAGES
-                # The table is read one tile ahead, also of the next work item, while this tile waits for its slot; what
-                # it says is looked at behind that wait.
+                # The table is read one tile ahead, also of the next work item, while this tile waits for its slot;
+                # the entries are used after that wait.
                 ahead = blocks
                 if i + 1 < tiles:
                     ahead = tile_blocks(table, position - BLOCK_N, low, high, base, SHAPE)
@@ -51,7 +51,7 @@ def load_keys(call, rings, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_queries_and_values(call, rings, SHAPE: gl.constexpr):
-    """One warp: copies the query tile of each work item and its value tiles; zeros what no key of the sequence owns.
+    """One warp: copies the query tile of each work item and its value tiles; zeros rows of other sequences.
 
     Values are needed later than keys, so that it is the one to wait for the room of a query tile.
     """

@@ -24,7 +24,7 @@ class HopperTile:
         consumer_registers: registers of a thread that multiplies.
         producer_registers: registers of a thread that loads.
         ping_pong: warpgroups multiply in turns.
-        overlap: a warpgroup's softmax runs beside its own products with values; it then has two tiles of weights.
+        overlap: a warpgroup's softmax runs during its own products with values; it then has two tiles of weights.
         kv_heads: key/value heads that are worked on side by side; their keys and values stay in the L2 cache. The
             plan takes the largest divisor of all of them that is no larger.
     """

@@ -23,7 +23,7 @@ class _Rings(NamedTuple):
     """The shared memory of a program: rings of tiles.
 
     Attributes:
-        query, key: what the copy engine brings.
+        query, key: tiles that the copy engine brings.
         told: where the query tile of each slot stands.
         raw: values as they lie in the cache.
         raw_bounds: which rows of each of their slots are keys of the sequence.
@@ -93,7 +93,7 @@ def hopper_fp8_prefill_kernel(
     """A program of a persistent grid: two or three warpgroups of 64 query rows, warps that transpose values, and two
     that load.
 
-    The design is that of `hopper_prefill_kernel`, with what 8-bit products ask for (FlashAttention-3's fp8 forward,
+    The design is that of `hopper_prefill_kernel`, changed for 8-bit products (FlashAttention-3's fp8 forward,
     arXiv 2407.08608): the matrix units take values with adjacent keys only, so some warps transpose every tile of
     them, and put the keys into the order in which the multiplying threads hold their weights. Weights are scaled so
     that they begin at 2**4 and rounded to e4m3; their sums are not rounded.

@@ -31,7 +31,7 @@ def hopper_fp8_launch(
 
     The kernel takes e4m3 queries over a paged e4m3 cache and writes bfloat16 or float16; head sizes 64, 128 and 256, a
     positive scale, causal and window masks, a sink for each head, scales of queries, keys and values; strides and
-    alignments that the copy engine can follow. Scales are positive, as what a unit of a quantised array is worth is.
+    alignments that the copy engine can follow. Scales must be positive.
 
     Args:
         call: the call.

@@ -2,8 +2,8 @@
 
 `device.hopper_softmax` says how the weights of a tile come from the row's reference of the tiles before.
 
-A reference is such that the largest weight of the tile where it was set is 2 ** _TOP: what grows later by less than
-e4m3's 448 over that stays, what is smaller than 2 ** -6 loses bits. Sums are of the weights before they are rounded.
+A tile sets a reference so that its largest weight is 2 ** _TOP. Later weights up to e4m3's largest, 448, keep it;
+weights below 2 ** -6 lose bits. Sums are of the weights before they are rounded.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class HopperFp8Tile:
         transposer_registers: registers of a thread that transposes values.
         producer_registers: registers of a thread that loads.
         transposer_warps: warps that transpose values.
-        overlap: a warpgroup's softmax runs beside its own products with values.
+        overlap: a warpgroup's softmax runs during its own products with values.
     """
 
     warpgroups: int

@@ -59,7 +59,7 @@ def merge_states_kernel(
     total = weight_a + weight_b
     merged_lse = tl.where(total > 0.0, base + tl.log(total), float("-inf"))
     divisor = tl.where(total > 0.0, total, 1.0)
-    # What an empty state holds is not read: zero times NaN would still be NaN.
+    # The rows of an empty state are not read: zero times NaN would still be NaN.
     out_a_offset = (token * out_a_token_stride + head * out_a_head_stride)[:, None] + element[None, :]
     out_b_offset = (token * out_b_token_stride + head * out_b_head_stride)[:, None] + element[None, :]
     rows_a = tl.load(out_a + out_a_offset, mask=mask & (weight_a > 0.0)[:, None], other=0.0).to(tl.float32)

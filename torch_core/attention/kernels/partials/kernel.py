@@ -46,8 +46,8 @@ def attention_combine_kernel(
     """One program: one query row of one head. Grid: (num_seqs * MAX_QUERY, NUM_HEADS).
 
     Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
-    With AHEAD, the first BLOCK_CHUNKS chunks are all that there can be, and are fetched beside the lengths, which say
-    how many there are, rather than after them.
+    With AHEAD, a sequence has at most BLOCK_CHUNKS chunks: they are fetched together with the lengths, which say their
+    number, instead of after them.
     """
     seq = tl.program_id(0) // MAX_QUERY
     head = tl.program_id(1)

@@ -1,7 +1,7 @@
 """Attention for short queries (decode, speculative rows): key chunks of a fixed size, each on its own.
 
 Flash-decoding (Dao et al., 2023) with a chunk size instead of a number of splits: a sequence is cut at the same keys
-whatever else is in the batch, so its result does not depend on its neighbours.
+in every batch, so its result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def attention_split_kernel(
     columns = tl.arange(0, BLOCK_N)
     output = Output(out, lse, out_factor, v_scale, out_scale)
     OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
-    # A single sequence is fetched beside its lengths, not after them: its row of the table may be read to its end, and
+    # A single sequence is fetched together with its lengths: its row of the table may be read to its end, and
     # its queries are the first ones.
     SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
     if SINGLE:

@@ -17,11 +17,12 @@ __all__ = ["short_query_len", "split_launches"]
 # Query tokens times packed heads that one program of the split kernel takes at most.
 _MAX_ROWS = 64
 # Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k
-# took 493 us on an H200 and 565 in chunks. Up to so many keys: one long sequence among short ones is better in chunks.
+# took 493 us on an H200 and 565 in chunks. The number of keys has a limit: one long
+# sequence among short ones is better in chunks.
 _TALL_ROWS = 32
 _MANY_PROGRAMS = 400
 _WHOLE_KEYS = 12288
-# What a mixed batch gives to the split kernel: the rows that its smallest tile holds anyway.
+# Rows of a sequence that a mixed batch gives to the split kernel, at most: those of its smallest tile.
 _MIXED_ROWS = 16
 
 
@@ -95,7 +96,7 @@ def split_launches(
 
 
 def _fills_device(call: PagedCall[ArraySpec]) -> bool:
-    """Whether there are so many tall tiles that to write and merge their chunks costs more than it balances."""
+    """Whether there are enough tall tiles: to write and merge chunks of them would cost more than it balances."""
     return (
         call.kv_chunk_size is None
         and call.max_query_len * _pack(call) > _TALL_ROWS

@@ -37,7 +37,7 @@ def split_tile(
     if block_m > 16:
         return Tile(block_m, 64, 3, 4)
     if programs < 512:
-        # One program for each multiprocessor, or two: what is in flight must come from tall tiles.
+        # One program for each multiprocessor, or two: tall tiles must keep enough loads in flight.
         tall = key_bytes == 1 or programs * table_tokens <= _SMALL_WORK[key_bytes]
         return Tile(16, 128 if tall else 64, 3, 4)
     if key_bytes == 1:

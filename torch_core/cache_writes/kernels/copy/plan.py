@@ -22,7 +22,7 @@ def plan_copy(call: CopyCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     num_blocks, *inner = kv_cache.shape
     block_stride, *inner_strides = kv_cache.element_strides
     if kv_cache.strides is None:
-        # One run of memory: no index arithmetic, full vectors whatever the sizes of the axes.
+        # One run of memory: no index arithmetic, and full vectors for axes of any size.
         inner, inner_strides = [math.prod(inner)], [1]
     padding = _MAX_INNER_AXES - len(inner)
     inner, inner_strides = [1] * padding + inner, [0] * padding + inner_strides

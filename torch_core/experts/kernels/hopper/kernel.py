@@ -25,7 +25,7 @@ _STORES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 class _Work(NamedTuple):
-    """What a program multiplies, and where the result goes.
+    """The operands of a program, and the destination of its result.
 
     Attributes:
         rows, weights: descriptors of the sorted rows and of all experts' rows.
@@ -60,7 +60,7 @@ def hopper_expert_product_kernel(
     """Tile `i` of ROWS rows of `out` is the product of tile `i` of `rows` with the kernel of its expert.
 
     A program of a persistent grid: one warp fills a ring of tiles by the copy engine, two warpgroups of 64 rows
-    multiply. What rows of padding hold goes into nobody else's.
+    multiply. No other row depends on the values of rows of padding.
     """
     dtype: gl.constexpr = out.dtype.element_ty
     ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEPS], _TILE), STAGES)

@@ -36,7 +36,7 @@ def one_token_kernel(
 ):
     """Grid: (slices of BLOCK_N columns of gate and of up, experts of the token).
 
-    What a slice gives is multiplied by its own rows of the second kernel, so no program waits for another. `partials`
+    The result of a slice is multiplied by its own rows of the second kernel: no program waits for another. `partials`
     is [experts of the token times slices, HIDDEN], already times the experts' weights.
     """
     place, part = tl.program_id(1), tl.program_id(0)

@@ -70,7 +70,7 @@ def align_experts_kernel(
         if slots is not None:
             tl.store(slots + first + lanes, target, mask=live)
         place += tl.sum(is_own.to(tl.int32), 0)
-    # What remains is shared out by expert, and the first program takes what is behind the last tile.
+    # The rest is shared out by expert; the first program takes the places behind the last tile.
     rows = tl.arange(0, BLOCK_M)
     for expert in range(own, NUM_EXPERTS, num_shares):
         last = tl.sum(tl.where(experts == expert, end_tile, 0), 0)

@@ -1,4 +1,4 @@
-"""The weighted sum of what a token's experts return."""
+"""The weighted sum of the results of a token's experts."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch_core.launch.operands import power_of_two
 
 __all__ = ["MAX_LOOKED_UP", "Tile", "expert_tile"]
 
-#: Up to so many pairs a program looks up its expert's rows itself, which saves a launch; beyond, they are sorted first.
+#: Up to this number of pairs a program looks up its expert's rows itself, which saves a launch; more are sorted first.
 MAX_LOOKED_UP = 256
 
 
@@ -42,7 +42,7 @@ def expert_tile(num_pairs: int, num_experts: int, in_size: int, dtype: str, *, g
     """
     rows = 16 if num_pairs <= MAX_LOOKED_UP else max(16, min(128, power_of_two(num_pairs // num_experts)))
     if dtype == "float32":
-        # No matrix units: whatever the tile, its registers hold the operands.
+        # No matrix units: the registers of every tile hold its operands.
         return Tile(min(rows, 32), 32, _steps(in_size, 32), 4, 2)
     if rows <= 32:
         # Rows of 128 bytes at least: with 64 reading takes a sixth longer.

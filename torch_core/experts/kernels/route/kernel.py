@@ -73,7 +73,7 @@ def select_experts_kernel(
     """Grid: (tiles of tokens,). Lanes are BLOCK_G groups of BLOCK_S, of which GROUPS and a group's experts are real."""
     SIZE: tl.constexpr = NUM_EXPERTS // GROUPS
     LANES: tl.constexpr = BLOCK_G * BLOCK_S
-    # Below the key of whatever score there is.
+    # Below the key of every score.
     NONE: tl.constexpr = -(2**63)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = tokens < num_tokens

@@ -26,9 +26,9 @@ def chosen_slots_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Grid: (tokens,). What is no key is left out, and a row filled up with slot 0.
+    """Grid: (tokens,). Indices that are no keys are left out, and slot 0 fills the row up.
 
-    So is a position beyond the table: on a device nobody checks it before.
+    So is a position beyond the table: on a device it was not checked before.
     """
     token = tl.program_id(0)
     seq = 0

@@ -1,4 +1,4 @@
-"""The plans of an indexer's scores, and of the look-up of what they choose: from shapes, dtypes and options alone."""
+"""The plans of an indexer's scores, and of the look-up of the chosen keys: from shapes, dtypes and options alone."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _as_multiplied(q, latent_cache, PACKED: tl.constexpr):
     if not PACKED:
         q = as_multiplied(q, latent_cache)
     elif q.dtype.primitive_bitwidth == 8:
-        # bfloat16 holds every e4m3 and what its scales make of it; there is no conversion but by way of float16.
+        # bfloat16 holds every e4m3 times its scale; the only conversion goes by way of float16.
         q = q.to(tl.float16).to(tl.bfloat16)
     return q
 

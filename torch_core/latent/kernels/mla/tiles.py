@@ -10,7 +10,7 @@ __all__ = ["latent_chunk", "latent_tile"]
 
 _MIN_CHUNK = 128
 _LONG_CHUNK = 4096
-# Programs that a launch may have by its static bound, beyond what runs at a time: their partial results take memory
+# Programs that a launch may have by its static bound, beyond those that run at a time: their results take memory
 # even where sequences are much shorter than the table is wide.
 _MAX_PROGRAMS = 1024
 
@@ -21,7 +21,7 @@ def latent_tile(*, rows: int, padded: int, query_bytes: int, limits: DeviceLimit
         return Tile(16, 16, 1, 8)
     if rows <= 16:
         return Tile(16, 32, 3, 4)
-    # The query and two stages of latents share what a device has: a hundred kilobytes on some.
+    # The query and two stages of latents share the memory of a block: a hundred kilobytes on some devices.
     room = limits.shared_memory // (padded * query_bytes)
     if rows <= 32 or room < 64 + 2 * 32:
         return Tile(32, 32, 2, 4)

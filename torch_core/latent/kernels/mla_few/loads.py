@@ -1,4 +1,4 @@
-"""What comes into the shared memory of the kernel for few rows: tiles by the copy engine, the query as e4m3 terms."""
+"""The loads of the kernel for few rows: tiles by the copy engine, the query as e4m3 terms."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load_scales(work, source, step, layout: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_query(work, source, room, STRIDES: gl.constexpr, SHAPE: gl.constexpr):
-    """Lays the rows of the query into shared memory as terms, and what their scores are worth."""
+    """Stores the rows of the query in shared memory as terms, and the units of their scores."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     pointers, live = _pointers(work, source, layout, GROUP, STRIDES, SHAPE)
@@ -101,7 +101,7 @@ def _pointers(work, source, layout: gl.constexpr, SIZE: gl.constexpr, STRIDES: g
 
 @gluon.jit
 def _store_terms(rest, room):
-    """Stores rows as the sum of terms of the room's dtype: each is what the terms before it leave."""
+    """Stores rows as the sum of terms of the room's dtype: each is the rest of the terms before it."""
     for i in gl.static_range(room.shape[0] // COLUMNS):
         term = rest.to(room.dtype)
         room.slice(i * COLUMNS, COLUMNS).store(term)

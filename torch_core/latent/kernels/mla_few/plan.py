@@ -37,7 +37,7 @@ def few_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKerne
     if latents is None:
         return None
     dtype, box = call.latent_cache.dtype, copy_box(call, BLOCK_N.value)
-    # Packed rows end in the bytes of a rotary key in bfloat16.
+    # Packed rows end in a rotary key in bfloat16.
     rope = (2 if call.is_packed else 1) * ROPE.value
     return LatentKernel(
         kernel=few_latent_kernel,

@@ -1,4 +1,4 @@
-"""The warpgroups of the kernel for few rows: each attends to every other tile, and loads what takes its place."""
+"""The warpgroups of the kernel for few rows: each attends to every other tile, and loads the next ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def attend(
         live = work.end - position
         mbarrier.wait(room.full.index(slot), step // SLOTS & 1)
         if live < BLOCK_N:
-            # What no token owns may be NaN, and its weight of 0 would not help.
+            # Rows that no token owns may be NaN, and their weight of 0 would not help.
             zero_behind(slot, live, room)
             thread_barrier()
         if source.packed is None:
@@ -92,7 +92,7 @@ def attend(
         else:
             s = _scaled(_packed_scores(slot, room), scales, worth)
             peak = gl.maximum(gl.maximum(scales[0], scales[1]), gl.maximum(scales[2], scales[3]))
-            # Weights times scales are at most 1, whatever the scales are.
+            # Weights times scales are at most 1 for all scales.
             sized = s * factor + gl.log2(gl.maximum(peak, _LEAST_SCALE))[:, None]
             top = gl.max(_masked(sized, position, last, full_end), 0)
         s = _masked(s, position, last, full_end)

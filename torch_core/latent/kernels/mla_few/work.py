@@ -24,10 +24,10 @@ class Room(NamedTuple):
         query: groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
         query_rope: its rotary part: like `query`, for packed rows in bfloat16.
         weights: of a tile, for each warpgroup; for packed rows those of each group.
-        states: maxima and sums of the second warpgroup; what scores of each row are worth.
+        states: maxima and sums of the second warpgroup; the unit of each row's scores.
         full: barriers: the tile of a slot has come.
         ready: a barrier: the query is there.
-        other: a barrier: what the second warpgroup leaves for the first is there.
+        other: a barrier: the second warpgroup's results are there for the first.
     """
 
     codes: Any

@@ -56,7 +56,7 @@ def hopper_latent_kernel(
     key and as value, and by the warpgroup that is done with the latents whose place it takes: of twelve warps each
     thread may have a third more registers than of thirteen. The first half of the query and its rotary part move on
     into registers, which leaves their places to half a tile more, and products read less shared memory, whose
-    bandwidth is what limits them.
+    bandwidth limits them.
 
     Grid and results are those of mla.kernel. The copy engine sees the query as rows (token, head) and the cache as rows
     of BLOCK_ROWS from block to block.

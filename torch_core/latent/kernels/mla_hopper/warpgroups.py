@@ -20,7 +20,7 @@ from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS
 
 __all__ = ["make_weights", "weigh_latents"]
 
-# A maximum that grows by no more than so many bits stays what weights are relative to: they are up to 2^8 then.
+# A maximum that grows by no more bits than this stays the reference of weights: they are up to 2^8 then.
 _SLACK = gl.constexpr(8.0)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -91,7 +91,7 @@ def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, 
 
 @gluon.jit
 def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.constexpr):
-    """One warpgroup: adds up the half OWN of weighted latents, stores it, and loads what comes into free slots."""
+    """One warpgroup: adds up the half OWN of weighted latents, stores it, and loads latents into free slots."""
     # Half number 2 * i + OWN gives its slot to half PART of tile i + LEAD.
     PART: gl.constexpr = (OWN + SLOTS) % 2
     LEAD: gl.constexpr = (OWN + SLOTS) // 2

@@ -25,10 +25,10 @@ class Room(NamedTuple):
         query: the halves of the rows, and their rotary part. The first and the last lie in the last slots of `latents`
             and `rope` until they have been read.
         query_full: a barrier: the query has come.
-        query_read: a barrier: what lies in the rings has been read.
+        query_read: a barrier: the parts in the rings have been read.
         raw: for each half a barrier for latents that are zeroed in part before their slot counts as full.
         weights: a ring of one slot: weights of a step.
-        factors: what accumulated rows are multiplied with before the weights of the same slot are added.
+        factors: factors of the accumulated rows, which apply before the weights of the same slot are added.
         grown: not 0 where any of these factors is not 1.
     """
 
