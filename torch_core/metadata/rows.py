@@ -28,14 +28,17 @@ class SequenceRowLike(Protocol):
     @property
     def block_ids(self) -> Sequence[int]:
         """Blocks of the sequence in order, at least `ceil((num_computed_tokens + num_new_tokens) / block_size)`."""
+        ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that are in the cache before the step."""
+        ...
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens that the step computes and writes; at least 1."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
