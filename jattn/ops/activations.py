@@ -19,7 +19,7 @@ def gated(hidden_act: str, gate_up: jax.Array) -> jax.Array:
     """Returns `act(gate) * up` of `[..., gate | up]`."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if hidden_act == "swigluoai":
-        # gpt-oss (arXiv:2508.10925): a clamped gate with the sigmoid's slope of GELU, and 1 added to what is gated.
+        # gpt-oss (arXiv:2508.10925): a clamped gate with the sigmoid's slope of GELU, and 1 added to the gated values.
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
     return _ACTIVATIONS[hidden_act](gate) * up

@@ -1,8 +1,8 @@
 """Attention in plain jnp: over a paged cache, over packed keys, and its derivative.
 
-Keys are visited in runs of a fixed number of tokens, so the table's width costs nothing where no sequence reaches. What
-batch mates, dead slots and table tails hold does not show in a single bit; another number of sequences or another
-`max_query_len` is another XLA program, which may round differently.
+Keys are visited in runs of a fixed number of tokens, so the table's width costs nothing where no sequence reaches. The
+contents of other sequences, unused slots and table tails do not change a single bit. Another number of sequences or
+another `max_query_len` is another XLA program, which may round differently.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attend_to_blocks(
         key_positions = start + jnp.arange(run_tokens)
         exists = key_positions < call.seq_lens[:, None]
         blocks = jax.lax.dynamic_slice_in_dim(tables, run * blocks_per_run, blocks_per_run, 1)
-        # The table's tail may hold anything: block 0 stands in for what no sequence reaches.
+        # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
         blocks = jnp.where(exists[:, ::block_size], blocks, 0)
         mask, bias = softmax.visible(call, positions, key_positions, call.seq_lens, context)
         # Beyond a sequence's end, and in a block that was given back because no query sees it, lies anything at all.
@@ -146,7 +146,7 @@ def _blocks(call: PagedCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, j
 
 
 def _queries(call: AttentionCall[jax.Array], dtype: jnp.dtype) -> jax.Array:
-    """Returns the queries as [num_seqs, max_query_len, num_kv_heads, group, head_size], what they are worth."""
+    """Returns the dequantised queries as [num_seqs, max_query_len, num_kv_heads, group, head_size]."""
     padded = _by_sequence(call.query, call.query_start_loc, call.max_query_len).astype(dtype)
     padded = padded.reshape(call.num_seqs, call.max_query_len, call.num_kv_heads, call.group, call.head_size)
     return scaled(padded, getattr(call, "q_scale", None))

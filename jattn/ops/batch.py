@@ -15,12 +15,12 @@ from torch_core.launch.call import array_fields
 
 __all__ = ["fold", "folds"]
 
-# What the first axes of arrays count; arrays with others belong to all sequences.
+# The first axes of arrays per sequence or token; arrays with other axes belong to all sequences.
 _ROWS, _SEQS, _STARTS = ("num_tokens", "num_keys"), "num_seqs", "num_seqs+1"
 
 
 def folds(call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:
-    """Whether the examples may become one call: what all sequences share is the same, or has no gradient."""
+    """Whether the examples may become one call: the arrays that all sequences share are equal, or have no gradient."""
     axes = _first_axes(call, arrays)
     shared = [name for name, axis in axes.items() if axis not in (*_ROWS, _SEQS, _STARTS)]
     return not any(batched[name] for name in shared) and not (isinstance(call, DenseBackwardCall) and shared)

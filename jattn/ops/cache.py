@@ -17,12 +17,12 @@ from torch_core.cache_writes.call import CopyCall, WriteCall
 
 __all__ = ["CacheScales", "places", "write_in_jnp", "write_kv_cache", "write_kv_cache_per_token_head"]
 
-#: One array, or a pair of a key cache and a value cache: what comes in comes out.
+#: One array, or a pair of a key cache and a value cache; the result has the same form.
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
 
 class CacheScales(TypedDict, total=False):
-    """What a stored unit of a quantised cache is worth."""
+    """The dequantisation scale of a quantised cache."""
 
     k_scale: float | jax.Array | None
     v_scale: float | jax.Array | None

@@ -28,7 +28,7 @@ def attend_groups(
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32) + (lens // call.block_size)[:, None]
     prefix = SharedPrefix(
         prefix_block_table=tables[first],
-        # A piece without sequences would read the last one's prefix for nobody.
+        # A piece without sequences would read the last one's prefix without need.
         prefix_kv_lens=jnp.where(starts[1:] > starts[:-1], lens[first], 0),
         cu_prefix_query_lens=starts,
         suffix_block_table=jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), 1),
@@ -63,7 +63,7 @@ def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_t
 def cascade_attention(
     call: PagedCall[jax.Array], prefix: SharedPrefix[jax.Array], implementation: str | None = None
 ) -> dict[str, jax.Array]:
-    """Computes what `run(call)` would, within rounding, reading a shared prefix once for all sequences.
+    """Computes the result of `run(call)`, within rounding, but reads a shared prefix once for all sequences.
 
     That pays for many sequences with a long prefix: `torch_core.metadata.use_cascade_attention` says when.
 

@@ -37,13 +37,13 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
     None means the default of the platform: "triton" where the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
-    anywhere else. A call that the default does not serve, by the table `torch_core.serves.SERVES`, goes to
-    "xla" where
-    that serves it. What only the device at hand lacks (e4m3 on old ones, shared memory) is refused with the remedy.
+    anywhere else. A call that the default does not serve, by the table `torch_core.serves.SERVES`, goes to "xla" if
+    that serves it. A call that only the current device cannot run (e4m3 on old ones, shared memory) is refused with the
+    fix.
 
     Args:
-        implementation: what the caller names, or None.
-        call: a checked call of arrays or specs; None for the default itself, whatever will be called.
+        implementation: the caller's name, or None.
+        call: a checked call of arrays or specs; None for the default itself, for any call.
 
     Raises:
         InvalidInput: an unknown name.
@@ -56,7 +56,7 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
         reason = unserved(call, default)
         if reason is None or unserved(call, "xla") is not None:
             return default
-        # One step of generation after the other would be slow, and nobody would know why.
+        # Every step of a generation would be slow, without a visible reason.
         _say_once(logging.WARNING if call.reads_cache else logging.INFO, call.name, default, reason)
         return "xla"
     if implementation not in IMPLEMENTATIONS:
@@ -110,7 +110,7 @@ def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:
 
 
 def runtime_of(implementation: str) -> tuple[Runtime, str]:
-    """Returns the runtime of an implementation, and whose row of `torch_core.serves.SERVES` says what it serves.
+    """Returns the runtime of an implementation, and the column of `torch_core.serves.SERVES` with its features.
 
     On CUDA torch launches the same kernels as "triton".
     """

@@ -9,7 +9,7 @@ __all__ = ["dropout_seeds"]
 
 
 def dropout_seeds(rng: jax.Array, num_seqs: int, num_heads: int, *, broadcast: bool = False) -> jax.Array:
-    """Draws what `attention` takes as `dropout_seeds`.
+    """Draws the `dropout_seeds` of `attention`.
 
     Args:
         rng: a JAX key, of either kind.

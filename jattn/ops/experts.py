@@ -31,10 +31,10 @@ def fused_experts(
     out_dtype: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Sends each token to the experts that a router chose, and adds up what they return, weighted.
+    """Sends each token to the experts that a router chose, and returns the weighted sum of their outputs.
 
     `out[t] = sum over k of topk_weights[t, k] * down(act(gate(x[t])) * up(x[t]))` (Shazeer et al. 2017,
-    arXiv:1701.06538). No token is dropped, however many go to one expert, and an expert that nobody goes to is not
+    arXiv:1701.06538). No token is dropped, for any number of tokens per expert, and an expert without tokens is not
     read. Differentiable with implementation None or "xla", by jnp.
 
     Args:
@@ -85,11 +85,11 @@ def route_experts(
     topk_group: int = 1,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses the experts of each token, those with the largest scores, and says what they weigh.
+    """Chooses the experts of each token, those with the largest scores, and returns their weights.
 
-    Scores are `scoring_func(hidden_states @ kernel + bias)` in float32, whatever the dtype: in fewer bits a router
-    would choose other experts. Of equal scores the expert that comes first wins. Differentiable with implementation
-    None or "xla", by jnp.
+    Scores are `scoring_func(hidden_states @ kernel + bias)` in float32 for every dtype: in fewer bits a router would
+    choose other experts. Of equal scores the expert that comes first wins. Differentiable with implementation None or
+    "xla", by jnp.
 
     Args:
         hidden_states: float[num_tokens, hidden_size].
@@ -110,7 +110,7 @@ def route_experts(
         Weights float32[num_tokens, top_k] and experts int32[num_tokens, top_k], the best expert first.
 
     Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit, or there are not so many experts to choose.
+        InvalidInput: ranks, shapes or dtypes do not fit, or there are fewer experts than to choose.
         Unsupported: the implementation cannot run here.
     """
     call = RouteCall(

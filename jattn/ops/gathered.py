@@ -1,4 +1,4 @@
-"""A paged call as the dense one over the keys and values of its sequences: what its derivative is taken of."""
+"""A paged call as a dense call over the keys and values of its sequences, which is differentiated instead."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
 def gathered_with_pullback(
     call: PagedCall[jax.Array],
 ) -> tuple[DenseCall[jax.Array], Callable[[dict[str, jax.Array]], dict[str, jax.Array]]]:
-    """Returns `gathered`, and what makes gradients of the call's arrays from those of its backward pass, by name."""
+    """Returns `gathered`, and the function from its gradients to those of the call's arrays, by name."""
 
     def gather(arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], DenseCall[jax.Array]]:
         dense = gathered(call.with_arrays(arrays))

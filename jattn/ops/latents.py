@@ -26,7 +26,7 @@ def packed(kv_c: jax.Array, k_pe: jax.Array) -> jax.Array:
 
 
 def unpacked(rows: jax.Array, kv_lora_rank: int) -> jax.Array:
-    """Returns what packed rows uint8[..., bytes] stand for, float32[..., kv_lora_rank + rope_dim]."""
+    """Returns the dequantised values of packed rows uint8[..., bytes], float32[..., kv_lora_rank + rope_dim]."""
     groups = kv_lora_rank // PACKED_GROUP
     codes, scales, rotary = jnp.split(rows, (kv_lora_rank, kv_lora_rank + 4 * groups), axis=-1)
     latents = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)

@@ -16,7 +16,7 @@ __all__ = ["refuse_leaked"]
 
 
 def refuse_leaked(**given: Any) -> None:
-    """Refuses what a traced function left behind, where nothing is being traced.
+    """Refuses leaked tracers of a traced function, if nothing is being traced.
 
     Inside another traced function JAX itself says so, when the program runs: there nothing tells such a tracer from one
     of a function around it.
@@ -42,6 +42,6 @@ def _nothing_is_traced() -> bool:
 
 @functools.cache
 def _state_outside() -> Any:
-    # A new thread traces nothing, whatever this one does.
+    # A new thread traces nothing, even if this one does.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(get_opaque_trace_state, convention="nnx").result()

@@ -32,8 +32,8 @@ def linear_map(
         forward: linear in its second argument.
         backward: its transpose, `backward(results + residuals, gradients)`: the gradients of the inputs from those of
             the results, None where there is none. Either one may raise: it is called if JAX goes its way.
-        results: what the differentiated function returned; the shapes and dtypes of the tangents.
-        residuals: what else the two need.
+        results: results of the differentiated function; the shapes and dtypes of the tangents.
+        residuals: further arrays of the two functions.
         tangents: of the inputs.
     """
     return _linear.bind(
@@ -66,8 +66,8 @@ def _transpose(gradients: Sequence[Any], *operands: Any, backward: Any, num_know
 def _map(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
     num_results, num_known = params["num_results"], params["num_known"]
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    # Results say what shapes come out. What a tangent that the examples share gets back has to be summed, as the
-    # transpose of spreading it does.
+    # Results give the shapes of the outputs. The cotangent of a tangent that the examples share must be summed, as in
+    # the transpose of a broadcast.
     residuals = range(num_results, num_known)
     spread = [
         x if index in residuals else batching.bdim_at_front(x, axis, size)

@@ -1,4 +1,4 @@
-"""Dense attention in jnp with what no kernel takes: any mask, any bias, dropout, and the weights to look at."""
+"""Dense attention in jnp with features that no kernel has: any mask, any bias, dropout, and sown weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def masked_attention(
         InvalidInput: shapes or dtypes do not fit.
     """
     (batch, length, num_heads, head_size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    # Only described, never run: what masks and score modifications of the packed form need to know.
+    # Only described, never run: the inputs of masks and score modifications of the packed form.
     starts = jnp.arange(batch + 1, dtype=jnp.int32)
     packed = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     call = dense_call(*packed, starts * length, starts * key_length, max_query_len=length, **options)

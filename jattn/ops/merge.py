@@ -24,7 +24,7 @@ def merge_states(
     """Joins two results over disjoint keys, as if the queries had seen all keys at once.
 
     The formula of "FlashInfer" (Ye et al. 2025, section 2.2) and of vLLM's merge_attn_states; natural logarithms. A
-    side with lse -inf (or +inf, as some kernels mark an empty row) counts for nothing, whatever its output holds.
+    side with lse -inf (or +inf, as some kernels mark an empty row) is ignored, with any output.
 
     Args:
         out_a, out_b: float[num_tokens, num_heads, head_size].

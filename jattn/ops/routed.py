@@ -87,22 +87,22 @@ def routed_experts(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
     experts: jax.Array, num_experts: int,
 ) -> jax.Array:  # fmt: skip
-    """Returns the weighted sums of what each row's experts return, `[rows, hidden]` in the dtype of the weights.
+    """Returns the weighted sums of the outputs of each row's experts, `[rows, hidden]` in the dtype of the weights.
 
     Args:
         gate_up, down: the experts.
         activation: of the gate.
         rows: `[rows, hidden]`.
         weights: `[rows, top_k]`.
-        experts: int32 `[rows, top_k]`; what is none of the experts adds nothing.
+        experts: int32 `[rows, top_k]`; ids outside the experts add nothing.
         num_experts: how many there are.
     """
     is_expert = (experts >= 0) & (experts < num_experts)
-    # Behind the last expert nobody's group begins.
+    # After the last expert comes a group of rows without an expert.
     experts = jnp.where(is_expert, experts, num_experts)
     routed = by_rows if experts.size < num_experts else by_groups
     found = routed(gate_up, down, activation, rows, experts, num_experts)
-    # What stands there for no expert may be anything.
+    # Values without an expert are undefined there.
     found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)
     return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype)
 
@@ -110,7 +110,7 @@ def routed_experts(
 def by_groups(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, experts: jax.Array, num_experts: int
 ) -> jax.Array:
-    """Returns what each row's experts make of it, `[rows, top_k, hidden]`, by grouped products."""
+    """Returns the outputs of each row's experts, `[rows, top_k, hidden]`, by grouped products."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     chosen = flat[order]

@@ -27,7 +27,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
-        The outputs (`out`, `lse`) and the new values of what the call writes, by name.
+        The outputs (`out`, `lse`) and the new values of the arrays that the call writes, by name.
 
     Raises:
         InvalidInput: the call does not hold together; outside jit also lengths, block ids or slots out of range, for
@@ -45,7 +45,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         runtime = bridge.partitioned(runtime, opaque=chosen != "xla")
         call = call if implementation else for_this_platform(call)
     else:
-        # What is being traced has no values.
+        # Traced arrays have no values.
         _with_indices_on_host(call, arrays).check_values()
         if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
             with bridge.typed_errors():

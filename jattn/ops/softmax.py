@@ -157,14 +157,14 @@ def update(
 ) -> SoftmaxState:
     """Adds a run of keys to the state; masked scores are -inf, and their values must be finite.
 
-    A run that is masked throughout leaves the state as it is, bit by bit: what a batch mate needs cannot show.
+    A completely masked run leaves the state unchanged bit by bit, so other sequences of the batch do not affect it.
 
     Args:
         state: of shape `[..., queries]`.
         scores: float[..., queries, keys].
         weighted_values: the einsum of probabilities and values.
         values: the values of these keys.
-        dropout: what the weights of values are multiplied with, like scores; or None.
+        dropout: factors of the weights, shaped like scores; or None.
     """
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(scores).max(-1))
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)

@@ -91,7 +91,7 @@ def _sparse(
 ) -> Request:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
-    Prefill and decode alike: every query gathers its own latents.
+    In prefill and in decode every query gathers its own latents.
 
     Args:
         query, latent_cache, block_tables, seq_lens, query_start_loc: as in `mla_attention`.
@@ -120,7 +120,7 @@ def _sparse(
     call = cast(LatentCall[jax.Array], request)
     call.check()
     lengths = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
-    # What is being traced has no values.
+    # Traced arrays have no values.
     if not any(isinstance(array, Tracer) for array in (*lengths.values(), topk_indices)):
         check_chosen_values(call.with_arrays(jax.device_get(lengths)), jax.device_get(topk_indices))
     chosen = run(choice_of(call, topk_indices), options.get("implementation"))
@@ -138,7 +138,7 @@ def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
         return {"logits": jnp.full((call.num_tokens, call.table_tokens), -jnp.inf)}
     places = jnp.arange(call.table_tokens)
     exists = places < call.seq_lens[:, None]
-    # The table's tail may hold anything: block 0 stands in for what no sequence reaches.
+    # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
     keys = call.key_cache[jnp.where(exists[:, :: call.block_size], call.block_tables, 0)]
     keys = keys.astype(jnp.float32).reshape(num_seqs, call.table_tokens, -1)
     keys = jnp.where(exists[..., None], keys, 0) * (1.0 if call.k_scale is None else call.k_scale)
@@ -162,7 +162,7 @@ def _chosen_slots(call: ChoiceCall[jax.Array]) -> dict[str, jax.Array]:
     positions = jnp.where(named, call.topk_indices, 0)
     blocks = call.block_tables[seqs[:, None], positions // call.block_size]
     slots = jnp.where(named, blocks * call.block_size + positions % call.block_size, 0)
-    # What is no key goes behind the keys, whose order stays.
+    # Entries that are no key go after the keys, whose order stays.
     order = jnp.argsort(~named, axis=1, stable=True)
     counts = named.sum(1, dtype=jnp.int32)
     return {"slots": jnp.take_along_axis(slots, order, axis=1), "counts": counts, "starts": starts}

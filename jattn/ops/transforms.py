@@ -1,4 +1,4 @@
-"""What JAX transformations do with a call that XLA cannot look into: its own derivative, jnp's, or a reasoned refusal.
+"""JAX transformations of a call that XLA cannot look into: its own derivative, jnp's, or a refusal with the reason.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
 its own derivative is taken where it has one (`torch_core.serves.SERVES`), and jnp's everywhere else: no
@@ -33,8 +33,8 @@ from torch_core.launch.serves import refuse_unserved
 
 __all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
 
-#: Under these names `jax.checkpoint` policies find what the forward pass of dense attention leaves for the backward
-#: one, for example `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
+#: The names under which `jax.checkpoint` policies find the residuals of dense attention, for example
+#: `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
 RESIDUAL_NAMES = ("attention_out", "attention_lse")
 _RESULTS = ("out", "lse")
 
@@ -44,9 +44,9 @@ class Way:
     """How a call is computed.
 
     Attributes:
-        runtime: what runs it.
+        runtime: the function that runs it.
         implementation: its name.
-        served_by: the column of `torch_core.serves.SERVES` that says what it serves.
+        served_by: the column of `torch_core.serves.SERVES` with its features.
         chosen: the caller named no implementation, so that jnp may stand in for a derivative.
     """
 
@@ -60,8 +60,8 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
     """Returns the function from a call's arrays to its results that JAX can transform.
 
     jit, scan, while_loop, cond and checkpoint pass through: the wrappers vanish in lowering. vmap folds the examples of
-    a dense call into its batch and runs other calls one after the other. Outside jit, what the runtime raises comes
-    out as itself.
+    a dense call into its batch and runs other calls one after the other. Outside jit, the runtime's exceptions are
+    raised unchanged.
 
     Args:
         call: without its arrays.
