@@ -1,4 +1,4 @@
-"""`python -m jattn`: the commands of `jattn`, where no script of that name is on the path."""
+"""`python -m jattn`: the commands of `jattn`, if no script of that name is on the path."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PrefixGroups:
     Attributes:
         prefix_lens: int32[num_seqs]; tokens that a sequence shares with its group, whole blocks; 0 outside of groups.
         piece_starts: int32[pieces + 1]; first sequence of each piece, running up to the number of real sequences. A
-            piece lies within one group, or outside of all.
+            piece is within one group, or outside of all.
         piece_tokens: sequences of a piece at most; static.
     """
 
@@ -69,7 +69,7 @@ class AttentionMetadata:
         peers: the memory in which a split model sums small arrays, this device's part of `jattn.parallel.Peers.table`;
             None for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
-            static. None where that is not known.
+            static. None if that is not known.
     """
 
     block_tables: jax.Array
@@ -232,7 +232,7 @@ class AttentionMetadata:
             )
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """Returns int32[num_tokens], where each new token stands in its sequence; that of padding means nothing.
+        """Returns int32[num_tokens], where each new token is in its sequence; that of padding means nothing.
 
         Example:
             >>> from torch_core.metadata import SequenceRow

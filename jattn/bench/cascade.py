@@ -33,7 +33,7 @@ def run(*, sequences: Sequence[int] = SEQUENCES, prefixes: Sequence[int] = PREFI
         prefixes: tokens that they share, whole blocks.
 
     Returns:
-        A row for each batch, its label with a star where the builder chooses cascade; see `verdicts` for the values.
+        A row for each batch, its label with a star if the builder chooses cascade; see `verdicts` for the values.
 
     Raises:
         Unsupported: torch or JAX has no CUDA device.

@@ -43,10 +43,10 @@ class KernelTimes:
 
 
 def profiled(folder: Path, call: Callable[[], Any]) -> KernelTimes | str:
-    """Traces a call and returns the times of its kernels; says so where there is no device to look at.
+    """Traces a call and returns the times of its kernels; says so if there is no device to look at.
 
     Args:
-        folder: for the trace; made where it is missing.
+        folder: for the trace; made if it is missing.
         call: the function to trace.
     """
     with jax.profiler.trace(str(folder)):

@@ -41,7 +41,7 @@ def run(
 ) -> Iterator[LoadRow]:
     """Writes a random model and yields a row for saving it, for reading its file and for loading it.
 
-    Eight threads read the file. "From disk" drops it from the page cache first, where the system lets it.
+    Eight threads read the file. "From disk" drops it from the page cache first, if the system lets it.
 
     Args:
         shape: of the model.

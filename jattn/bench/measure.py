@@ -155,7 +155,7 @@ def chained_us(
     """Returns microseconds of one JAX call, each on the result of the one before, so that nothing runs side by side.
 
     `attend(query, *arrays)` returns the next query; `tensors` are the other arrays of each call of one rotation, of
-    which a program has `rotations`, and more where those are over sooner than the host starts a program (about 0.3 ms
+    which a program has `rotations`, and more if those are over sooner than the host starts a program (about 0.3 ms
     and 3 us a call on an H200's machine): a model's step is longer, too. A program's result takes the place of the
     query, as a donated cache does.
     """

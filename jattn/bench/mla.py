@@ -34,7 +34,7 @@ _ROW_BYTES = {"bfloat16": 2 * (_RANK + _ROPE), "fp8": _RANK + _ROPE, "packed": p
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """One decode step: a query row for each sequence, blocks of 64 in random order behind the null block 0."""
+    """One decode step: a query row for each sequence, blocks of 64 in random order after the null block 0."""
 
     query: torch.Tensor
     latent_cache: torch.Tensor

@@ -26,7 +26,7 @@ class Row:
     Attributes:
         label: the shape.
         bound_us: microseconds at the device's ceiling (bytes at copy speed, or operations at matmul speed).
-        us: microseconds by implementation; NaN where it failed.
+        us: microseconds by implementation; NaN if it failed.
         unit: "us", or "TFLOP/s" to show rates instead.
         operations: floating point operations, for the rates.
     """
@@ -38,7 +38,7 @@ class Row:
     operations: float = 0.0
 
     def shown(self, name: str) -> float:
-        """Returns the number of an implementation in `unit`; NaN where there is none."""
+        """Returns the number of an implementation in `unit`; NaN if there is none."""
         value = self.us.get(name, math.nan)
         return self.operations / value / 1e6 if self.unit == "TFLOP/s" else value
 
@@ -51,7 +51,7 @@ class BenchReport:
         name: the benchmark and its options.
         device: the name of the device.
         versions: of the packages that matter.
-        copy_bytes_per_second: the copy ceiling, measured in the same run; None where the rows have no ceiling.
+        copy_bytes_per_second: the copy ceiling, measured in the same run; None if the rows have no ceiling.
         matmul_flops: the bfloat16 matrix product ceiling, measured in the same run, or None.
         rows: `Row` or other dataclasses; see `cells`.
         notes: failures that left a cell empty, and remarks on the run.
@@ -133,7 +133,7 @@ def cells(row: Any) -> dict[str, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of torch, triton and jax, where they are installed."""
+    """Returns the versions of torch, triton and jax, if they are installed."""
     found = {}
     for package in _PACKAGES:
         try:

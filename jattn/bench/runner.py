@@ -78,7 +78,7 @@ def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
 
     Args:
         benchmark: the benchmark.
-        argv: arguments behind `jattn bench NAME`.
+        argv: arguments after `jattn bench NAME`.
 
     Returns:
         0; 1 if a row failed.

@@ -47,7 +47,7 @@ class ServeRow:
         e2e_ms: from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
         error: how many requests failed, and the error of the first one.
-        pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, where it was
+        pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, if it was
             watched.
     """
 

@@ -123,7 +123,7 @@ def tile_name(tile: HopperTile) -> str:
 
 
 def write_results(reports: dict[int, BenchReport], path: Path) -> None:
-    """Records the reports of a search, by head size, with the tiles that their columns stand for."""
+    """Records the reports of a search, by head size, with the tiles that their columns show for."""
     record = {
         str(head_size): {
             "tiles": {tile_name(tile): asdict(tile) for tile in CANDIDATES[head_size]},

@@ -1,4 +1,4 @@
-"""Off-line work behind the frozen tables: resources of compiled kernels, and the search of the Hopper tiles."""
+"""Off-line work for the frozen tables: resources of compiled kernels, and the search of the Hopper tiles."""
 
 from __future__ import annotations
 

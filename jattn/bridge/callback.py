@@ -1,7 +1,7 @@
 """Runs a torch function inside a jitted JAX program on XLA's own buffers, in place and without a copy.
 
 This is the CPU path and, on CUDA, the debug and cross-check path. There Python runs for each call, or once for each
-call site where the call can be captured. The serving path on CUDA is `jattn.bridge.native`.
+call site if the call can be captured. The serving path on CUDA is `jattn.bridge.native`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def call_torch(
         aliases: which argument index (key) is updated in place as which output index (value).
         num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
             threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
-            A thread that first uses torch during the call starts with this count: torch hands down the latest one.
+            A thread that first uses torch during the call starts with this count: torch passes down the latest one.
         capturable: XLA may record what the function launches on CUDA into a graph and replay it without the function:
             it must launch something, allocate nothing, and launch the same for the same shapes. Otherwise a replay
             would use memory that torch has reused since.

@@ -22,7 +22,7 @@ _ALIGNMENT = {"cpu": 64, "cuda": 16}
 def to_torch(array: jax.Array) -> torch.Tensor:
     """Views a JAX array as a torch tensor over the same memory.
 
-    The view is writable for torch, yet a `jax.Array` is immutable for JAX: write through it only where the array's
+    The view is writable for torch, yet a `jax.Array` is immutable for JAX: write through it only if the array's
     owner expects that (`KVPool.as_torch`). A view also pins the memory, so drop it before the array is donated.
 
     Args:

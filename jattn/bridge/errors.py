@@ -17,7 +17,7 @@ __all__ = ["original_error", "recorded", "typed_errors"]
 class typed_errors:  # noqa: N801 (used as contextlib's own managers are)
     """Re-raises a torch function's exception inside a JAX program as itself, not as the error that JAX raises.
 
-    Wait for the program's results inside the block: JAX reports a failure only when somebody looks.
+    Wait for the program's results inside the block: JAX reports a failure only when a caller looks.
 
     Raises:
         Exception: the torch function's exception, KeyboardInterrupt included; a note says where it happened. The first
@@ -50,7 +50,7 @@ def original_error(error: BaseException) -> BaseException:
 def recorded(error: BaseException) -> RuntimeError:
     """Returns the exception to raise into XLA instead of an error, so that `typed_errors` finds the error again.
 
-    XLA turns any exception into text, KeyboardInterrupt too.
+    XLA converts any exception into text, KeyboardInterrupt too.
     """
     return RuntimeError(f"{type(error).__name__}: {error} [{_recorded.put(error)}]")
 

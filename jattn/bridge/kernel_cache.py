@@ -86,7 +86,7 @@ class KernelCache:
         directory: where to keep the kernels; created with mode 700. None keeps them in memory only.
 
     Raises:
-        Unsupported: the directory belongs to somebody else or others may write it; the message has the command.
+        Unsupported: the directory belongs to another user else or others may write it; the message has the command.
     """
 
     def __init__(self, directory: Path | None) -> None:

@@ -69,7 +69,7 @@ def call_operation(
 
     Works under jit, scan, while_loop, cond, checkpoint, shard_map (on each device's shards) and jax.export; it has no
     batching and no derivative. An in-place operand is aliased with the array that is returned under its name: it is
-    written where it lies if the caller donated it or never uses it again, and copied by XLA first otherwise.
+    written where it is if the caller donated it or never uses it again, and copied by XLA first otherwise.
 
     Args:
         plan: made for these shapes and dtypes, contiguous.
@@ -126,7 +126,7 @@ def device_limits() -> DeviceLimits:
 
 @functools.cache
 def kernel_cache() -> KernelCache:
-    """Returns the process-wide kernel cache; in memory only where there is no home directory that can be written."""
+    """Returns the process-wide kernel cache; in memory only if there is no home directory that can be written."""
     try:
         return KernelCache(default_directory())
     except (OSError, RuntimeError):

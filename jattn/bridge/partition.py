@@ -1,4 +1,4 @@
-"""Calls that partition themselves: where operands are split over heads or sequences, each device computes its own.
+"""Calls that partition themselves: if operands are split over heads or sequences, each device computes its own.
 
 XLA cannot look into a custom call: it would gather every operand and compute everything everywhere.
 `jattn.bridge.split` decides which axes may be split, and how.

@@ -13,7 +13,7 @@ __all__ = ["refused_on"]
 
 
 def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Callable[[jax.Array], jax.Array]:
-    """Returns the identity on arrays, which raises where a program with it is lowered for a platform.
+    """Returns the identity on arrays, which raises if a program with it is lowered for a platform.
 
     It leaves nothing in a program. It can be differentiated, mapped and split.
 

@@ -1,4 +1,4 @@
-"""How a call can be split over devices without a collective: by heads, and by sequences where their rows are even.
+"""How a call can be split over devices without a collective: by heads, and by sequences if their rows are even.
 
 The annotations of the call's fields say which axes may be split. Packed rows are addressed by cumulative offsets, which
 XLA cannot split. They are split if the shapes prove that every sequence has the same number of rows; the device checks
@@ -126,7 +126,7 @@ def _num_rows(call: Call[Any]) -> int:
 def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> Split:
     """Returns how a call has to be split, given how its operands are.
 
-    An operand that is whole on every device is cut there, unless it is written: that would move it.
+    An operand that is whole on every device is split there, unless it is written: that would move it.
 
     Args:
         call: of specs.

@@ -27,7 +27,7 @@ def attention_spec(
     """Returns the static options of a call; the scale is head_size ** -0.5 unless it is given.
 
     Raises:
-        InvalidInput: a tracer or a value of another type where a static number must be; a query without a head size.
+        InvalidInput: a tracer or a value of another type if a static number must be; a query without a head size.
     """
     causal = _static_bool("causal", causal)
     left, right = _window(sliding_window, causal)

@@ -31,7 +31,7 @@ def fold(
 ) -> DenseCall[jax.Array]:
     """Returns the call of all examples, one after the other.
 
-    An example may end with padding, where the packed rows of a call may have no gap: its padding becomes two sequences
+    An example may end with padding, but the packed rows of a call may have no gap: its padding becomes two sequences
     more, one of query rows without a key and one of keys without a query.
 
     Args:

@@ -40,7 +40,7 @@ def write_kv_cache(
 ) -> _Cache:
     """Writes each token's key and value into its slot of the cache.
 
-    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot.
 
     Args:
@@ -91,7 +91,7 @@ def write_kv_cache_per_token_head(
     """Writes each token's key and value into its slot of a quantised cache, with a scale of its own for every head.
 
     The scale of a row is `max(max(abs(row)) / largest, 1e-6)` with 127 for int8, 448 for e4m3 and 57344 for e5m2, as in
-    vLLM's `triton_reshape_and_cache_flash_per_token_head_quant`. In place where the caller donated all three caches.
+    vLLM's `triton_reshape_and_cache_flash_per_token_head_quant`. In place if the caller donated all three caches.
 
     Args:
         key: float[num_tokens, num_kv_heads, head_size].

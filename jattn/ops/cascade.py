@@ -20,7 +20,7 @@ __all__ = ["attend_groups", "cascade_attention", "shared_prefix"]
 def attend_groups(
     call: PagedCall[jax.Array], groups: PrefixGroups | None, implementation: str | None
 ) -> dict[str, jax.Array]:
-    """Runs a call; prefixes that its sequences share are attended once, where the call's mask allows it."""
+    """Runs a call; prefixes that its sequences share are attended once, if the call's mask allows it."""
     if groups is None or call.sees_distances:
         return run(call, implementation)
     tables, lens, starts = jnp.asarray(call.block_tables), groups.prefix_lens, groups.piece_starts
@@ -42,7 +42,7 @@ def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_t
     """Splits the sequences of a call at a prefix that all of them share, for `cascade_attention`.
 
     Args:
-        call: of the whole sequences, every query behind the prefix.
+        call: of the whole sequences, every query after the prefix.
         common_prefix_len: static; tokens of the prefix in whole blocks, from
             `torch_core.metadata.common_prefix_length`.
         piece_tokens: static; queries that attend to the prefix as one sequence, from
@@ -73,7 +73,7 @@ def cascade_attention(
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
-        `out`, and `lse` where the call wants it; see `paged_attention`.
+        `out`, and `lse` if the call wants it; see `paged_attention`.
 
     Raises:
         InvalidInput: the call or the prefix does not hold together.

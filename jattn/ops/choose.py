@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
     """Returns the implementation to use; an explicit request is honoured or refused, never replaced.
 
-    None means the default of the platform: "triton" where the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
+    None means the default of the platform: "triton" if the default backend is CUDA, `_CPU_DEFAULT` on a CPU, "xla"
     anywhere else. A call that the default does not serve, by the table `torch_core.serves.SERVES`, goes to "xla" if
     that serves it. A call that only the current device cannot run (e4m3 on old ones, shared memory) is refused with the
     fix.

@@ -102,7 +102,7 @@ def route_experts(
         norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
         routed_scaling_factor: of the weights.
         n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
-            with the best two together where there is a correction bias. 1 for no groups.
+            with the best two together if there is a correction bias. 1 for no groups.
         topk_group: groups of a token.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 

@@ -96,7 +96,7 @@ def write_latent_cache(
 ) -> jax.Array:
     """Writes each token's latent and rotary key into its slot of the cache.
 
-    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot.
 
     Args:

@@ -37,7 +37,7 @@ def unpacked(rows: jax.Array, kv_lora_rank: int) -> jax.Array:
 
 
 def rotated(call: LatentWriteCall[jax.Array]) -> jax.Array:
-    """Returns the rotary keys of a call's slots, rotated where the call has positions."""
+    """Returns the rotary keys of a call's slots, rotated if the call has positions."""
     count = call.slot_mapping.shape[0]
     keys = call.k_pe[:count]
     if call.cos_sin_cache is None or call.positions is None:

@@ -31,7 +31,7 @@ def linear_map(
     Args:
         forward: linear in its second argument.
         backward: its transpose, `backward(results + residuals, gradients)`: the gradients of the inputs from those of
-            the results, None where there is none. Either one may raise: it is called if JAX goes its way.
+            the results, None if there is none. Either one may raise: it is called if JAX goes its way.
         results: results of the differentiated function; the shapes and dtypes of the tangents.
         residuals: further arrays of the two functions.
         tangents: of the inputs.

@@ -32,7 +32,7 @@ def merge_states(
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
-        The joined output in the dtype of out_a, and its LSE; zeros and -inf where both sides are empty.
+        The joined output in the dtype of out_a, and its LSE; zeros and -inf if both sides are empty.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit.

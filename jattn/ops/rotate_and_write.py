@@ -28,7 +28,7 @@ def rotate_and_write(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
 
-    In place where the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
+    In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot. The heads cannot be split over
     devices outside `jax.shard_map`.
 
@@ -38,7 +38,7 @@ def rotate_and_write(
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
         slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
         cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
-            of a head behind rotated_dim stay as they are.
+            of a head after rotated_dim stay as they are.
         is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 

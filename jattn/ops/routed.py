@@ -1,4 +1,4 @@
-"""A layer of experts and its router in plain jnp: grouped products, or row by row where rows are fewer than experts."""
+"""A layer of experts and its router in plain jnp: grouped products, or row by row if rows are fewer than experts."""
 
 from __future__ import annotations
 

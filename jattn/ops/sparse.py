@@ -48,7 +48,7 @@ def indexer_topk(
         implementation: of the scores: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
-        int32[num_tokens, topk], the highest first; -1 behind the last one where there are fewer.
+        int32[num_tokens, topk], the highest first; -1 after the last one if there are fewer.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.

@@ -1,12 +1,12 @@
 """JAX transformations of a call that XLA cannot look into: its own derivative, jnp's, or a refusal with the reason.
 
 The rule: an implementation that the caller names is differentiated by itself or not at all. With `implementation=None`
-its own derivative is taken where it has one (`torch_core.serves.SERVES`), and jnp's everywhere else: no
+its own derivative is taken if it has one (`torch_core.serves.SERVES`), and jnp's everywhere else: no
 derivative that "xla" could give ends in an error. Forward derivatives of attention are jnp's.
 
 Paged attention is differentiated as dense attention over the keys and values that its tables name, gathered for the
-backward pass alone; a write as the scatter that it is. So gradients flow through a cache that new keys are written to,
-and those of a cached prefix add up where sequences share it.
+backward pass only; a write as the scatter that it is. So gradients flow through a cache that new keys are written to,
+and those of a cached prefix add up if sequences share it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Way:
         runtime: the function that runs it.
         implementation: its name.
         served_by: the column of `torch_core.serves.SERVES` with its features.
-        chosen: the caller named no implementation, so that jnp may stand in for a derivative.
+        chosen: the caller named no implementation, so that jnp may compute a derivative instead.
     """
 
     runtime: Runtime

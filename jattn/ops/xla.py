@@ -43,10 +43,10 @@ class JaxOp:
         call: the class of its calls.
         jnp: computes a checked call; returns its outputs and the new values of the arrays that it writes, by name.
             Outside jit it is one program.
-        backward: its derivative by kernels; None where jnp's is the only one.
+        backward: its derivative by kernels; None if jnp's is the only one.
         jnp_derivative: jnp's derivative counts for every implementation, as of a write, which is a scatter.
         folds: the examples of a vmap become more sequences of one call (`jattn.ops.batch`).
-        narrowed: arrays that the kernels take as float32 where they are float64 and the query is not.
+        narrowed: arrays that the kernels take as float32 if they are float64 and the query is not.
     """
 
     call: type[Call[Any]]

@@ -66,7 +66,7 @@ def paged_attention(
     """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
 
     With whole heads one all-gather moves each device's output and lse to all others. With split heads, as tensor
-    parallelism has them, queries are gathered, and one all-to-all brings each head's parts to where the head is: the
+    parallelism has them, queries are gathered, and one all-to-all sends each head's parts to where the head is: the
     fewest bytes there are, 1 / devices of them, and the layout in which the output projection wants them.
 
     Args:
@@ -82,7 +82,7 @@ def paged_attention(
         implementation: as in `jattn.ops.run`.
 
     Returns:
-        `out` and `lse`, of every head or of this device's; equal bit by bit on all devices where they are whole.
+        `out` and `lse`, of every head or of this device's; equal bit by bit on all devices if they are whole.
 
     Raises:
         InvalidInput: the call does not hold together, or groups do not fill the axis.
@@ -133,7 +133,7 @@ def merge_over_axis(
 
     Args:
         out: float[num_tokens, num_heads, head_size], of each device's keys.
-        lse: float32[num_tokens, num_heads]; -inf where a device saw nothing.
+        lse: float32[num_tokens, num_heads]; -inf if a device saw nothing.
         axis_name: the mesh axis.
         sinks: float[num_heads], of the heads that come out.
         split_heads: each device keeps its part of the heads (all-to-all) rather than all (all-gather).

@@ -1,4 +1,4 @@
-"""A layer's step where devices share the cache of its key/value heads: writes its tokens, then attends to all."""
+"""A layer's step if devices share the cache of its key/value heads: writes its tokens, then attends to all."""
 
 from __future__ import annotations
 

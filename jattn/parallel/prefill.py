@@ -1,6 +1,6 @@
 """Attention of long sequences whose tokens are split over a mesh axis: a ring of keys, or keys gathered.
 
-Under the causal mask the last tokens see the most keys. So a sequence is cut into two chunks for each device, and a
+Under the causal mask the last tokens see the most keys. So a sequence is split into two chunks for each device, and a
 device takes one from the front and its mirror image from the back: all have the same work, in every step of the ring.
 """
 
@@ -32,7 +32,7 @@ _DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_s
 
 
 def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
-    """Returns int64[num_tokens]: which token stands at each place, so that equal parts are the devices' chunks.
+    """Returns int64[num_tokens]: which token is at each place, so that equal parts are the devices' chunks.
 
     `x[:, order]` is a batch to be split along its tokens, and `np.argsort(order)` undoes it.
 

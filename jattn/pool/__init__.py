@@ -1,4 +1,4 @@
-"""Memory behind block ids: the cache arrays of a model, their size, and room for blocks that wait on the host."""
+"""Memory for block ids: the cache arrays of a model, their size, and room for blocks that wait on the host."""
 
 from jattn.pool.host import HostBlocks
 from jattn.pool.kv_pool import KVPool

@@ -20,7 +20,7 @@ class _Pool(Protocol):
 
 
 class Guard:
-    """The context manager behind `KVPool.guard`, no generator for the reason that `jattn.bridge.typed_errors` has."""
+    """The context manager of `KVPool.guard`, no generator for the reason that `jattn.bridge.typed_errors` has."""
 
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool

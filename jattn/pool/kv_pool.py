@@ -1,4 +1,4 @@
-"""The memory behind the block ids: one cache array per layer, donated to every step and never copied."""
+"""The memory of the block ids: one cache array per layer, donated to every step and never copied."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class KVPool:
     Args:
         spec: the layout of one layer: keys and values, or latents.
         num_layers: arrays to allocate of it.
-        further: layouts of further layers, behind those and in blocks of as many tokens: a draft model's.
+        further: layouts of further layers, after those and in blocks of as many tokens: a draft model's.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
@@ -237,9 +237,9 @@ class KVPool:
         return result
 
     def guard(self) -> AbstractContextManager[None]:
-        """Turns a step's failure into the callback's own error, or into `PoolLost` where the caches went with it.
+        """Turns a step's failure into the callback's own error, or into `PoolLost` if the caches went with it.
 
-        JAX reports a failure when somebody waits for a result, which may be after `run` has returned: wait for a
+        JAX reports a failure when a caller waits for a result, which may be after `run` has returned: wait for a
         step's results inside this block.
 
         Raises:
@@ -250,7 +250,7 @@ class KVPool:
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
         """Executes a committed step's operations on whole blocks, in this order: scrubs, swaps, copies.
 
-        Call it once for every committed step, before the step itself: a block that the allocator hands out was
+        Call it once for every committed step, before the step itself: a block that the allocator assigns out was
         scrubbed by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
 
         Args:

@@ -26,7 +26,7 @@ class PoolPlan:
         spec: one layer's cache.
         num_layers: cache arrays.
         num_blocks: blocks of each, the null block included.
-        further: layouts of the layers behind those; see `KVPool`.
+        further: layouts of the layers after those; see `KVPool`.
         num_groups: cache groups that draw on the blocks, each for layers of its own in the same arrays.
         context_parallel_size: devices over which a block's tokens are dealt out, each of which has `spec.block_size`.
 
@@ -84,7 +84,7 @@ def plan_pool(
             now. JAX itself takes a part of the device only; see XLA_CLIENT_MEM_FRACTION.
         min_tokens: tokens of one sequence that must fit.
         min_blocks: blocks that they need; by default those of a sequence that keeps all of them, in one group.
-        further: layouts of the layers behind those; see `KVPool`.
+        further: layouts of the layers after those; see `KVPool`.
         device: JAX's default device if None.
 
     Raises:

@@ -28,7 +28,7 @@ class DenseBackwardCall(DenseCall[A]):
     Attributes:
         lse: of the forward pass; -inf in rows that saw nothing.
         d_out: the gradient of `out`, in its dtype.
-        d_lse: the gradient of `lse`; None where it is not differentiated.
+        d_lse: the gradient of `lse`; None if it is not differentiated.
     """
 
     name: ClassVar[str] = "attention_backward"

@@ -318,8 +318,8 @@ class PagedCall(TableCall[A]):
 
     Attributes:
         kv_cache: keys at index 0 of the second axis, values at index 1; block 0 is the null block.
-        key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
-        value_cache: values alone; their head size may differ.
+        key_cache: keys only, with `value_cache`; then `kv_cache` is None.
+        value_cache: values only; their head size may differ.
         v_scale: dequantisation scale of stored values; None for 1.
         k_scale_cache: dequantisation scale of each token and head, instead of `k_scale`.
         v_scale_cache: the same for values.

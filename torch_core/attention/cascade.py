@@ -134,7 +134,7 @@ def cascade_attention(
         run: runs a call, as `torch_core.ops.run` does.
 
     Returns:
-        `out`, and `lse` where the call wants it.
+        `out`, and `lse` if the call wants it.
 
     Raises:
         InvalidInput: as `run`, and as `cascade_calls`.

@@ -21,9 +21,9 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     """Plans a checked call that is not empty; the semantics are those of `torch_core.reference`.
 
     Short queries of a paged call (decode, speculative rows) go to the split kernel, long ones to a kernel of query
-    tiles: a Hopper one where it serves the call, else the portable one, which alone drops weights. Of e4m3 queries that
+    tiles: a Hopper one if it serves the call, else the portable one, which alone drops weights. Of e4m3 queries that
     are all short, Hopper's takes those that fill a quarter of a tile. A batch that may hold both runs both, and each
-    skips the other's sequences; where tiles are few, the Hopper kernel takes all of them over keys in chunks. Where
+    skips the other's sequences; if tiles are few, the Hopper kernel takes all of them over keys in chunks. Where
     there are so many tokens that every query may be the longest one, it takes the short ones too: launches without work
     cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len alone: within
     one plan a sequence's bits do not depend on its neighbours.

@@ -37,7 +37,7 @@ def local_call(
     Args:
         call: of the whole sequences, with the cache of this rank; its sinks are left out: `merge_parts` takes them.
         dcp_world_size, dcp_rank, interleave_size: as in `torch_core.metadata.get_dcp_local_seq_lens`.
-        local_seq_lens: this rank's share of the sequences, where it is known already.
+        local_seq_lens: this rank's share of the sequences, if it is known already.
         library: `torch` or `jax.numpy`: whose arrays they are.
         **placement: where its `arange` puts a new array: `device=...` for torch.
 
@@ -123,12 +123,12 @@ def merge_parts(outs: Any, lses: Any, sinks: Any = None, *, library: Any) -> tup
 
     Args:
         outs: float `[parts, num_tokens, num_heads, head_size]`; a part that saw nothing may hold anything.
-        lses: float32 `[parts, num_tokens, num_heads]`, natural logarithms; -inf where a part saw nothing.
+        lses: float32 `[parts, num_tokens, num_heads]`, natural logarithms; -inf if a part saw nothing.
         sinks: float `[num_heads]`, a logit without a value in every softmax; None for none.
         library: `torch` or `jax.numpy`.
 
     Returns:
-        float32 output and lse; zeros and -inf where no part saw anything.
+        float32 output and lse; zeros and -inf if no part saw anything.
     """
     top = library.amax(lses, 0)
     nothing = top == -float("inf")

@@ -72,7 +72,7 @@ def copied_launch(
     min_query: int,
     chunks: Chunks | None = None,
 ) -> LaunchPlan | None:
-    """Plans a persistent kernel that loads keys and values by boxes; None where the copy engine cannot follow them.
+    """Plans a persistent kernel that loads keys and values by boxes; None if the copy engine cannot follow them.
 
     Args:
         kernel: the kernel.
@@ -85,7 +85,7 @@ def copied_launch(
         block_n: keys of one step.
         kv_heads: key/value heads worked on side by side, at most.
         query: the query's descriptor.
-        query_rest: its descriptor for the elements that queries and keys have more than values, where they have any.
+        query_rest: its descriptor for the elements that queries and keys have more than values, if they have any.
         min_query: query rows from which on a sequence is served.
         chunks: each of them is an item of its own, for `combine_launch` to finish; None for whole rows.
     """
@@ -220,7 +220,7 @@ def query_descriptor(
 ) -> Descriptor | None:
     """Returns the descriptor of a call's query whose boxes of rows are tokens, or `pack` heads of fewer tokens each.
 
-    None where the copy engine cannot follow it: it wants the stride of each axis to be a multiple of the next one's.
+    None if the copy engine cannot follow it: it wants the stride of each axis to be a multiple of the next one's.
     """
     dtype = call.query.dtype
     if pack == 1:

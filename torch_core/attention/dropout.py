@@ -4,7 +4,7 @@ The generator is Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy 
 the fewest that pass BigCrush). Its key is the seed of a sequence and head. A draw serves eight weights, those of four
 keys and two queries that are 8 apart: with key and query counted from 0 in their sequence, its counter is
 (key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, 0, 0), word key // 8 % 4 is that of the key, and its half
-query // 8 % 2, the lower one first, that of the query. A weight goes where these 16 bits are below `dropout_limit`;
+query // 8 % 2, the lower one first, that of the query. A weight goes if these 16 bits are below `dropout_limit`;
 tiles, neighbours and devices have no part in it.
 """
 

@@ -65,7 +65,7 @@ def prefill_launch(
     min_query: int,
     chunks: Chunks | None,
 ) -> LaunchPlan | None:
-    """Plans a Hopper prefill kernel for a call that it serves; None where the copy engine cannot follow its arrays.
+    """Plans a Hopper prefill kernel for a call that it serves; None if the copy engine cannot follow its arrays.
 
     Args:
         kernel: the kernel.
@@ -74,7 +74,7 @@ def prefill_launch(
         tile: the kernel's tile, a dataclass with `rows`.
         block_n: keys of one step.
         pack: query heads side by side in a tile.
-        kv_heads: key/value heads worked on side by side, at most, where a tile holds one head.
+        kv_heads: key/value heads worked on side by side, at most, if a tile holds one head.
         min_query: query rows from which on a sequence is served.
         chunks: chunks of keys that are work items of their own; None for whole rows.
     """
@@ -113,11 +113,11 @@ def split_prefill_launches(
         plan: `hopper_launch` or `hopper_fp8_launch`.
         call: the call.
         limits: the device.
-        tile: the kernel's tile for the call; None where there is none.
+        tile: the kernel's tile for the call; None if there is none.
         min_packed_rows: rows from which on the heads of a short query share a tile, see `hopper_pack`.
 
     Returns:
-        The launches and the scratch that they share; None where keys are not split. A call with a `kv_chunk_size`
+        The launches and the scratch that they share; None if keys are not split. A call with a `kv_chunk_size`
         asks for bits that do not follow from the number of tiles.
     """
     if tile is None or call.kv_chunk_size is not None:
@@ -134,7 +134,7 @@ def split_prefill_launches(
 
 
 def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
-    """Returns the query heads side by side in a tile of a call; 0 where other kernels are better, see `hopper_pack`."""
+    """Returns the query heads side by side in a tile of a call; 0 if other kernels are better, see `hopper_pack`."""
     width = call.table_tokens if isinstance(call, PagedCall) else call.keys().shape[0] // call.num_seqs
     return hopper_pack(
         group=call.group, max_query_len=call.max_query_len, num_seqs=call.num_seqs, keys=width, min_rows=min_rows
@@ -142,7 +142,7 @@ def query_pack(call: AttentionCall[ArraySpec], min_rows: int) -> int:
 
 
 def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int, min_rows: int = MIN_PACKED_ROWS) -> int:
-    """Returns the query heads that lie side by side in a tile; 0 where the portable kernel serves the call better.
+    """Returns the query heads that lie side by side in a tile; 0 if the portable kernel serves the call better.
 
     Long queries fill tiles head by head. Short ones do with all heads of a group side by side, if the group is a power
     of two: like this, both kernels read the keys of a tile once, and have the same tiles. On an H200 the Hopper kernel
@@ -166,7 +166,7 @@ def hopper_pack(*, group: int, max_query_len: int, num_seqs: int, keys: int, min
 
 
 def hopper_chunk(*, tiles: int, keys: int, num_sms: int, max_chunks: int) -> int:
-    """Returns the keys of a chunk where few tiles leave multiprocessors idle; 0 where keys are not split.
+    """Returns the keys of a chunk if few tiles leave multiprocessors idle; 0 if keys are not split.
 
     Programs work through items one after the other, so that the time is that of the program with the most: waves of
     items, times the keys of one and the cost of its start. All of it follows from padded shapes: a sequence is split at

@@ -64,7 +64,7 @@ def make_launch(
 ) -> LaunchPlan:
     """Makes a launch of an attention kernel.
 
-    A parameter named like a field of the call points to its array, or is absent where the call has none; the numbers
+    A parameter named like a field of the call points to its array, or is absent if the call has none; the numbers
     that all attention kernels know are `_scalars`.
 
     Args:

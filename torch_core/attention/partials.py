@@ -47,7 +47,7 @@ class Chunks:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The names of the buffers in the operation; none where each sequence has one chunk."""
+        """The names of the buffers in the operation; none if each sequence has one chunk."""
         return PARTIALS if self.number > 1 else ()
 
     def scratch(self, call: TableCall[ArraySpec]) -> tuple[tuple[str, ArraySpec], ...]:

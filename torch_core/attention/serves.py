@@ -35,7 +35,7 @@ CONTIGUOUS = (*SCORE_FIELDS, "sinks", "seq_causal", "dropout_seeds")
 
 
 def too_large(implementation: str, *sizes: tuple[str, int, int]) -> str | None:
-    """Returns which of (name, size, limit) the Triton kernels do not serve; None where they serve all."""
+    """Returns which of (name, size, limit) the Triton kernels do not serve; None if they serve all."""
     if implementation != "triton":
         return None
     return next((f"{name} is {size} and its limit {limit}" for name, size, limit in sizes if size > limit), None)

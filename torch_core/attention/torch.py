@@ -187,7 +187,7 @@ def dense_call(
         deterministic: `attention_backward` gives the same bits every time; without it, some kernels are faster.
 
     Returns:
-        The output, and the log-sum-exp where it is asked for; see `paged_attention`.
+        The output, and the log-sum-exp if it is asked for; see `paged_attention`.
 
     Raises:
         InvalidInput: as `paged_attention`.

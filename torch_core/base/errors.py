@@ -1,6 +1,6 @@
 """Every exception that jattn and torch_core raise on purpose, and nothing else.
 
-A new class is added only where a caller would react differently to it. Code that handles an error reads its fields,
+A new class is added only if a caller would react differently to it. Code that handles an error reads its fields,
 never its text.
 """
 
@@ -41,14 +41,14 @@ class ArgumentError(JattnError):
         argument: the argument that is wrong, as a path: "top_p", "prompts[1]", "messages[0].content".
         problem: the predicate of the sentence, such as "has 3 dimensions" or "is missing".
         wanted: the limit and the fix, as a clause without a full stop: "it must be from 1 to 20".
-        value: the argument's value; the message shows it, shortened, where there is no `problem`.
+        value: the argument's value; the message shows it, shortened, if there is no `problem`.
         text: whole sentences instead of all these, for an error that concerns no single argument; with `argument`
             for one whose sentence has another subject.
 
     Attributes:
-        argument: None where no single argument is wrong.
-        value: None where none was given.
-        wanted: None where the problem says all.
+        argument: None if no single argument is wrong.
+        value: None if none was given.
+        wanted: None if the problem says all.
 
     Example:
         >>> str(InvalidInput("prompts", "is empty", "pass at least one"))
@@ -94,11 +94,11 @@ class ArgumentError(JattnError):
 
     @property
     def root(self) -> str | None:
-        """The first name of `argument`: "prompts" of "prompts[1]"; None where there is no argument."""
+        """The first name of `argument`: "prompts" of "prompts[1]"; None if there is no argument."""
         return None if self.argument is None else re.split(r"[.\[ ]", self.argument, maxsplit=1)[0]
 
     def renamed(self, new: str, *, old: str | None = None) -> Self:
-        """Returns the same error with another name at the start of its argument; itself where that is another one.
+        """Returns the same error with another name at the start of its argument; itself if that is another one.
 
         An error whose message is a `text` gets the new argument before it, since the text may not name it.
 

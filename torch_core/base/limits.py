@@ -96,7 +96,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Choices:
-    """The values that a field can have; None is one of them where the type allows it.
+    """The values that a field can have; None is one of them if the type allows it.
 
     Attributes:
         values: the values.
@@ -140,7 +140,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function: each call checks the arguments against their annotations; see `check_fields`.
 
     Numbers may also be numpy's. Keywords of `**options: Unpack[Options]` are checked against that TypedDict, and
-    `inspect.signature` and `help` list them; `...` stands for the default of each.
+    `inspect.signature` and `help` list them; `...` means for the default of each.
 
     Raises:
         InvalidInput: from a call, as in `check_fields`.

@@ -220,7 +220,7 @@ class LatentCacheSpec:
 
     @classmethod
     def of_rows(cls, row_size: int, *, kv_lora_rank: int, block_size: int, dtype: str) -> LatentCacheSpec:
-        """Returns the layout whose rows have `row_size` elements, or bytes where they are packed.
+        """Returns the layout whose rows have `row_size` elements, or bytes if they are packed.
 
         Example:
             >>> LatentCacheSpec.of_rows(656, kv_lora_rank=512, block_size=64, dtype="uint8").rope_dim
@@ -246,7 +246,7 @@ class LatentCacheSpec:
 class AttentionSpec:
     """The static options of one attention call, which are the same for every sequence of every step.
 
-    Query row `i` of a sequence with `q` new and `n` total tokens stands at position `p = n - q + i` (the mask is
+    Query row `i` of a sequence with `q` new and `n` total tokens is at position `p = n - q + i` (the mask is
     aligned bottom-right). It sees key `j < n` when every condition that is set holds:
     `j <= p` (causal), `j >= p - window_left`, `j <= p + window_right`, `j // attention_chunk == p // attention_chunk`.
     The order of operations on a score is scale, soft cap, ALiBi, mask.

@@ -28,7 +28,7 @@ class CacheConfig:
         groups: groups of layers with needs of their own; empty for one group of all layers.
         model_fingerprint: identifies weights, layout and anything else that changes the cached numbers.
         cache_dtype: the element type by name; part of every key.
-        verify_tokens: compare the token ids behind a key as well, and so survive a collision of SHA-256.
+        verify_tokens: compare the token ids of a key as well, and so survive a collision of SHA-256.
         scrub_on_free: name every block that lost its content in `blocks_to_scrub` of the next step, so that the device
             zeroes it before another sequence gets it. A block whose prefix key still works keeps its content.
         num_host_blocks: blocks of host memory for `swap_out`; 0 for none.

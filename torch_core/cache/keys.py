@@ -85,7 +85,7 @@ class LineageNode(NamedTuple):
 
 
 def same_lineage(first: LineageNode | None, second: LineageNode | None) -> bool:
-    """Says whether two nodes stand for the same tokens from the root on."""
+    """Says whether two nodes identify for the same tokens from the root on."""
     while first is not second:
         if first is None or second is None or first.tokens != second.tokens:
             return False
@@ -94,11 +94,11 @@ def same_lineage(first: LineageNode | None, second: LineageNode | None) -> bool:
 
 
 class KeyChain:
-    """The keys of one sequence's full blocks at one block size, computed as far as somebody asked.
+    """The keys of one sequence's full blocks at one block size, computed as far as requested.
 
     Attributes:
         digests: the keys so far, 32 bytes each. Grown by `extend` only.
-        nodes: the lineage behind each key, when `verify` was asked for; else empty.
+        nodes: the lineage of each key, when `verify` was asked for; else empty.
     """
 
     __slots__ = ("_begun", "_root", "_root_node", "block_size", "digests", "nodes")

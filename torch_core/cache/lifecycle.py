@@ -1,6 +1,6 @@
 """How sequences come, wait, split and go: admission, add, append, fork, preempt, resume, swap, finish, reset.
 
-Of a swap to host memory and back this is the allocator's side; somebody else executes the copies.
+Of a swap to host memory and back this is the allocator's side; the pool else executes the copies.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class CacheManager:
 
     @_verb
     def preempt(self, seq_id: str) -> None:
-        """Takes a sequence's blocks away and keeps its tokens; `resume` brings it back and it is computed again.
+        """Releases a sequence's blocks and keeps its tokens; `resume` continues it, and it is computed again.
 
         Raises:
             InvalidInput: unknown sequence, or one without blocks on the device.

@@ -1,4 +1,4 @@
-"""The prefix index: which block holds the content that a key stands for, and the longest prefix that is cached."""
+"""The prefix index: which block holds the content that a key identifies for, and the longest prefix that is cached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrefixIndex:
         blocks: for each group, key to the block with that content that was published first.
         twins: for each group, key to the other blocks with that content; only for keys that have some.
         keys: block to its group, its key and the key of its parent (None for a first block). At most one per block.
-        nodes: block to the lineage behind its key, when tokens are verified.
+        nodes: block to the lineage of its key, when tokens are verified.
     """
 
     def __init__(self, num_groups: int, *, verify: bool) -> None:
@@ -79,7 +79,7 @@ class PrefixIndex:
             limit: most tokens that may be taken from the cache.
 
         Returns:
-            The number of tokens and, for each group, its block table so far (null where the group needs nothing).
+            The number of tokens and, for each group, its block table so far (null if the group needs nothing).
         """
         sizes = [chain.block_size for chain in chains]
         align = math.lcm(*sizes)

@@ -1,4 +1,4 @@
-"""The immutable records that the cache manager hands out: plans, committed steps, their rows, and statistics."""
+"""The immutable records that the cache manager returns out: plans, committed steps, their rows, and statistics."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class SequenceTable:
     Attributes:
         sequence: whose tokens these are.
         seq_id: its id.
-        blocks: for each group, the block ids in order, null where a window has passed.
+        blocks: for each group, the block ids in order, null if a window has passed.
         published: for each group, the number of leading blocks whose keys were published.
         dropped: for each group, the number of leading blocks that were given back to the null block.
         scheduled: tokens that committed steps write, at the latest; the position of the next one.
@@ -142,7 +142,7 @@ class SwappedTable:
     """A table whose blocks are in host memory.
 
     Attributes:
-        slots: for each group, the host slots in table order, None where the table has the null block.
+        slots: for each group, the host slots in table order, None if the table has the null block.
         scheduled: tokens that the table held.
         retired: those of them whose steps had been seen.
         dropped: for each group, its leading null blocks.

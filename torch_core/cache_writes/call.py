@@ -29,8 +29,8 @@ class WriteCall(Call[A]):
         value: new values, likewise; the head size may differ for a pair of caches.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
-        key_cache: keys alone, with `value_cache`; then `kv_cache` is None.
-        value_cache: values alone.
+        key_cache: keys only, with `value_cache`; then `kv_cache` is None.
+        value_cache: values only.
         k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
         k_scale_cache: array that stores the scale of each token and head.
@@ -77,7 +77,7 @@ class WriteCall(Call[A]):
         return tuple(name for name in names if getattr(self, name) is not None)
 
     def equal_axes(self) -> dict[str, str]:
-        """Returns the axes of values and slots, where there is one for each key."""
+        """Returns the axes of values and slots, if there is one for each key."""
         rows_in = {"num_values": self.value, "num_slots": self.slot_mapping}
         return {dim: "num_tokens" for dim, x in rows_in.items() if x.shape[0] == self.key.shape[0]}
 

@@ -19,13 +19,13 @@ __all__ = ["RotaryWriteCall"]
 class RotaryWriteCall(Call[A]):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of queries and keys, and the write of keys and values.
 
-    Elements are stored as `WriteCall` says, after rotated keys were rounded to the type of `qkv`. An op takes what lies
+    Elements are stored as `WriteCall` says, after rotated keys were rounded to the type of `qkv`. An op takes what is
     in one array: queries, keys and values cut from it would be copies.
 
     Attributes:
         qkv: the heads of queries, of keys and of values, one after the other, as one matrix product makes them.
         cos_sin: of each token the cosines of all angles and then the sines: of half as many as elements are rotated.
-            Elements behind those stay as they are. Rotation is in float32.
+            Elements after those stay as they are. Rotation is in float32.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
         k_scale: dequantisation scale of stored keys; None for 1.

@@ -46,7 +46,7 @@ def indexer_topk(
         k_scale: stored key * k_scale = real key.
 
     Returns:
-        int32 `[num_tokens, topk]`, the highest first; -1 behind the last one where there are fewer.
+        int32 `[num_tokens, topk]`, the highest first; -1 after the last one if there are fewer.
 
     Raises:
         InvalidInput: shapes, dtypes or (on the CPU) values that do not fit.

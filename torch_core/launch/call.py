@@ -23,7 +23,7 @@ class Call(Generic[A]):
     """A call of one operation.
 
     Subclasses are frozen dataclasses. A field whose annotation is a jaxtyping one holds an array: the annotation is
-    the only place where its shape and dtypes stand, and `check`, `map` and `arrays` read it there. Array fields may be
+    the only place where its shape and dtypes are, and `check`, `map` and `arrays` read it there. Array fields may be
     optional, and a scale may be a number. Every other field is an option.
     """
 
@@ -103,7 +103,7 @@ class Call(Generic[A]):
 
     @property
     def splits_sequences(self) -> bool:
-        """Devices can each take whole sequences, where `rows_of_a_sequence` promises that all have as many rows."""
+        """Devices can each take whole sequences, if `rows_of_a_sequence` promises that all have as many rows."""
         return False
 
     def rows_of_a_sequence(self) -> dict[str, int]:
@@ -126,7 +126,7 @@ class Call(Generic[A]):
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks the values of index arrays, once shapes and dtypes are checked; the arrays are in the host's memory.
 
-        On a device those values are out of reach: there they are checked where metadata is built.
+        On a device those values are out of reach: there they are checked when metadata is built.
 
         Args:
             more_queries: under a causal mask a sequence may have more query rows than keys; the first ones see nothing.

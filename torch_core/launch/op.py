@@ -2,7 +2,7 @@
 
 A room registers its ops in its `op.py`, which its `__init__` imports: a call can only be made by a room that has been
 imported, so the registry knows every call that it is asked about. Functions are given by name, "module:function" as in
-entry points, and loaded when they are first needed: torch where tensors are computed, Triton where a launch is planned.
+entry points, and loaded when they are first needed: torch when tensors are computed, Triton when a launch is planned.
 """
 
 from __future__ import annotations

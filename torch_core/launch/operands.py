@@ -31,7 +31,7 @@ def scale_pointer(name: str, scale: ArraySpec | float | None) -> Argument:
 
 
 def scale_number(scale: ArraySpec | float | None) -> float:
-    """Returns a scale that is a number; 1 where it is absent or an array, which the kernel reads."""
+    """Returns a scale that is a number; 1 if it is absent or an array, which the kernel reads."""
     return 1.0 if scale is None or isinstance(scale, ArraySpec) else float(scale)
 
 

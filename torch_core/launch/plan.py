@@ -134,7 +134,7 @@ class LaunchPlan:
     """One kernel launch.
 
     Kernel arguments are given by name in the kernel's own order, constexprs apart. Arguments that point to buffers
-    which this launch is the first to write (outputs, scratch) come after all the other buffer arguments: XLA hands a
+    which this launch is the first to write (outputs, scratch) come after all the other buffer arguments: XLA passes a
     custom call its operands first and its results after them.
 
     Attributes:

@@ -35,7 +35,7 @@ def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None =
     Args:
         call: checked.
         implementation: whose column of the table counts.
-        named: the implementation that the caller knows of, where it is another one: "torch" on CUDA.
+        named: the implementation that the caller knows of, if it is another one: "torch" on CUDA.
 
     Raises:
         Unsupported: names the part of the call that is not served, and the implementations that serve it.
@@ -50,7 +50,7 @@ def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None =
 
 
 def unserved(call: Call[Any], implementation: str) -> str | None:
-    """Returns the part of a checked call that an implementation does not serve; None where it serves the call."""
+    """Returns the part of a checked call that an implementation does not serve; None if it serves the call."""
     for row in op_of(call).serves:
         reason = None if row.limit is None else row.limit(call, implementation)
         if reason is not None:

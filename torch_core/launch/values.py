@@ -1,4 +1,4 @@
-"""Checks of the numbers in index arrays, where the host can see them: lengths, offsets, block ids and slots.
+"""Checks of the numbers in index arrays, if the host can see them: lengths, offsets, block ids and slots.
 
 Each call class names its own in `Call.check_values`; these are the checks that calls share.
 """
@@ -44,7 +44,7 @@ def check_tables(
         seq_lens: int32 `[num_seqs]`.
         num_blocks: blocks of the cache.
         block_size: tokens of a block.
-        query_lens: query rows of each sequence, which are part of its length; None where it may have more rows than
+        query_lens: query rows of each sequence, which are part of its length; None if it may have more rows than
             keys, as in cross attention to a short input.
     """
     lens, max_blocks = seq_lens.tolist(), block_tables.shape[1]

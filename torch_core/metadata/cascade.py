@@ -48,7 +48,7 @@ def common_prefix_length(metadata: CommonAttentionMetadata) -> int:
     """Returns how many leading tokens all sequences share block by block, and had computed before the step.
 
     Blocks are equal when their ids are: sequences with equal text in different blocks share nothing. Only whole
-    blocks count, and no token of the step's own queries does, so that every query stands after the prefix.
+    blocks count, and no token of the step's own queries does, so that every query is after the prefix.
 
     Example:
         >>> from torch_core.metadata import SequenceRow, build_common_metadata
@@ -73,7 +73,7 @@ def prefix_piece_tokens(num_tokens: int, *, num_query_heads: int, num_kv_heads: 
     """Returns how many queries attend to a shared prefix as one sequence.
 
     All of them, when their tiles alone fill a device: long queries read a prefix best in the largest tiles. Otherwise
-    they are cut into pieces that count as short queries, whose keys are split among further thread blocks. The pieces
+    they are split into pieces that count as short queries, whose keys are split among further thread blocks. The pieces
     follow from the padded batch, so a captured graph has the same ones for every step.
 
     `num_tokens` are the queries of the batch, padding included.

@@ -19,7 +19,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
 ) -> CommonAttentionMetadata:
     """Returns the batch of the chosen query tokens alone, over the same sequences.
 
-    Layers behind the last one that writes keys and values of its own (`kv_sharing_target_layer_name`) feed nothing
+    Layers after the last one that writes keys and values of its own (`kv_sharing_target_layer_name`) feed nothing
     but the logits, so a prompt's other tokens can be left out of them (YOCO, Gemma 3n). The mask is aligned
     bottom-right, so the chosen tokens of a sequence must be its last ones.
 
@@ -75,7 +75,7 @@ def make_local_attention_virtual_batches(
     """Returns a batch in which each chunk that a sequence's query touches is a sequence of its own.
 
     In chunked local attention a query sees the keys of its own chunk of `attn_chunk_size` positions only (Llama 4).
-    Cutting each sequence at the chunk boundaries turns the mask into the plain causal one. Our kernels mask chunks
+    Cutting each sequence at the chunk boundaries converts the mask into the plain causal one. Our kernels mask chunks
     themselves (`AttentionSpec.attention_chunk`); this form is for kernels that do not, and a check on those that do.
     The idea is vLLM's (`vllm/v1/attention/backends/utils.py`, same name).
 

@@ -19,7 +19,7 @@ _ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True, slots=True)
 class FieldLayout:
-    """Where one array lies in the packed buffer: `buffer[offset : offset + size].reshape(shape)`.
+    """Where one array is in the packed buffer: `buffer[offset : offset + size].reshape(shape)`.
 
     Attributes:
         name: the field's name.

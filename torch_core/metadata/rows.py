@@ -136,7 +136,7 @@ def lengths_of(rows: RowColumns) -> Lengths:
     """Reads and checks the lengths of the rows.
 
     Raises:
-        InvalidInput: a number is not an int, negative, beyond an int32, or 0 where it must not be.
+        InvalidInput: a number is not an int, negative, beyond an int32, or 0 if it must not be.
     """
     added = rows["num_new_tokens"]
     computed, most_computed = _ints("num_computed_tokens", rows, smallest=0)

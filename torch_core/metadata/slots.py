@@ -36,7 +36,7 @@ def write_slots(
     *,
     block_size: int,
 ) -> np.ndarray:
-    """Writes the slot of each new token, `block * block_size + offset`, and padding behind; returns their positions.
+    """Writes the slot of each new token, `block * block_size + offset`, and padding after; returns their positions.
 
     All arrays are int32; the tables are trusted to hold every position.
 

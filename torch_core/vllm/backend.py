@@ -172,12 +172,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Returns whether a cache of this dtype is served; None stands for undecided."""
+        """Returns whether a cache of this dtype is served; None means for undecided."""
         return kv_cache_dtype is None or kv_cache_dtype in (cls.supported_kv_cache_dtypes or (kv_cache_dtype,))
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Returns whether blocks of this size are served; None stands for undecided."""
+        """Returns whether blocks of this size are served; None means for undecided."""
         sizes = cls.get_supported_kernel_block_sizes() or [MultipleOf(1)]
         return block_size is None or (
             block_size <= _MAX_BLOCK_SIZE

@@ -50,7 +50,7 @@ class DistributedGroup:
 def merge_over_group(
     out: Tensor, lse: Tensor, group: ContextGroup, world_size: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merges attention to each rank's keys by one all-to-all, which brings a head's parts to the rank that has it.
+    """Merges attention to each rank's keys by one all-to-all, which sends a head's parts to the rank that has it.
 
     Args:
         out: [num_tokens, world_size * num_heads, head_size], of this rank's keys.

@@ -1,4 +1,4 @@
-"""The implementation behind the latent-attention backends: expanded for prefill, absorbed for decode."""
+"""The implementation of the latent-attention backends: expanded for prefill, absorbed for decode."""
 
 from __future__ import annotations
 

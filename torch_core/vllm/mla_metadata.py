@@ -45,7 +45,7 @@ class MLACommonDecodeMetadata:
 
     Attributes:
         block_table: int32 [rows, max_blocks].
-        seq_lens: int32 [rows]; this rank's part of them where ranks share sequences.
+        seq_lens: int32 [rows]; this rank's part of them if ranks share sequences.
         query_start_loc: int32 [rows + 1].
         max_query_len: an upper bound on the query lengths.
     """
@@ -67,7 +67,7 @@ class MLACommonMetadata:
         slot_mapping: int32 [num_tokens].
         block_size: tokens of one block.
         cache_group: the allocator's group of layers.
-        num_decodes, num_decode_tokens: sequences and tokens of `decode`, which come first; with padding where there is
+        num_decodes, num_decode_tokens: sequences and tokens of `decode`, which come first; with padding if there is
             no prefill.
         num_prefills: sequences of `prefill`.
         decode, prefill: either part; None without any.

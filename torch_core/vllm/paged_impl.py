@@ -42,7 +42,7 @@ class PagedAttentionImpl(PagedLayer):
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it.
 
         Where sequences are spread over ranks, each rank has its own query heads and all tokens' keys and values:
-        queries are gathered over `ContextParallel.dcp_group`, and an all-to-all brings each head's parts back.
+        queries are gathered over `ContextParallel.dcp_group`, and an all-to-all returns each head's parts back.
 
         Args:
             layer: has the scales; read for 8-bit caches and queries only.

@@ -30,7 +30,7 @@ class PagedAttentionMetadata:
         shared_prefix: the batch split at that prefix.
         prompt_share: this rank's part of a batch of prompts whose tokens are split over ranks.
         mm_prefix_range: [num_seqs, ranges, 2]; spans that see each other in both directions.
-        seq_causal: bool [num_seqs]; which sequences are causal, where they differ.
+        seq_causal: bool [num_seqs]; which sequences are causal, if they differ.
         scheduler_metadata, prefix_scheduler_metadata: always None: the kernels plan on the device.
     """
 

@@ -18,7 +18,7 @@ __all__ = ["PromptShare", "prompt_share"]
 class PromptShare:
     """One rank's part of a batch of prompts. Tensors are on the device.
 
-    Each prompt is cut into two chunks for every rank, and a rank has one from the front and its mirror image from the
+    Each prompt is split into two chunks for every rank, and a rank has one from the front and its mirror image from the
     back: under the causal mask all have the same work. vLLM orders tokens so (`DualChunkSwap`).
 
     Attributes:

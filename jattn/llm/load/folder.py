@@ -22,7 +22,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def check_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns the folder as a resolved path.
 
-    A name like `org/name` that is no folder here is looked up in the cache of huggingface_hub, where that package is
+    A name like `org/name` that is no folder here is looked up in the cache of huggingface_hub, if that package is
     installed; nothing is fetched.
 
     Raises:

@@ -48,7 +48,7 @@ class GenerationDefaults:
     """The settings of generation_config.json; None if the file has no value. Names are those of `SamplingParams`.
 
     Attributes:
-        temperature: 0 where the file says not to sample.
+        temperature: 0 if the file says not to sample.
         top_k: number of the likeliest tokens to keep; 0 keeps all.
         top_p: keep the likeliest tokens up to this mass.
         min_p: keep the tokens of at least this share of the likeliest one's probability.
@@ -56,7 +56,7 @@ class GenerationDefaults:
         max_tokens: new tokens at most.
         bos_token_id: the token that starts a document.
         eos_token_ids: the tokens that end a generation.
-        decoder_start_token_id: the token that a decoder behind an encoder starts with.
+        decoder_start_token_id: the token that a decoder with an encoder starts with.
         forced_bos_token_id: the one that always follows it.
         forced_eos_token_id: the last one of a text that is as long as it may be; of a list of one its element.
         unserved: keys of the file that would change a text and are not honoured.

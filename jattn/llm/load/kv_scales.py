@@ -89,7 +89,7 @@ class KVCacheScales:
 
     @classmethod
     def carried_by(cls, model: nnx.Module) -> KVCacheScales | None:
-        """Returns those that came with a checkpoint, which are of e4m3; None where a layer has none."""
+        """Returns those that came with a checkpoint, which are of e4m3; None if a layer has none."""
         unit = LARGEST_CODE["float8_e4m3fn"]
         ranges: dict[str, tuple[float, float]] = {}
         for path, layer in paged_layers(model):

@@ -46,7 +46,7 @@ class ParameterPlan:
         pieces: joined in this order along the parameter's last axis. Pieces of one axis less are one expert's: those
             of the first come first, and each expert's are joined and then stacked.
         transposed: the file holds each piece as [out, in], the model as [in, out].
-        order: place in the joined pieces of each element of the parameter's last axis; None where it is its own.
+        order: place in the joined pieces of each element of the parameter's last axis; None if it is its own.
     """
 
     path: ParameterPath
@@ -62,7 +62,7 @@ class ParameterPlan:
 
     @property
     def num_stacked(self) -> int:
-        """How many groups of pieces are stacked; 0 where the pieces are joined alone."""
+        """How many groups of pieces are stacked; 0 if the pieces are joined alone."""
         return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
 
 
@@ -123,7 +123,7 @@ def spelled_as_found(
 
 
 def found_name(name: str, names: Container[str], is_whole: bool) -> str:
-    """Returns how the file spells a tensor's name; the name itself where it has none of the spellings."""
+    """Returns how the file spells a tensor's name; the name itself if it has none of the spellings."""
     front, dot, last = name.rpartition(".")
     others = (front + _OF_NORMS.get(dot + last, ""),)
     if is_whole:

@@ -17,7 +17,7 @@ _MXFP4_GROUP = 32
 
 
 def parts_of(piece: TensorPlan, tensors: dict[str, SafetensorsFile]) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors that hold a planned one and their shapes; only itself where it is not quantised.
+    """Returns the tensors that hold a planned one and their shapes; only itself if it is not quantised.
 
     MXFP4 is gpt-oss's: `name_blocks` uint8[..., out, in / 32, 16], two numbers in a byte, and `name_scales`
     uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] with its scales: DeepSeek's

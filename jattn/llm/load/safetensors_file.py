@@ -1,7 +1,7 @@
 """Reads one safetensors file defensively: size, kind and header are checked before a tensor is touched.
 
 The rules of the format (github.com/huggingface/safetensors, README) are the library's to check: types, shapes, byte
-ranges that follow each other and cover the file. Around it stand limits that are narrower than its own (a header of
+ranges that follow each other and cover the file. Around it are limits that are narrower than its own (a header of
 100 MB, no cap on entries), a word on pickles, and the two things it lets pass: a name that is there twice, and fields
 that the format does not have.
 """
@@ -44,7 +44,7 @@ QUANTIZED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in its file.
+    """Where a tensor is in its file.
 
     Attributes:
         shape: of the tensor.

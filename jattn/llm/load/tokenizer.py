@@ -33,7 +33,7 @@ class TextTokenizer:
         tokenizer: of the `tokenizers` library; must not be changed afterwards.
         chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
         special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
-        tool_chat_template: the template of conversations with tools, where the folder has one of their own.
+        tool_chat_template: the template of conversations with tools, if the folder has one of their own.
     """
 
     def __init__(

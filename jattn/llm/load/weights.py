@@ -199,7 +199,7 @@ def read_parameter(
         parameter: of `plan_parameters`.
         dtype: of the result, unless the parameter is float32 in all models.
         on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
-            Otherwise each tensor goes to the device as it lies in the file, and the host never holds a copy.
+            Otherwise each tensor goes to the device as it is in the file, and the host never holds a copy.
     """
     dtype = np.dtype(np.float32) if parameter.is_float32 else dtype
     home = _home(on_host)

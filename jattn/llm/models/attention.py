@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         layer: index of the layer.
         rngs: source of the initial values.
         implementation: of the paged ops; see `jattn.ops.paged_attention`.
-        parallel: how the model is cut; None for not.
+        parallel: how the model is split; None for not.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ _SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "hea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides the shapes and the arithmetic of a decoder; names are Hugging Face's where it has one.
+    """Everything that decides the shapes and the arithmetic of a decoder; names are Hugging Face's if it has one.
 
     Attributes:
         vocab_size: rows of the embedding.
@@ -52,7 +52,7 @@ class ModelConfig:
         num_hidden_layers: decoder layers.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides num_attention_heads.
-        head_dim: elements of one head; of its rotated part where attention is over latents.
+        head_dim: elements of one head; of its rotated part if attention is over latents.
         max_position_embeddings: the longest sequence that the model is meant for, in tokens.
         norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
             multiplies by 1 + weight; "layer_norm".
@@ -62,7 +62,7 @@ class ModelConfig:
         rms_norm_eps: added to the mean square, or to the variance, before its root.
         qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
             ("per_head": a weight for each), or over "all" heads at once; None for none.
-        parallel_block: attention and feed-forward both read the layer's input, behind one norm ("shared_norm") or
+        parallel_block: attention and feed-forward both read the layer's input, after one norm ("shared_norm") or
             one each ("two_norms"); None for one after the other.
         hidden_act: of the feed-forward layer.
         gated_mlp: the activation gates a second projection.
@@ -71,7 +71,7 @@ class ModelConfig:
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
             (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
         position_offset: rows of a learned table before that of the first position.
-        relative_attention_num_buckets: of "relative", in both directions together where tokens see later ones.
+        relative_attention_num_buckets: of "relative", in both directions together if tokens see later ones.
         relative_attention_max_distance: of "relative"; all distances from here on have one bucket.
         alibi_scale: of ALiBi's slopes.
         rope_theta: base of the rotary frequencies.
@@ -80,7 +80,7 @@ class ModelConfig:
         partial_rotary_factor: share of a head's elements that are rotated, the first ones.
         nope_layers: indices of layers that do not rotate.
         token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
-        embedding_norm: a norm behind the embedding.
+        embedding_norm: a norm after the embedding.
         embedding_multiplier: of the embedding, in the model's dtype.
         residual_multiplier: factor of each branch before it is added.
         logits_scale: of the logits.
@@ -89,7 +89,7 @@ class ModelConfig:
         final_logit_softcapping: likewise of the logits.
         attention_sinks: every head has a logit without a value in its softmax.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
-        final_norm: there is a norm behind the last layer.
+        final_norm: there is a norm after the last layer.
         encoder: the encoder that each layer's cross attention (after the self-attention) reads; it has the same
             embedding. None for a model without.
         decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
@@ -101,8 +101,8 @@ class ModelConfig:
         attention_output_bias: the output projection of attention has one.
         mlp_bias: the feed-forward projections have one.
         sliding_window: tokens that a query sees in every layer, its own included; None for all.
-        layer_windows: where layers differ, the window of each; empty otherwise.
-        kv_sharing_targets: where layers read the keys and values of an earlier one and have none of their own, the
+        layer_windows: if layers differ, the window of each; empty otherwise.
+        kv_sharing_targets: if layers read the keys and values of an earlier one and have none of their own, the
             index of that layer, and None for the others; empty otherwise. `last_of_each_window` is Gemma 3n's pattern.
         dtype: of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
@@ -327,7 +327,7 @@ class ModelConfig:
 
     @property
     def norms_before_and_after(self) -> tuple[bool, bool]:
-        """Whether branches have a norm before them, and whether they have one behind."""
+        """Whether branches have a norm before them, and whether they have one after."""
         return self.norm_placement in ("before", "both"), self.norm_placement != "before"
 
     def window_of(self, layer: int) -> int | None:

@@ -36,7 +36,7 @@ class Decoder(nnx.Module):
         rngs: source of the initial values.
         implementation: of the paged ops: None (the best for the device), "triton", "torch" or "xla".
         embeds_tokens: False for an encoder whose tokens are embedded by the decoder that reads it.
-        parallel: one device's part of a model that is cut over a mesh axis, to be called inside `jax.shard_map`; see
+        parallel: one device's part of a model that is split over a mesh axis, to be called inside `jax.shard_map`; see
             `jattn.llm.models.shard_model`. None for a whole model.
 
     Raises:
@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
 
-        Of a model that is cut these are the device's part of the vocabulary, -inf where that is padding.
+        Of a model that is split these are the device's part of the vocabulary, -inf if that is padding.
         """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder and has no output projection; use embed.")
@@ -248,7 +248,7 @@ class Decoder(nnx.Module):
         lengths: jax.Array | None = None,
         encoded: Encoded | None = None,
     ) -> Iterator[jax.Array]:
-        """Yields `[batch, tokens, hidden]` behind the embedding, behind each layer, and behind the last norm.
+        """Yields `[batch, tokens, hidden]` after the embedding, after each layer, and after the last norm.
 
         The last one is the argument of `logits`; the one before it is the last layer's output, not yet normalised.
 

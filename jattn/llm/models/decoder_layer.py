@@ -29,7 +29,7 @@ _Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, one after the other or side by side, added to the residual stream.
 
-    Of a model that is cut, each device computes its share of both, and two sums over the devices make them whole.
+    Of a model that is split, each device computes its share of both, and two sums over the devices make them whole.
     """
 
     def __init__(

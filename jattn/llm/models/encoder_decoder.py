@@ -106,6 +106,6 @@ class EncoderDecoder(Decoder):
 
 
 def build_model(config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> Decoder:
-    """Returns the model of a config: a `Decoder`, or an `EncoderDecoder` where it has an encoder."""
+    """Returns the model of a config: a `Decoder`, or an `EncoderDecoder` if it has an encoder."""
     kind = Decoder if config.encoder is None else EncoderDecoder
     return kind(config, rngs=rngs, implementation=implementation)

@@ -19,7 +19,7 @@ _FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 class Fp8Linear(nnx.Module):
     """`x @ weight.T + bias` of E4M3 numbers: the rows of x are rounded to them, each with a scale of its own.
 
-    The product runs on the matrix units of 8-bit numbers where a device has them, at twice the speed of 16-bit ones
+    The product runs on the matrix units of 8-bit numbers if a device has them, at twice the speed of 16-bit ones
     (vLLM's `quantization="fp8"`; Micikevicius et al. 2022, arXiv:2209.05433). Weights lie with an output's in a row, as
     cuBLAS wants them.
 
@@ -63,8 +63,8 @@ def round_to_fp8(kernel: jax.Array) -> Fp8Kernel:
     """Rounds a kernel to the operands of `Fp8Linear`.
 
     Args:
-        kernel: [in, out]. Of one that is cut over a mesh each device rounds its part to the same numbers; where inputs
-            are cut each has all scales.
+        kernel: [in, out]. Of one that is split over a mesh each device rounds its part to the same numbers; if inputs
+            are split each has all scales.
 
     Returns:
         float8_e4m3fn[out, in] and float32[out], the largest weight of each output over the largest E4M3 number; of a
@@ -84,7 +84,7 @@ def widened_from_fp8(weight: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def kernel_sharding(weight: jax.Array) -> Any:
-    """Returns how the kernel lies of which `round_to_fp8` made the weight of an `Fp8Linear`."""
+    """Returns how the kernel is stored of which `round_to_fp8` made the weight of an `Fp8Linear`."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
     return NamedSharding(weight.sharding.mesh, PartitionSpec(*reversed(_axes(weight.sharding))))

@@ -59,7 +59,7 @@ def _dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **opti
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    It rounds to the model's dtype where the models were trained to: Llama before the weight, OLMo 2 and Gemma after
+    It rounds to the model's dtype if the models were trained to: Llama before the weight, OLMo 2 and Gemma after
     it. In bfloat16 every bit of Llama's is Hugging Face's; of `nnx.RMSNorm`, which always rounds after, a quarter of
     them differ.
 
@@ -127,7 +127,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Subtracts the mean and divides by the deviation, in float32 (Ba et al. 2016, arXiv:1607.06450).
 
-    `nnx.LayerNorm` takes the variance as a difference of two means, which loses digits where the mean is large.
+    `nnx.LayerNorm` takes the variance as a difference of two means, which loses digits if the mean is large.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class PagedSpec:
         num_kv_heads: key and value heads of each.
         head_dim: elements of one head.
         kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
-            1 and head_dim that of the rotary key behind a latent. None for keys and values.
+            1 and head_dim that of the rotary key after a latent. None for keys and values.
         index_head_dim: elements of an indexer's key, of layers of `jattn.nn.SparseLatentAttention`: each layer has a
             second cache for them, and these come after the caches of all layers. None without.
         dtype: of the keys and values that the layers write, by name.
@@ -105,7 +105,7 @@ class PagedSpec:
 
     @property
     def num_arrays(self) -> int:
-        """Arrays of all caches, where no layers share one."""
+        """Arrays of all caches, if no layers share one."""
         return self.num_layers + len(self.further_specs(block_size=1))
 
     @property

@@ -32,11 +32,11 @@ class MoEConfig:
         score_correction_bias: experts are chosen by scores plus a bias of each, which is no part of their weights
             (DeepSeek-V3, arXiv:2412.19437).
         n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
-            with the best two together where there is a correction bias. 1 for no groups.
+            with the best two together if there is a correction bias. 1 for no groups.
         topk_group: groups of a token.
         router_bias: the router has a bias.
         expert_bias: the experts' projections have one.
-        shared_intermediate_size: width of an expert that every token goes to, behind a gate of its own; 0 for none.
+        shared_intermediate_size: width of an expert that every token goes to, with a gate of its own; 0 for none.
         n_shared_experts: experts of `intermediate_size` that every token goes to, added as they are.
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
@@ -104,7 +104,7 @@ class LatentConfig:
     Attributes:
         kv_lora_rank: elements of a token's latent.
         qk_nope_head_dim: elements of a query or key head that are not rotated.
-        qk_rope_head_dim: those that are; of a key they are the same in all heads, and cached behind the latent.
+        qk_rope_head_dim: those that are; of a key they are the same in all heads, and cached after the latent.
         v_head_dim: elements of a value head.
         q_lora_rank: width of the compressed query; None for a query that is projected at once.
         index_n_heads: heads of the indexer that chooses the tokens of a query (DeepSeek-V3.2); None without one.

@@ -1,4 +1,4 @@
-"""Linear maps whose weights stay in fewer bits: they become numbers of the model's dtype where they are multiplied."""
+"""Linear maps whose weights stay in fewer bits: they become numbers of the model's dtype when they are multiplied."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class QuantizedLinear(nnx.Module):
     """`x @ kernel + bias` with a kernel of `dequantize`, which is read as it is stored.
 
     With one scale for each output the product is scaled; with more of them the kernel is, and rounded to the dtype of
-    `x` as a kernel that was dequantised before would be. XLA fuses that into the product's operand where it can.
+    `x` as a kernel that was dequantised before would be. XLA fuses that into the product's operand if it can.
 
     Args:
         kernel, scale: as in `dequantize`.

@@ -23,7 +23,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
 
     Args:
         config: of the model.
-        local: of layers with a window, where `rope_local_theta` is their own base.
+        local: of layers with a window, if `rope_local_theta` is their own base.
     """
     scaling = config.rope_scaling
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim

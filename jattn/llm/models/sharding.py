@@ -1,4 +1,4 @@
-"""Where each parameter of a decoder goes when the decoder is cut over a mesh axis, and the cutting itself."""
+"""Where each parameter of a decoder goes when the decoder is split over a mesh axis, and the cutting itself."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class ParameterShards:
-    """How one parameter is cut: the devices' parts, one after the other, are an array that a mesh axis splits evenly.
+    """How one parameter is split: the devices' parts, one after the other, are an array that a mesh axis splits evenly.
 
     Attributes:
         shape: of the whole parameter.
-        axis: which is cut; None for a parameter that every device has.
+        axis: which is split; None for a parameter that every device has.
         order: for each element of that axis, as devices have them, its place in the parameter, -1 for a zero; None
-            where they stand in order.
+            if they are in order.
         mesh_axis: that splits it.
     """
 
@@ -124,7 +124,7 @@ def put_whole(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> TensorParallel:
-    """Returns how a decoder is cut over a mesh: as asked, or over its axis "tp" by Megatron's rules.
+    """Returns how a decoder is split over a mesh: as asked, or over its axis "tp" by Megatron's rules.
 
     Raises:
         InvalidInput: the mesh does not have the axis, or has it in another size.
@@ -141,7 +141,7 @@ def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> Te
 
 
 def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[ParameterPath, ParameterShards]:
-    """Returns how every parameter of a decoder is cut, from its config alone.
+    """Returns how every parameter of a decoder is split, from its config alone.
 
     Raises:
         InvalidInput: sizes that do not divide.
@@ -160,7 +160,7 @@ def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[Para
 
 
 def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = None) -> Decoder:
-    """Returns a decoder that is cut over a mesh axis, for `jattn.llm.engine.Engine` and for `jax.shard_map`.
+    """Returns a decoder that is split over a mesh axis, for `jattn.llm.engine.Engine` and for `jax.shard_map`.
 
     Its parameters are the devices' parts side by side, in an order of their own: `update_weights` and `save_model` take
     and give whole models.

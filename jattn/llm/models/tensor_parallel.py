@@ -71,7 +71,7 @@ class TensorParallel:
     def summed_and_normed(
         self, x: jax.Array, residual: jax.Array, norm: Any, name: str, peers: jax.Array | None
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Returns residual + the sum that `summed` is, and its norm, in one launch; None where no kernel does that."""
+        """Returns residual + the sum that `summed` is, and its norm, in one launch; None if no kernel does that."""
         if peers is None or self.parts(name) == 1 or not hasattr(norm, "of_sum"):
             return None
         return norm.of_sum(x, residual, self.axis, peers)

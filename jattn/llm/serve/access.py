@@ -20,7 +20,7 @@ _HEADER = b"x-request-id"
 
 
 class AccessLog:
-    """ASGI middleware. A client's own X-Request-Id is kept where it is 1 to 128 letters, digits, or any of `_.:-`.
+    """ASGI middleware. A client's own X-Request-Id is kept if it is 1 to 128 letters, digits, or any of `_.:-`.
 
     The application finds the id in `scope["state"]["request_id"]` and adds further fields of the line there, under
     "log". No line has prompts, answers or keys.

@@ -25,8 +25,8 @@ class RequestError(Exception):
 
     Attributes:
         status: of the response.
-        param: the field that is wrong; None where none is.
-        code: for programs; None where the status says it all.
+        param: the field that is wrong; None if none is.
+        code: for programs; None if the status says it all.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -47,9 +47,9 @@ def as_request_error(
 
     Args:
         error: any exception; a fault of the server becomes a 500 without internal details.
-        default: the field where the error has no argument, and the client's name for `prompt`.
+        default: the field if the error has no argument, and the client's name for `prompt`.
         grammar: the field that has the structured output.
-        aliases: our names to the client's, where he wrote another one.
+        aliases: our names to the client's, if he wrote another one.
     """
     if isinstance(error, RequestError):
         return error
@@ -69,7 +69,7 @@ class Fields:
 
     Args:
         body: of the request; a field that is null is as one that is missing.
-        defaults: fields that hold where the body does not have them.
+        defaults: fields that hold if the body does not have them.
     """
 
     def __init__(self, body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:

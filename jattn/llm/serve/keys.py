@@ -14,7 +14,7 @@ __all__ = ["KeyRing", "digest", "read_keys"]
 
 
 class KeyRing:
-    """The keys of a server; it keeps their digests alone.
+    """The keys of a server; it keeps their digests only.
 
     Args:
         keys: as a mapping each with its tenant's name; in a sequence each key is a tenant of its own.
@@ -34,7 +34,7 @@ class KeyRing:
     def tenant(self, authorization: str) -> tuple[bytes, str | None] | None:
         """Returns the tenant of a request's Authorization header: a digest, and the name if it has one.
 
-        None where the key is missing or wrong, and where there are no keys.
+        None if the key is missing or wrong, and if there are no keys.
         """
         scheme, _, key = authorization.partition(" ")
         own = digest(key)
@@ -47,7 +47,7 @@ class KeyRing:
 
 
 def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
-    """Returns the keys of a file: one a line, and behind a space, on all lines or on none, its tenant's name.
+    """Returns the keys of a file: one a line, and after a space, on all lines or on none, its tenant's name.
 
     Empty lines and those that begin with "#" say nothing.
 

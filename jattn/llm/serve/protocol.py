@@ -46,7 +46,7 @@ class Generation:
         priority: lower comes first.
         grammar_field: the field with the required format of the text; None without one.
         messages, template: of a chat, with the arguments of its template.
-        chat_template: that the client brings.
+        chat_template: that the client sends.
     """
 
     prompts: list[Prompt]
@@ -85,7 +85,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
 
     Args:
         body: of the request.
-        defaults: fields that hold where the body does not have them.
+        defaults: fields that hold if the body does not have them.
 
     Raises:
         RequestError: a field is missing, unknown or wrong.

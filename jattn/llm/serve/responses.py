@@ -86,7 +86,7 @@ class Answer:
         return chunk
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Returns the events behind the last token."""
+        """Returns the events after the last token."""
         if not self.request.include_usage:
             return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"

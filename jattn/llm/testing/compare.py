@@ -59,7 +59,7 @@ def compare_with_torch(
 ) -> CrosscheckReport:
     """Runs the same weights and prompts through jattn and torch and compares logits and greedy tokens.
 
-    torch (transformers where it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
+    torch (transformers if it is installed, `TorchDecoder` otherwise) generates greedily. jattn then computes the
     logits of every position of the same tokens through its paged cache, once by prefill and once by decode steps, with
     each implementation; and `LLM` generates on its own with the first of them. A float64 run (of `TorchDecoder`, or of
     transformers for families that it does not serve) says how much of a difference is rounding: jattn passes if its

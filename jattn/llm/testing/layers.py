@@ -1,4 +1,4 @@
-"""Where two models part: the error behind every layer, and the first layer whose error is more than rounding."""
+"""Where two models part: the error of every layer, and the first layer whose error is more than rounding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["LayerRow", "layer_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """How far hidden states are from the truth behind one layer.
+    """The error of hidden states after one layer.
 
     Attributes:
         implementation: "triton", "torch" or "xla".
-        layer: "embedding", "layers.0" and so on, or "norm", which is the last layer and the norm behind it; those of
+        layer: "embedding", "layers.0" and so on, or "norm", which is the last layer and the norm after it; those of
             an encoder begin with "encoder.".
         error: largest absolute difference to the truth, divided by the truth's largest absolute value there.
         limit: the error that is allowed: 2 x (torch's own + eps of the dtype).

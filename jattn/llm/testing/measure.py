@@ -20,7 +20,7 @@ class Truth:
         logits: float64, for each sequence [tokens, vocab_size].
         scale: the largest absolute value in them.
         torch_logits: float32, torch's own in the dtype under test.
-        torch_error: torch's own error, relative to `scale`; that of the probe where it is larger.
+        torch_error: torch's own error, relative to `scale`; that of the probe if it is larger.
         limit: the error that is allowed: 2 x (torch_error + eps of the dtype).
     """
 

@@ -82,7 +82,7 @@ class PagedRun:
     def hidden_states(self) -> list[np.ndarray]:
         """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
 
-        The states are those of `Decoder.hidden_states`: behind the embedding, each layer, and the last norm.
+        The states are those of `Decoder.hidden_states`: after the embedding, each layer, and the last norm.
         """
         lengths = [len(sequence) for sequence in self._sequences]
         return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, part="layers"), lengths)]

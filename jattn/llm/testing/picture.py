@@ -1,4 +1,4 @@
-"""The cross-check as a picture: the error behind every layer at every position, on a logarithmic scale."""
+"""The cross-check as a picture: the error after every layer at every position, on a logarithmic scale."""
 
 from __future__ import annotations
 

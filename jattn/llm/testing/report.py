@@ -42,7 +42,7 @@ class Deviation:
     """How far logits are from torch's and from the truth, at the worst of all positions; NaN if any of them is.
 
     Attributes:
-        max_abs: largest absolute difference to torch; None where there are no logits, as the next three.
+        max_abs: largest absolute difference to torch; None if there are no logits, as the next three.
         error: largest absolute difference to the truth, divided by the truth's largest absolute value.
         cosine: smallest cosine between a position's logits and torch's.
         kl: largest KL(torch || found) of a position's distributions, in nats.
@@ -102,7 +102,7 @@ class CrosscheckReport:
         torch_side: the torch implementation; if it is not transformers, with the reason.
         torch_name: short name of the torch side.
         torch_error: torch's own error against float64, relative to the largest logit; in float32 of a longer sequence
-            where all are short.
+            if all are short.
         torch_limit: largest error of torch for a meaningful comparison: the square root of the dtype's eps, half of its
             digits.
         limit: 2 x (torch_error + eps), the largest allowed error of jattn.

@@ -32,8 +32,8 @@ class TorchSide:
         name: short, for a table.
         description: one line with versions; says why transformers is not used when it is not.
         forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
-        hidden_states: `token_ids -> [[tokens, hidden_size], ...]` behind the embedding, each layer but the last, and
-            the last norm; None where the model does not give them.
+        hidden_states: `token_ids -> [[tokens, hidden_size], ...]` after the embedding, each layer but the last, and
+            the last norm; None if the model does not give them.
         reading: `encoder_token_ids -> TorchSide` whose decoder reads this input; None without an encoder.
         encoder_states: `encoder_token_ids -> [[tokens, hidden_size], ...]`, likewise, of the encoder.
     """
@@ -63,7 +63,7 @@ def _first_topk(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
 
 
 def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
-    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` where transformers cannot be imported.
+    """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` if transformers cannot be imported.
 
     Args:
         folder: a Hugging Face folder.

@@ -27,14 +27,14 @@ class Detokenizer:
         tokenizer: of the model.
         stop: strings that end the text.
         prompt: the tokens before: they decide about a space before the first new token, and may end within a character.
-        include_stop: cut behind the stop string, not before it.
+        include_stop: cut after the stop string, not before it.
         min_tokens: tokens in whose text no stop string counts.
         skip_special_tokens: leave them out of the text.
 
     Attributes:
         text: everything decoded so far, cut at a stop string.
         stop_string: the one that was found, or None.
-        num_tokens: tokens read so far; those behind a stop string are not.
+        num_tokens: tokens read so far; those after a stop string are not.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Softmax attention over gathered keys and values: one fused torch call where it can be, plain matmuls where not."""
+"""Softmax attention over gathered keys and values: one fused torch call if it can be, plain matmuls if not."""
 
 from __future__ import annotations
 

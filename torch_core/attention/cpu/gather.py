@@ -32,7 +32,7 @@ def gather_blocks(call: PagedCall[Tensor], blocks: np.ndarray, live: list[tuple[
 
     Args:
         call: has the cache, of any strides, and its scales per token and head.
-        blocks: int64 `[num_seqs, blocks_per_seq]`, valid block ids; which one stands in unused places is irrelevant.
+        blocks: int64 `[num_seqs, blocks_per_seq]`, valid block ids; which one is in unused places is irrelevant.
         live: for each sequence the first and last-plus-one row that is used; all others become zero, because
             0 x NaN is NaN.
 

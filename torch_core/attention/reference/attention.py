@@ -17,7 +17,7 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
 
     The last `q` of the `seq_lens[s]` tokens of sequence `s` are its query rows,
     `query_start_loc[s]:query_start_loc[s + 1]`; their keys and values are in the cache already. Token `j` of the
-    sequence lies in block `block_tables[s, j // block_size]` at offset `j % block_size`.
+    sequence is in block `block_tables[s, j // block_size]` at offset `j % block_size`.
 
     Only the first `ceil(seq_lens[s] / block_size)` entries of a table row are used; later entries are never read. A
     used entry may be any block, the null block 0 for instance, as long as every token in it is hidden from every query

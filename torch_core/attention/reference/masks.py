@@ -21,7 +21,7 @@ def visible_keys(
 ) -> Tensor:
     """Returns which keys each query row of one sequence sees.
 
-    Query row `i` stands at position `p = key_len - query_len + i`; key `j` is visible when every condition of `spec`
+    Query row `i` is at position `p = key_len - query_len + i`; key `j` is visible when every condition of `spec`
     holds (see `AttentionSpec`). A position below zero (fewer keys than queries) follows the same inequalities; under a
     causal mask it sees nothing.
 

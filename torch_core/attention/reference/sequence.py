@@ -138,7 +138,7 @@ def empty_results(call: AttentionCall[Tensor], compute_dtype: torch.dtype | None
 
 
 def on_the_host(call: C) -> C:
-    """Returns a call whose indices are int32 in the host's memory, where their values can be checked."""
+    """Returns a call whose indices are int32 in the host's memory, if their values can be checked."""
     return call.map(lambda x: x.cpu().int() if x.dtype in (torch.int32, torch.int64) else x)
 
 

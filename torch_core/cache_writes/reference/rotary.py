@@ -17,10 +17,10 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     """Stores rotated keys, and values, in the cache, in place; returns the rotated queries.
 
     Pair `p` of token `t` is turned by the angle of cosine `cos_sin[t, p]` and sine `cos_sin[t, half + p]`, in float32,
-    and rounded to the type of `qkv`; elements behind the pairs stay.
+    and rounded to the type of `qkv`; elements after the pairs stay.
 
     Raises:
-        InvalidInput: the call does not hold together, or a slot lies beyond the cache.
+        InvalidInput: the call does not hold together, or a slot is beyond the cache.
 
     Example:
         >>> ones, cache = torch.ones(1, 3, 2), torch.zeros(2, 2, 1, 1, 2)

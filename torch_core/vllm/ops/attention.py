@@ -125,7 +125,7 @@ def unified_attention_diffkv(
     """The counterpart of `unified_attention` for values of another head size; k and v are views of one packed cache.
 
     Args as there, but: k [num_blocks, block_size, num_kv_heads, head_size], v and out with the values' head size, and
-    max_seqlen_q, which vLLM takes for 1: None stands for the safe bound, the number of tokens.
+    max_seqlen_q, which vLLM takes for 1: None means for the safe bound, the number of tokens.
     """
     bound, none = q.shape[0] if max_seqlen_q is None else max_seqlen_q, None
     mask = causal, window_size, block_table, softcap
@@ -204,7 +204,7 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: sequences that overlap, where the CPU sees them.
+        InvalidInput: sequences that overlap, if the CPU sees them.
         Unsupported: sinks_bias_key0.
     """
     if sinks is not None and sinks_bias_key0:

@@ -14,7 +14,7 @@ __all__ = ["as_int32"]
 def as_int32(name: str, values: Tensor) -> Tensor:
     """Returns integers as int32; negative ones, which mean nothing at all, stay negative.
 
-    On a CPU, where values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
+    On a CPU, if values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
     slot, block or length. On CUDA the caller is responsible for it, as for every value.
 
     Raises:

@@ -1,4 +1,4 @@
-"""BART (arXiv:1910.13461): an encoder and a decoder with learned positions and norms behind each sum."""
+"""BART (arXiv:1910.13461): an encoder and a decoder with learned positions and norms after each sum."""
 
 from __future__ import annotations
 

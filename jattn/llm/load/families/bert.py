@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805): an encoder with norms behind each sum; of a pair of texts the first kind of token alone."""
+"""BERT (arXiv:1810.04805): an encoder with norms after each sum; of a pair of texts the first kind of token only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command R: attention and feed-forward side by side behind one layer norm, neighbours rotated, scaled logits."""
+"""Command R: attention and feed-forward side by side after one layer norm, neighbours rotated, scaled logits."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` where it begins with that and a dot; several that
+        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` if it begins with that and a dot; several that
             share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
@@ -105,7 +105,7 @@ class Family:
         architecture: as config.json names it.
         model_type: likewise.
         keys: of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
-        defaults: values of keys that a file may leave out; a function gets the file's values, and stands for null too.
+        defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.
         options: fields of `ModelConfig` that are so in every model of the family.
         derive: further fields, from the file's values.
         absent: common keys that the family does not have.
@@ -115,7 +115,7 @@ class Family:
         also: further architectures whose files have these weights among others.
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
-            that says which layers have the window where no layer_types does.
+            that says which layers have the window if no layer_types does.
         layer_types: the files' names of layers with full attention, in addition to "full_attention".
         rope_keys: the file's names of rope_theta, partial_rotary_factor and rope_local_base_freq, if they differ. Only
             families that name partial_rotary_factor and rope_local_base_freq read them; the latter is "rope_parameters"
@@ -126,7 +126,7 @@ class Family:
         names_of: those that depend on the model's config.
         prefix: of tensor names, which files of the model without its head leave out.
         order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
-            then that key and its value), "alternating" (gate and up by turns).
+            then that key and its value), "alternating" (gate and up alternate).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub contain code that computes the same; it is not run.

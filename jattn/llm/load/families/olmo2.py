@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (arXiv:2501.00656): norms behind each branch, and on all heads of queries and of keys at once."""
+"""OLMo 2 and 3 (arXiv:2501.00656): norms after each branch, and on all heads of queries and of keys at once."""
 
 from __future__ import annotations
 
