@@ -61,7 +61,7 @@ def embed(
     Raises:
         InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
         RequestTooLong: a prompt is longer than the model's context.
-        Unsupported: a module of another kind, one with an encoder before its decoder, or one that is split over devices.
+        Unsupported: a module of another kind, one with an encoder before its decoder, or one split over devices.
     """
     if not isinstance(model, Decoder) or model.config.encoder is not None:
         raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")
