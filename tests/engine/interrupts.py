@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import linecache
 import sys
-import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from jattn.llm.engine import Engine
 
 ROOMS = ("/jattn/llm/engine/", "/jattn/pool/", "/torch_core/cache/")
 
@@ -46,23 +47,20 @@ class InterruptAt:
         return self._trace
 
 
-class InterruptAtRelease:
-    """A lock that raises KeyboardInterrupt right after its release, once it is armed, and then no more."""
+class InterruptAtReply:
+    """Raises KeyboardInterrupt in place of the reply to the next command of an engine's caller, once it is armed."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, engine: Engine) -> None:
+        self._result_of = engine._thread._result_of
         self.armed = False
+        engine._thread._result_of = self.result_of
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
+    def result_of(self, reply: Any) -> Any:
+        result = self._result_of(reply)
         if self.armed:
             self.armed = False
             raise KeyboardInterrupt
+        return result
 
 
 def _releases_a_lock(frame: FrameType) -> bool:

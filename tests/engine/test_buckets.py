@@ -15,7 +15,8 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import Bucket
 from jattn.llm.engine.device.runner import ModelRunner, _buckets
 from jattn.llm.engine.device.sampler import SamplingKind
-from jattn.llm.engine.request.request import Request, RequestMetrics
+from jattn.llm.engine.request.outputs import RequestMetrics
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.pool import KVPool
 from tests.engine.conftest import tiny_decoder

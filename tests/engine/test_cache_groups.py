@@ -152,7 +152,7 @@ def test_beside_a_draft_model_all_layers_are_one_group_of_what_any_of_them_sees(
         for windows in ((6, None), (6, 3))
     ]
 
-    kept = [engine._owner._cache_config.layouts for engine in engines]
+    kept = [engine._core._cache_config.layouts for engine in engines]
 
     assert [[layout.reach for layout in layouts] for layouts in kept] == [[None], [9]]
 

@@ -63,7 +63,7 @@ def test_cancelling_a_streamed_request_ends_its_stream(llm, seed) -> None:
     expected = tokens_of(llm, [second])
     stream = llm.stream([first, second], GREEDY)
     next(stream)
-    (name, *_) = llm.engine._owner.requests
+    (name, *_) = llm.engine._core.requests
 
     llm.engine.cancel(name)
     outputs = {delta.index: delta.output for delta in stream if delta.output is not None}

@@ -57,7 +57,7 @@ def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Eng
 def test_a_service_in_chaos_answers_as_a_lone_run_does(config, decoder, seed) -> None:
     engine = chaos(config, decoder, seed, num_requests=23)
 
-    assert engine._owner.device.pool.generation > 1
+    assert engine._core.device.pool.generation > 1
 
 
 @pytest.mark.nightly

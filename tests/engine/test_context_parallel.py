@@ -100,7 +100,7 @@ def test_a_layer_gathers_queries_and_exchanges_results_once_and_no_cache_moves()
     engine = engine_of(tiny_decoder(**TWO_HEADS), 2)
     run(engine, prompts_of(6, 2), GREEDY)
 
-    programs = engine._owner.device.runner.programs
+    programs = engine._core.device.runner.programs
     texts = {str(bucket): compiled.as_text() for bucket, compiled in programs._compiled.items()}
     for name, text in texts.items():
         found = COLLECTIVE.findall(text)

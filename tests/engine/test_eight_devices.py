@@ -27,7 +27,7 @@ HEADS: dict[str, Any] = {"num_attention_heads": 8, "hidden_size": 32, "num_hidde
 
 def messages(engine: Engine) -> list[tuple[str, int]]:
     """The collectives of the decode step of four rows, with the elements of each result."""
-    programs = engine._owner.device.runner.programs
+    programs = engine._core.device.runner.programs
     (text,) = (
         compiled.as_text()
         for bucket, compiled in programs._compiled.items()

@@ -129,7 +129,7 @@ def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_wit
         while requests[0].num_sampled_tokens < 5:
             other.step()
         # The first request took blocks 1 and 2: its prompt and two decoded tokens.
-        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._owner.device.pool.as_torch()])
+        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._core.device.pool.as_torch()])
 
     for alone, beside in zip(*contents, strict=True):
         np.testing.assert_array_equal(alone, beside)
@@ -157,7 +157,7 @@ def test_an_idle_engine_that_scrubs_holds_nothing_of_anybody(decoder, seed) -> N
     prompts = prompts_of(seed, 20, 2, 9, 14, 3)
 
     tokens = [run(other, prompts) for other in (plain, scrubbing)]
-    pools = [other._owner.device.pool for other in (plain, scrubbing)]
+    pools = [other._core.device.pool for other in (plain, scrubbing)]
     left = [any(layer.count_nonzero().item() for layer in pool.as_torch()) for pool in pools]
 
     assert tokens[0] == tokens[1]
@@ -175,7 +175,7 @@ def test_cancelling_the_last_request_scrubs_what_it_left(decoder, seed) -> None:
 
     other.cancel(request.request_id)
 
-    assert not any(layer.count_nonzero().item() for layer in other._owner.device.pool.as_torch())
+    assert not any(layer.count_nonzero().item() for layer in other._core.device.pool.as_torch())
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(decoder, seed) -> None:

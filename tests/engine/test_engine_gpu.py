@@ -54,7 +54,7 @@ def exact_products() -> Iterator[None]:
 def test_a_service_in_chaos_answers_as_a_lone_run_does(config, kernels, seed) -> None:
     engine = chaos(config, kernels, seed, num_requests=23)
 
-    assert engine._owner.device.pool.generation > 1
+    assert engine._core.device.pool.generation > 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_step_of_64_rows_multiplies_with_cublas() -> None:
     decoder = tiny_decoder(**SIZES | {"hidden_size": 256, "head_dim": 64, "dtype": "bfloat16"})
     engine = Engine(decoder, config_of(max_num_seqs=64))
 
-    program: Any = engine._owner.device.runner.programs(Bucket(64, 64, 1, Sampler(SamplingKind.PLAIN)))
+    program: Any = engine._core.device.runner.programs(Bucket(64, 64, 1, Sampler(SamplingKind.PLAIN)))
 
     assert "__cublas" in program.as_text()
     assert "gemm_fusion" not in program.as_text()

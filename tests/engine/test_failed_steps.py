@@ -20,17 +20,17 @@ class _FailingSteps:
     """Makes the runner's n-th dispatch consume the pool and then fail, as a callback that raises does."""
 
     def __init__(self, engine: Engine, *, failures: set[int]) -> None:
-        self._dispatch = engine._owner.device.runner.dispatch
+        self._dispatch = engine._core.device.runner.dispatch
         self._engine = engine
         self._failures = failures
         self._count = 0
-        engine._owner.device.runner.dispatch = self
+        engine._core.device.runner.dispatch = self
 
     def __call__(self, step):
         self._count += 1
         tokens = self._dispatch(step)
         if self._count in self._failures:
-            pool = self._engine._owner.device.pool
+            pool = self._engine._core.device.pool
             with pool.guard():
                 for array in pool._arrays:
                     array.delete()
@@ -46,7 +46,7 @@ def test_a_failed_step_costs_time_and_no_answers(engine, decoder, in_flight, see
     _FailingSteps(other, failures={1, 4, 9})
 
     assert run(other, prompts) == run(engine, prompts)
-    assert other._owner.device.pool.generation == 4
+    assert other._core.device.pool.generation == 4
     assert other.cache_stats().used == 0
 
 
@@ -69,7 +69,7 @@ def test_two_failed_steps_in_a_row_are_raised_and_the_engine_goes_on(decoder, en
 def test_the_program_of_a_failed_step_is_compiled_anew(decoder, seed) -> None:
     """XLA fails a program for ever that failed on a GPU while it was recorded."""
     other = Engine(decoder, CONFIG)
-    programs = other._owner.device.runner.programs
+    programs = other._core.device.runner.programs
     run(other, prompts_of(seed, 7, 3, 5, 2))
     run(other, prompts_of(seed, 7))
     before = dict(programs._compiled)

@@ -31,7 +31,7 @@ def rounded(model: Decoder) -> Decoder:
 
 
 def leaves_of(engine: Engine) -> list[jax.Array]:
-    return engine._owner.device.runner.weights.leaves
+    return engine._core.device.runner.weights.leaves
 
 
 def log_probabilities(model: Decoder, **config: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Whatever interrupts the engine, wherever: no block leaks, no token is wrong, lost or said twice, nothing hangs."""
+"""Exceptions at any line of a step, and interrupted callers: no block leaks, no token is wrong, lost or repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
-from tests.engine.interrupts import InterruptAt, InterruptAtRelease
+from tests.engine.cores import CoreEngine
+from tests.engine.interrupts import InterruptAt, InterruptAtReply
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.base.errors import InvalidInput, PoolLost
@@ -50,7 +51,7 @@ def error_of(kind: type[BaseException]) -> BaseException:
 class Service:
     """A caller that is interrupted again and again, and compares every answer with that of a lone run."""
 
-    def __init__(self, engine: Engine, lone: Engine, seed: int, *, temperature: float = 0.0) -> None:
+    def __init__(self, engine: Engine | CoreEngine, lone: Engine, seed: int, *, temperature: float = 0.0) -> None:
         self.engine = engine
         self.lone = lone
         self.random = random.Random(seed)
@@ -68,13 +69,13 @@ class Service:
             temperature=self.temperature, max_tokens=self.random.randrange(1, 10), seed=self.added, ignore_eos=True
         )
         name = f"r{self.added}"
-        before = self.engine._owner.num_added
+        before = self.engine._core.num_added
         try:
             request = self.engine.add(prompt, params, request_id=name)
         except BaseException:
-            assert name not in self.engine._owner.requests
+            assert name not in self.engine._core.requests
             raise
-        assert self.engine._owner.num_added == before + 1
+        assert self.engine._core.num_added == before + 1
         self.live[name] = (request, prompt)
         self.added += 1
 
@@ -127,15 +128,13 @@ class Service:
                 assert self.reasons[name] == "length", name
         stats = self.engine.cache_stats()
         assert (stats.used, stats.deferred, stats.steps_in_flight, stats.num_sequences) == (0, 0, 0, 0)
-        work = self.engine._owner._work
-        assert work is not None
-        work.cache.audit()
+        self.engine._core.cache.audit()
         self.live.clear()
 
 
 def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> list[str]:
     lone = Engine(decoder, EngineConfig(**SIZES))
-    engine = Engine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
+    engine = CoreEngine(decoder, EngineConfig(**(SIZES | CONFIGS[config])))
     service = Service(engine, lone, seed)
     # Compiled before the interrupts, so that lines are steps' and not traces'.
     for _ in range(12):
@@ -161,7 +160,7 @@ def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_an_interrupt_at_any_line_loses_nothing(config, decoder, seed) -> None:
+def test_an_exception_at_any_line_of_the_core_loses_nothing(config, decoder, seed) -> None:
     places = interrupt_often(config, decoder, seed, count=30)
 
     assert len(places) == 30
@@ -171,8 +170,8 @@ def test_an_interrupt_at_any_line_loses_nothing(config, decoder, seed) -> None:
 class _Dispatch:
     """Raises in place of one dispatch, or, with `lost`, takes the pool's contents with it."""
 
-    def __init__(self, engine: Engine, error: BaseException, *, at: int, lost: bool) -> None:
-        self._device = engine._owner.device
+    def __init__(self, engine: Any, error: BaseException, *, at: int, lost: bool) -> None:
+        self._device = engine._core.device
         self._dispatch = self._device.runner.dispatch
         self._error, self._left, self._lost = error, at, lost
         self._device.runner.dispatch = self
@@ -191,7 +190,8 @@ class _Dispatch:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OverflowError()], ids=lambda e: type(e).__name__)
 def test_a_dispatch_that_fails_and_leaves_the_pool_is_taken_back(decoder, error, seed) -> None:
     prompts = prompts_of(seed, 24, 7)
-    lone, engine = (Engine(decoder, EngineConfig(**SIZES, steps_in_flight=2)) for _ in range(2))
+    lone = Engine(decoder, EngineConfig(**SIZES, steps_in_flight=2))
+    engine = Engine(decoder, EngineConfig(**SIZES, steps_in_flight=2))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     # The second chunk of a prompt, with the first in flight.
     _Dispatch(engine, error, at=2, lost=False)
@@ -229,7 +229,7 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
     engine = Engine(decoder, EngineConfig(**SIZES))
     expected = run(engine, [prompt])
 
-    engine._owner.device.pool.renew()
+    engine._core.device.pool.renew()
     again = engine.add(prompt, GREEDY)
     while engine.num_unfinished:
         engine.step()
@@ -239,25 +239,24 @@ def test_prefix_keys_do_not_outlive_a_pool_that_was_renewed_between_two_steps(de
 
 
 @pytest.fixture
-def released(decoder) -> tuple[Engine, InterruptAtRelease]:
+def replies(decoder) -> tuple[Engine, InterruptAtReply]:
     engine = Engine(decoder, EngineConfig(**SIZES))
-    engine._turns._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
-    return engine, lock
+    return engine, InterruptAtReply(engine)
 
 
-def interrupted(lock: InterruptAtRelease, call: Callable[[], object]) -> None:
-    lock.armed = True
+def interrupted(replies: InterruptAtReply, call: Callable[[], object]) -> None:
+    replies.armed = True
     with pytest.raises(KeyboardInterrupt):
         call()
 
 
-def test_a_request_whose_caller_was_interrupted_before_he_had_it_is_not_run(released, seed) -> None:
-    engine, lock = released
+def test_a_request_whose_caller_was_interrupted_before_he_had_it_is_not_run(replies, seed) -> None:
+    engine, reply = replies
     first, second = prompts_of(seed, 5, 9)
     (expected,) = run(engine, [first])
 
     request = engine.add(first, GREEDY)
-    interrupted(lock, lambda: engine.add(second, GREEDY, request_id="lost"))
+    interrupted(reply, lambda: engine.add(second, GREEDY, request_id="lost"))
     deltas = []
     while engine.num_unfinished:
         deltas += engine.step()
@@ -266,23 +265,23 @@ def test_a_request_whose_caller_was_interrupted_before_he_had_it_is_not_run(rele
     assert request.output_token_ids == expected
 
 
-def test_what_an_interrupted_step_brought_comes_with_the_next(released, seed) -> None:
-    engine, lock = released
+def test_what_an_interrupted_step_brought_comes_with_the_next(replies, seed) -> None:
+    engine, reply = replies
     request = engine.add(prompts_of(seed, 5)[0], GREEDY)
     said = []
 
     while engine.num_unfinished:
-        interrupted(lock, engine.step)
+        interrupted(reply, engine.step)
         said += [token for delta in engine.step() for token in delta.token_ids]
 
     assert said == request.output_token_ids
 
 
-def test_an_end_that_an_interrupt_kept_from_who_cancelled_comes_with_the_next_step(released, seed) -> None:
-    engine, lock = released
+def test_an_end_that_an_interrupt_kept_from_who_cancelled_comes_with_the_next_step(replies, seed) -> None:
+    engine, reply = replies
     request = engine.add(prompts_of(seed, 5)[0], GREEDY)
 
-    interrupted(lock, lambda: engine.cancel(request.request_id))
+    interrupted(reply, lambda: engine.cancel(request.request_id))
 
     assert [(delta.request_id, delta.finish_reason) for delta in engine.step()] == [(request.request_id, "cancelled")]
     assert engine.step() == []
@@ -290,7 +289,7 @@ def test_an_end_that_an_interrupt_kept_from_who_cancelled_comes_with_the_next_st
 
 def lose_pool_in(engine: Engine, method: str) -> None:
     """Makes the next call of a pool's method fail with its contents."""
-    pool = engine._owner.device.pool
+    pool = engine._core.device.pool
     original = getattr(pool, method)
 
     def fail(*args):
@@ -312,7 +311,7 @@ def test_a_pool_lost_while_a_request_is_swapped_out_loses_no_request(decoder, se
     while engine.num_unfinished:
         engine.step()
 
-    assert engine._owner.device.pool.generation == 2
+    assert engine._core.device.pool.generation == 2
     assert [request.output_token_ids for request in requests] == run(lone, prompts)
 
 
@@ -326,7 +325,7 @@ def test_a_pool_lost_in_the_idle_scrub_does_not_take_the_last_tokens_with_it(dec
     while request.finish_reason is None:
         said += [token for delta in engine.step() for token in delta.token_ids]
 
-    assert engine._owner.device.pool.generation == 2
+    assert engine._core.device.pool.generation == 2
     assert said == request.output_token_ids
     assert run(engine, [prompt]) == [said]
 

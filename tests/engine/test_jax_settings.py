@@ -12,6 +12,7 @@ import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from tests.engine.conftest import tiny_decoder
+from tests.engine.cores import CoreEngine
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.base.errors import Unsupported
 
@@ -31,6 +32,7 @@ PROGRAM = """
 from tests.engine.test_jax_settings import CONFIG, FULL
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.conftest import tiny_decoder
+from tests.engine.cores import CoreEngine
 from jattn.llm.engine import Engine
 print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9), FULL))
 """
@@ -66,7 +68,7 @@ def test_the_engines_own_transfers_pass_the_users_guard(decoder, seed) -> None:
     [(jax.disable_jit, "jax_disable_jit"), (jax.debug_nans, "jax_debug_nans"), (jax.debug_infs, "jax_debug_infs")],
 )
 def test_a_setting_that_forbids_donation_is_named_and_the_engine_goes_on_without_it(setting, name, seed) -> None:
-    engine = Engine(tiny_decoder(), CONFIG)
+    engine = CoreEngine(tiny_decoder(), CONFIG)
     prompts = prompts_of(seed, 5)
     request = engine.add(prompts[0], GREEDY)
 
@@ -76,3 +78,19 @@ def test_a_setting_that_forbids_donation_is_named_and_the_engine_goes_on_without
         engine.step()
 
     assert [request.output_token_ids] == run(Engine(tiny_decoder(), CONFIG), prompts)
+
+
+@pytest.mark.parametrize("setting", [jax.disable_jit, jax.debug_nans])
+def test_a_setting_of_the_callers_thread_does_not_reach_the_engine(setting, decoder, seed) -> None:
+    prompts = prompts_of(seed, 5)
+    expected = run(Engine(decoder, CONFIG), prompts)
+
+    with setting(True):
+        assert run(Engine(decoder, CONFIG), prompts) == expected
+
+
+def test_the_default_device_of_the_caller_is_the_engines(decoder) -> None:
+    with jax.default_device(jax.devices()[-1]):
+        engine = Engine(decoder, CONFIG)
+
+    assert engine._core.device.pool._arrays[0].devices() == {jax.devices()[-1]}

@@ -172,7 +172,7 @@ def test_a_checkpoints_scales_are_honoured(model) -> None:
 
     path = "layers.0.self_attn.paged_attention"
     for engine, unit in ((fp8, 1.0), (int8, 448 / 127)):
-        weights = engine._owner.device.runner.weights
+        weights = engine._core.device.runner.weights
         found = [
             float(weights.leaves[weights._places[f"{path}.kv_scales.{name}"]][0]) for name in ("k_scale", "v_scale")
         ]

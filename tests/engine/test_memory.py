@@ -30,7 +30,7 @@ def no_collector() -> Iterator[None]:
 def test_a_dropped_engine_frees_its_pool_without_the_collector(decoder, seed) -> None:
     engine = Engine(decoder, CONFIG)
     run(engine, prompts_of(seed, 5, 9))
-    array = weakref.ref(engine._owner.device.pool._arrays[0])
+    array = weakref.ref(engine._core.device.pool._arrays[0])
 
     del engine
 
@@ -43,7 +43,7 @@ def test_a_dropped_llm_with_an_open_stream_frees_its_pool_without_the_collector(
     stream = llm.stream(prompts_of(seed, 5, 9), GREEDY)
     next(stream)
     assert isinstance(llm.engine, Engine)
-    array = weakref.ref(llm.engine._owner.device.pool._arrays[0])
+    array = weakref.ref(llm.engine._core.device.pool._arrays[0])
 
     del llm, stream
 
@@ -58,8 +58,8 @@ def test_an_engine_that_survived_a_failing_callback_frees_its_pool_when_dropped(
     fail_callbacks(monkeypatch, count=1)
 
     assert run(engine, [prompt]) == expected
-    assert engine._owner.device.pool.generation > 1
-    array = weakref.ref(engine._owner.device.pool._arrays[0])
+    assert engine._core.device.pool.generation > 1
+    array = weakref.ref(engine._core.device.pool._arrays[0])
     del engine
 
     assert array() is None
@@ -78,7 +78,7 @@ def test_an_engine_that_raised_the_loss_of_its_pool_frees_it_when_dropped(seed, 
         assert "planted" in str(error)  # noqa: PT017 (what pytest.raises returns would keep the frames)
     else:
         pytest.fail("the second failure in a row was not raised")
-    pool = weakref.ref(engine._owner.device.pool)
+    pool = weakref.ref(engine._core.device.pool)
 
     del engine
 
@@ -104,7 +104,7 @@ def test_closing_gives_the_memory_back_while_somebody_still_holds_the_engine(dec
     engine = Engine(decoder, CONFIG)
     request = engine.add(prompts_of(seed, 5)[0], GREEDY)
     engine.step()
-    array = engine._owner.device.pool._arrays[0]
+    array = engine._core.device.pool._arrays[0]
 
     engine.close()
     engine.close()

@@ -21,7 +21,7 @@ from jattn.llm.engine import (
 from jattn.llm.engine.device.device import Device
 from jattn.llm.engine.device.weights import Weights
 from tests.engine.conftest import tiny_decoder
-from tests.engine.interrupts import InterruptAtRelease
+from tests.engine.interrupts import InterruptAtReply
 from tests.engine.test_engine import run
 from tests.engine.test_interrupts import interrupted
 from tests.engine.test_tensor_parallel import SIZES, large_decoder, prompts_of
@@ -44,7 +44,7 @@ def test_a_mesh_with_an_axis_of_copies_has_an_engine_for_each(axes: dict[str, in
     over = mesh("auto", **axes)
     engine = open_engine(large_decoder(num_hidden_layers=1), EngineConfig(**SIZES, mesh=over))
     assert isinstance(engine, DataParallelEngine)
-    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    places = [{device.id for device in each._core.device.pool._arrays[0].devices()} for each in engine.engines]
     ids = np.vectorize(lambda device: device.id)(over.devices)
     assert places == [set(row.tolist()) for row in (ids if over.axis_names[0] == "dp" else ids.T)]
 
@@ -59,8 +59,8 @@ def test_two_copies_of_two_devices_say_what_one_device_says() -> None:
 
     # Drawn without seeds of their own: these come from the number of the request.
     requests = [engine.add(prompt, DRAWN) for prompt in prompts]
-    halves = [len(each._owner.requests) for each in engine.engines]
-    places = [{device.id for device in each._owner.device.pool._arrays[0].devices()} for each in engine.engines]
+    halves = [len(each._core.requests) for each in engine.engines]
+    places = [{device.id for device in each._core.device.pool._arrays[0].devices()} for each in engine.engines]
     while engine.num_unfinished:
         engine.step()
 
@@ -85,19 +85,19 @@ def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_when_that_is_busy() -> 
     assert request.num_cached_tokens == 20
     # What waits there is more than the prefix saves.
     engine.add([*shared, 6], GREEDY)
-    assert [len(each._owner.requests) for each in engine.engines] == [1, 1]
+    assert [len(each._core.requests) for each in engine.engines] == [1, 1]
 
 
 @on_four_devices
-def test_an_interrupt_between_two_turns_queues_nothing_and_loses_no_token() -> None:
+def test_an_interrupted_caller_of_a_copy_queues_nothing_and_loses_no_token() -> None:
     engine = two()
-    engine._turns._lock = lock = InterruptAtRelease()  # pyright: ignore[reportAttributeAccessIssue]
-    interrupted(lock, lambda: engine.add(prompts_of(4, 1)[0], GREEDY))
+    reply = InterruptAtReply(engine.engines[0])
+    interrupted(reply, lambda: engine.add(prompts_of(4, 1)[0], GREEDY))
     assert engine.num_unfinished == 0
 
     request, seen = engine.add(prompts_of(4, 1)[0], GREEDY), []
     while engine.num_unfinished:
-        interrupted(lock, engine.step)
+        interrupted(reply, engine.step)
         seen += [token for delta in engine.step() for token in delta.token_ids]
     assert seen == request.output_token_ids
     assert len(seen) == 4
@@ -133,7 +133,7 @@ def test_outboxes_cancelled_requests_and_the_end_are_those_of_an_engine() -> Non
 def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
     engine = two(kv_cache_dtype="fp8")
     ones = KVCacheScales(dict.fromkeys(calibrate_kv_cache(large_decoder()).ranges, (448.0, 448.0)))
-    first, second = (each._owner.device for each in engine.engines)
+    first, second = (each._core.device for each in engine.engines)
     weights = [device.runner.weights for device in (first, second)]
     before = [each.leaves for each in weights]
     # The first copy has done its part by then.
@@ -156,7 +156,7 @@ def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
 
     engine.sleep()
     with (
-        mock.patch("jattn.llm.engine.owner.check_room", side_effect=[None, InvalidInput("no room")]),
+        mock.patch("jattn.llm.engine.core.check_room", side_effect=[None, InvalidInput("no room")]),
         pytest.raises(InvalidInput, match="no room"),
     ):
         engine.wake()

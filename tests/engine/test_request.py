@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.request.request import Request, RequestMetrics, RequestState
+from jattn.llm.engine.request.outputs import RequestMetrics
+from jattn.llm.engine.request.request import Request, RequestState
 from torch_core.base.errors import InvalidInput
 
 

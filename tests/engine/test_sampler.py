@@ -18,13 +18,12 @@ from jattn.llm.engine.device.sampler import (
     SamplingKind,
     check_processors,
     filtered,
-    is_plain,
     processed,
     sample,
     sample_fully,
 )
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
-from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.params import SamplingParams, is_plain, pack_sampling
 from jattn.llm.engine.request.grammar import mask_of
 from torch_core.base.errors import InvalidInput
 
@@ -46,7 +45,8 @@ run_plain = jax.jit(sample)
 
 def rows_of(*params: SamplingParams, seeds: list[int] | None = None, num_prompt_tokens: int = 1) -> Rows:
     packed = [
-        Rows.pack(each, 3 if seeds is None else seeds[index], num_prompt_tokens) for index, each in enumerate(params)
+        pack_sampling(each, 3 if seeds is None else seeds[index], num_prompt_tokens)
+        for index, each in enumerate(params)
     ]
     return Rows.unpack(jnp.asarray(np.stack(packed)))
 
@@ -336,7 +336,7 @@ def test_a_rows_draw_does_not_depend_on_its_batch_mates_nor_on_the_kind_of_step(
 
 def test_a_greedy_batch_says_what_a_plain_one_does_and_draws_nothing(seed) -> None:
     logits = jnp.asarray(np.random.default_rng(seed).normal(size=(5, 40)).round(1), jnp.float32)
-    rows = Rows.unpack(jnp.asarray(np.stack([Rows.pack(SamplingParams(temperature=0.0), 1, 1)] * 5)))
+    rows = Rows.unpack(jnp.asarray(np.stack([pack_sampling(SamplingParams(temperature=0.0), 1, 1)] * 5)))
     index = jnp.zeros(5, jnp.int32)
     greedy = Sampler(SamplingKind.GREEDY)
     state = SamplerState(None, None)

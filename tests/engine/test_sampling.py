@@ -15,7 +15,7 @@ import pytest
 
 import jattn
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.clients.reader import PromptReader
+from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.request.grammar import GrammarCompiler
 from jattn.llm.engine.request.logprobs import Logprobs
 from jattn.llm.load import TextTokenizer, load_tokenizer

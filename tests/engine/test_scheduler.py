@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jattn.llm.engine import EngineConfig, SamplingParams
-from jattn.llm.engine.request.request import Request, RequestMetrics, RequestState
+from jattn.llm.engine.request.outputs import RequestMetrics
+from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
 from torch_core.base.errors import RequestTooLong
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep

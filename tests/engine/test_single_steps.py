@@ -56,7 +56,7 @@ def test_a_large_model_decodes_one_token_for_a_program_unless(number, channel, m
     monkeypatch.setattr(device, "outlasts_the_host", lambda leaves: True)
     monkeypatch.setattr(device, "shared_channel", lambda *_, **__: channel)
     with Engine(tiny_decoder(), EngineConfig(num_blocks=9, num_scheduler_steps=number)) as engine:
-        assert engine._owner.device.num_scheduler_steps == most
+        assert engine._core.device.num_scheduler_steps == most
 
 
 @on_four_devices
@@ -66,7 +66,7 @@ def test_copies_of_a_large_model_decode_four_tokens_for_a_program():
         mock.patch("jattn.llm.engine.device.device.outlasts_the_host", return_value=True),
         DataParallelEngine(tiny_decoder(), config) as engine,
     ):
-        assert [each._owner.device.num_scheduler_steps for each in engine.engines] == [4, 4]
+        assert [each._core.device.num_scheduler_steps for each in engine.engines] == [4, 4]
 
 
 def test_programs_of_several_tokens_are_neither_compiled_nor_run_where_one_token_is_better(monkeypatch):

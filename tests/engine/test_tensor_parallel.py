@@ -42,7 +42,7 @@ def one_and_four(**changes: Any) -> tuple[Engine, Engine]:
 
 
 def mesh_of(engine: Engine) -> Any:
-    sharding = engine._owner.device.pool.sharding
+    sharding = engine._core.device.pool.sharding
     assert sharding is not None
     return sharding.mesh
 
@@ -89,7 +89,7 @@ def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> N
     _, four = one_and_four()
     run(four, prompts_of(3, 2), SamplingParams(max_tokens=6, ignore_eos=True))
 
-    programs = four._owner.device.runner.programs
+    programs = four._core.device.runner.programs
     texts = {str(bucket): compiled.as_text() for bucket, compiled in programs._compiled.items()}
     # Others of this shape may have been compiled before.
     plain = {name: text for name, text in texts.items() if name.endswith("plain")}
@@ -117,7 +117,7 @@ def test_nothing_empty_goes_into_or_out_of_the_part_of_a_device(guesses: int) ->
         speculative_config=speculation,
         logits_processors=processors if guesses else None,
     )
-    runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._owner.device.runner
+    runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._core.device.runner
     largest = [bucket for bucket in runner._all_buckets() if bucket.num_seqs == SIZES["max_num_seqs"]]
     kinds = {(each.sampler.kind, each.num_steps, each.max_query_len > 1 + guesses): each for each in largest}
     assert len(kinds) == (4 if guesses else 6)
@@ -201,9 +201,9 @@ def test_the_pool_takes_its_bytes_on_each_device() -> None:
         )
         for size in (1, 2)
     )
-    pool = four._owner.device.pool
+    pool = four._core.device.pool
     assert pool.sharding == NamedSharding(mesh_of(four), PartitionSpec(None, None, None, "tp"))
-    assert pool.num_blocks == 2 * one._owner.device.pool.num_blocks
+    assert pool.num_blocks == 2 * one._core.device.pool.num_blocks
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -252,7 +252,7 @@ def test_a_model_that_is_cut_over_a_mesh_of_any_kind_stays_where_it_is(kind: str
     assert run(engine, prompts, greedy) == run(Engine(model, EngineConfig(**SIZES)), prompts, greedy)
     places = [
         [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
-        for leaves in (jax.tree.leaves(nnx.state(cut)), engine._owner.device.runner.weights.leaves)
+        for leaves in (jax.tree.leaves(nnx.state(cut)), engine._core.device.runner.weights.leaves)
     ]
     assert places[0] == places[1]
 
@@ -285,7 +285,7 @@ def test_a_mesh_names_its_axes_and_gives_the_sizes() -> None:
 def test_what_devices_sum_with_is_made_anew_with_the_pool_and_not_between(decoder, monkeypatch) -> None:
     made: list[Placement] = []
     monkeypatch.setattr(Placement, "peers", lambda placement: made.append(placement))
-    device = Engine(decoder, EngineConfig(**SIZES))._owner.device
+    device = Engine(decoder, EngineConfig(**SIZES))._core.device
     counts = [len(made)]
 
     for renew in (False, True, False):

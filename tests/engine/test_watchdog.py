@@ -13,7 +13,8 @@ import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device.watchdog import Watchdog
-from jattn.llm.engine.request.request import Request, RequestMetrics
+from jattn.llm.engine.request.outputs import RequestMetrics
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_interrupts import SIZES
@@ -124,7 +125,7 @@ def test_without_a_limit_there_is_no_thread() -> None:
 def test_a_stuck_step_of_an_engine_names_its_program(decoder, seed, caplog) -> None:
     engine = Engine(decoder, EngineConfig(**SIZES, step_timeout_seconds=1e5))
     clock = Clock()
-    watchdog = engine._owner.device.watchdog
+    watchdog = engine._core.device.watchdog
     watchdog._clock = clock
     engine.add(prompts_of(seed, 5)[0], SamplingParams(max_tokens=6, ignore_eos=True), request_id="mine")
     while not watchdog._out:

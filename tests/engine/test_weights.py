@@ -101,7 +101,7 @@ def test_finished_requests_end_with_the_old_weights_and_their_tokens_are_still_d
 def test_arrays_that_lie_on_the_device_are_taken_without_a_copy(engine, other) -> None:
     engine.update_weights(other)
 
-    taken = {leaf.unsafe_buffer_pointer() for leaf in engine._owner.device.runner.weights.leaves}
+    taken = {leaf.unsafe_buffer_pointer() for leaf in engine._core.device.runner.weights.leaves}
     assert taken == {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(other))}
 
 
@@ -143,7 +143,7 @@ def told(engine, monkeypatch) -> list[Any]:
 
     monkeypatch.setattr("jattn.llm.processes.multihost_utils.process_allgather", gather)
     channel = mock.Mock(send=lambda what, *_: found.append(what))
-    engine._owner._device = replace(engine._owner.device, channel=channel)
+    engine._core._device = replace(engine._core.device, channel=channel)
     return found
 
 
@@ -251,7 +251,7 @@ def test_a_sleeping_engine_holds_no_pool_and_loses_no_request(engine, decoder, s
 
     engine.sleep()
     assert engine.asleep
-    assert not engine._owner.device.pool._arrays
+    assert not engine._core.device.pool._arrays
     late, gone = engine.add(prompts[2], GREEDY), engine.add(prompts[2], GREEDY)
     engine.cancel(gone.request_id)
     with pytest.raises(InvalidInput, match=r"the engine is asleep: its pool has no memory. wake\(\) takes it again"):
@@ -295,12 +295,12 @@ def test_an_engine_takes_new_weights_in_its_sleep_and_compiles_nothing(engine, o
 def test_waking_an_engine_that_is_awake_changes_nothing(engine, seed) -> None:
     request = engine.add(prompts_of(seed, 5)[0], GREEDY)
     engine.step()
-    generation = engine._owner.device.pool.generation
+    generation = engine._core.device.pool.generation
 
     engine.wake()
 
     finish(engine)
-    assert engine._owner.device.pool.generation == generation
+    assert engine._core.device.pool.generation == generation
     assert request.finish_reason == "length"
 
 
@@ -311,7 +311,7 @@ def test_an_engine_without_room_sleeps_on(engine, monkeypatch) -> None:
         raise InvalidInput("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jattn.llm.engine.owner.check_room", refuse)
+        patch.setattr("jattn.llm.engine.core.check_room", refuse)
         with pytest.raises(InvalidInput, match="planted"):
             engine.wake()
 

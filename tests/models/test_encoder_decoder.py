@@ -16,7 +16,7 @@ from flax import nnx
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 from jattn.llm.engine.request.outputs import Outbox
-from jattn.llm.engine.request.validation import Intake
+from jattn.llm.engine.request.validation import Validator
 from jattn.llm.load import load_model, parse_config
 from jattn.llm.load.config import render_config
 from jattn.llm.load.folder import read_object
@@ -254,7 +254,7 @@ def test_a_prompt_is_truncated_to_what_the_encoder_reads_in_one_step(tiny):
 def test_several_inputs_of_the_encoder_may_be_longer_than_what_the_decoder_says(tiny):
     config = EngineConfig(block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=128, max_model_len=8)
     with LLM(tiny, config=config) as llm:
-        runner = llm.engine._owner.device.runner
+        runner = llm.engine._core.device.runner
         assert max(each.max_query_len for each in runner._all_buckets() if each.encodes and each.num_seqs == 2) >= 40
 
 
@@ -276,19 +276,8 @@ def started(folder):
     """What the decoder reads before its first new token."""
     model, config, _ = load_model(folder, with_tokenizer=False)
     assert parse_config(render_config(config, dtype="float32")) == config
-    intake = Intake(model.paged_spec, EngineConfig(), None)
-    return intake.requests(
-        [8],
-        None,
-        grammar=None,
-        number=0,
-        request_id=None,
-        taken=(),
-        prompt=None,
-        salt=None,
-        priority=0,
-        outbox=Outbox(),
-    )[0].prompt_token_ids
+    validator = Validator(model.paged_spec, EngineConfig(), None)
+    return validator.requests([8], None, outbox=Outbox())[0].prompt_token_ids
 
 
 def test_a_step_without_the_blocks_of_the_encoder_is_refused(tiny):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jattn.llm.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.llm.engine.core import EngineCore
 from jattn.llm.serve import AsyncLLM
 from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput, PoolLost
@@ -142,16 +143,16 @@ def test_an_error_on_the_way_to_one_caller_ends_its_request_alone(llm, expected)
 def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tried_again(
     llm, expected, monkeypatch
 ) -> None:
-    engine, failures = llm.llm.engine, 3
+    step, failures = EngineCore.step, 3
 
-    def failing(outbox: Any) -> Any:
+    def failing(core: EngineCore) -> None:
         nonlocal failures
         if failures:
             failures -= 1
             raise PoolLost("gone", generation=1)
-        return type(engine).wait(engine, outbox)
+        step(core)
 
-    monkeypatch.setattr(engine, "wait", failing)
+    monkeypatch.setattr(EngineCore, "step", failing)
 
     with pytest.raises(PoolLost, match="gone"):
         asyncio.run(outputs_of(llm, PROMPTS[0]))

@@ -8,8 +8,7 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.options.speculation import SpeculationStats, SpeculativeConfig
 from jattn.llm.engine.request.logprobs import Logprob
-from jattn.llm.engine.request.outputs import Outbox, TokenDelta
-from jattn.llm.engine.request.request import CompletionOutput, RequestMetrics, RequestOutput
+from jattn.llm.engine.request.outputs import CompletionOutput, Outbox, RequestMetrics, RequestOutput, TokenDelta
 from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.processes import join

@@ -63,6 +63,13 @@ class ScheduledStep:
     committed: CommittedStep
     num_decode_steps: int = 1
 
+    def mark_pending(self) -> None:
+        """Notes in each request which of its tokens the dispatched step samples."""
+        for index, row in enumerate(self.rows):
+            if row.num_samples:
+                row.request.num_pending_tokens += row.num_samples
+                row.request.pending_row = index
+
     @property
     def num_tokens(self) -> int:
         """New tokens of all rows."""

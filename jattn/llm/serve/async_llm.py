@@ -1,28 +1,26 @@
-"""AsyncLLM: requests from any task or thread, tokens as they come; one thread runs the engine for all of them."""
+"""`AsyncLLM`: requests from any task or thread, and their tokens as the engine's thread brings them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import threading
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jattn.llm.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
-from jattn.llm.engine.clients.reader import PromptReader
+from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.request.outputs import TokenDelta
+from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
-from torch_core.base.errors import EngineAsleep, InvalidInput, JattnError, PoolLost
+from torch_core.base.errors import InvalidInput, JattnError, PoolLost
 
 __all__ = ["AsyncLLM", "Submission", "Update"]
 
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
-# Between two looks at an engine that sleeps.
-_NAP_SECONDS = 0.05
+_CLOSED = "the AsyncLLM was closed before the request ended."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +40,7 @@ class Update:
 
 
 #: Called on the engine's thread with each update in order, or with the error that ended the request. It must not block.
-Deliver: TypeAlias = Callable[[Update | Exception], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    reader: PromptReader
-    deliver: Deliver
-    kind: RequestOutputKind
+Deliver: TypeAlias = Callable[[Update | BaseException], None]
 
 
 class AsyncLLM(contextlib.AbstractContextManager):
@@ -70,25 +61,19 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._outbox = Outbox()
-        # By the id of each sample; changed under the lock, which the engine's thread never holds in a step.
         self._entries: dict[str, _Entry] = {}
-        self._lock = threading.Lock()
-        self._to_cancel: deque[str] = deque()
-        self._wake = threading.Event()
+        self._num_failures = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="jattn-engine", daemon=True)
-        self._thread.start()
 
     @property
     def num_unfinished(self) -> int:
         """Samples that wait or run."""
-        return len(self._entries)
+        return sum(len(entry.request.samples) for entry in list(self._entries.values()))
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine's thread is alive and takes requests."""
-        return self._thread.is_alive() and not self._closed
+        """Whether it takes requests."""
+        return not self._closed and not (self.llm.generates and self.llm.engine.closed)
 
     def add(
         self,
@@ -112,30 +97,48 @@ class AsyncLLM(contextlib.AbstractContextManager):
             RequestTooLong: it can never fit.
         """
         token_ids, text = encoded(prompt, self.llm.tokenizer)
-        # No request's tokens wait for a grammar.
-        self.llm.engine.prepare(params)
-        with self._lock:
-            if self._closed:
-                raise InvalidInput("the AsyncLLM is closed; build another one.")
-            request = self.llm.engine.add(
-                token_ids,
-                self.llm.get_default_sampling_params() if params is None else params,
-                prompt=text,
-                request_id=request_id,
-                salt=salt,
-                priority=priority,
-                outbox=self._outbox,
-            )
-            reader = PromptReader(self.llm.engine, self.llm.tokenizer, request)
-            entry = _Entry(reader, deliver, request.params.output_kind)
-            self._entries.update((sample.request_id, entry) for sample in request.samples)
-        self._wake.set()
+        engine, outbox = self.llm.engine, Outbox()
+        if self._closed:
+            raise InvalidInput("the AsyncLLM is closed; build another one.")
+        request = engine.add(
+            token_ids,
+            self.llm.get_default_sampling_params() if params is None else params,
+            prompt=text,
+            request_id=request_id,
+            salt=salt,
+            priority=priority,
+            outbox=outbox,
+        )
+        entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver)
+        self._entries[request.request_id] = entry
+        engine.subscribe(outbox, entry.receive)
+        if self._closed:
+            self.end(entry, InvalidInput(_CLOSED))
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with all its samples soon, without waiting; one that has ended is left alone."""
-        self._to_cancel.append(request_id)
-        self._wake.set()
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self.end(entry)
+
+    def end(self, entry: _Entry, error: BaseException | None = None) -> None:
+        """Forgets a request, cancels what runs of it, and tells its caller of an error."""
+        if self._entries.pop(entry.request.request_id, None) is entry:
+            if self.llm.engine.runs_for(entry.request.outbox):
+                self.llm.engine.abandon(entry.request.outbox)
+            if error is not None:
+                with contextlib.suppress(Exception):
+                    is_ours = isinstance(error, JattnError)
+                    entry.deliver(error if is_ours else RuntimeError(f"the request failed: {error}"))
+
+    def note_step(self, error: BaseException | None) -> None:
+        """Counts the steps in a row that failed; ends every request with the error of the last that may fail."""
+        self._num_failures = 0 if error is None else self._num_failures + 1
+        if error is None or (isinstance(error, PoolLost) and self._num_failures < _MOST_FAILURES):
+            return
+        self._num_failures = 0
+        self._end_all(error)
 
     async def submit(
         self,
@@ -196,105 +199,53 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """Ends every request with an error and closes the engine."""
-        with self._lock:
-            if self._closed:
-                return
+        if not self._closed:
             self._closed = True
-            entries = self._requests()
-            self._entries.clear()
-        for entry in entries:
-            _tell(entry, InvalidInput("the AsyncLLM was closed before the request ended."))
-        self.llm.close()
-        self._wake.set()
-        self._thread.join()
+            self._end_all(InvalidInput(_CLOSED))
+            self.llm.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        failures = 0
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            while not self._closed:
-                self._cancel_requested()
-                try:
-                    deltas = self.llm.engine.wait(self._outbox)
-                except EngineAsleep:
-                    # Its requests survive. The end of the sleep is not announced: `wake` is a call of the engine.
-                    self._wake.clear()
-                    self._wake.wait(_NAP_SECONDS)
-                    continue
-                except Exception as error:
-                    if self._closed:
-                        break
-                    failures += 1
-                    if isinstance(error, PoolLost) and failures < _MOST_FAILURES:
-                        continue
-                    self._fail_all(error)
-                    failures = 0
-                    break
-                failures = 0
-                if not deltas:
-                    break
-                for delta in deltas:
-                    self._hand_out(delta)
-            if self._closed:
-                return
+    def _end_all(self, error: BaseException) -> None:
+        for entry in list(self._entries.values()):
+            self.end(entry, error)
 
-    def _hand_out(self, delta: TokenDelta) -> None:
-        with self._lock:
-            entry = self._entries.get(delta.request_id)
-        if entry is None:
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A request whose caller has not seen its end."""
+
+    llm: AsyncLLM
+    request: Request
+    reader: PromptReader
+    deliver: Deliver
+
+    def receive(self, news: list[TokenDelta] | BaseException) -> None:
+        """Turns deltas into updates; on the engine's thread."""
+        if isinstance(news, BaseException):
+            self.llm.note_step(news)
             return
+        self.llm.note_step(None)
         try:
-            new = entry.reader.read(delta)
-            if new is None:
-                return
-            reader, output = entry.reader, None
-            if reader.finished:
-                self._drop(entry)
-            if entry.kind is RequestOutputKind.DELTA:
-                output = reader.output((new,))
-            elif reader.finished or entry.kind is RequestOutputKind.CUMULATIVE:
-                output = reader.output()
-            entry.deliver(Update(new, reader.finished, output))
+            for delta in news:
+                self._update(delta)
         except Exception as error:
             # A tokenizer that fails or a loop that is gone: this request ends, the others go on.
-            self._end(entry, error)
+            self.llm.end(self, error)
 
-    def _fail_all(self, error: Exception) -> None:
-        with self._lock:
-            entries = self._requests()
-        for entry in entries:
-            self._end(entry, error)
-
-    def _cancel_requested(self) -> None:
-        while self._to_cancel:
-            with self._lock:
-                entry = self._entries.get(self._to_cancel.popleft())
-            if entry is not None:
-                self._end(entry, None)
-
-    def _end(self, entry: _Entry, error: Exception | None) -> None:
-        for sample in self._drop(entry):
-            # One of several samples may have ended.
-            with contextlib.suppress(InvalidInput):
-                self.llm.engine.cancel(sample)
-        if error is not None:
-            _tell(entry, error)
-
-    def _requests(self) -> list[_Entry]:
-        """Returns each request once, however many samples it has; under the lock."""
-        return list({id(each): each for each in self._entries.values()}.values())
-
-    def _drop(self, entry: _Entry) -> list[str]:
-        """Forgets a request and returns the ids of its samples."""
-        with self._lock:
-            samples = [each for each, other in self._entries.items() if other is entry]
-            for sample in samples:
-                del self._entries[sample]
-        return samples
+    def _update(self, delta: TokenDelta) -> None:
+        reader, kind, output = self.reader, self.request.params.output_kind, None
+        new = reader.read(delta)
+        if new is None:
+            return
+        if reader.finished:
+            self.llm.end(self)
+        if kind is RequestOutputKind.DELTA:
+            output = reader.output((new,))
+        elif reader.finished or kind is RequestOutputKind.CUMULATIVE:
+            output = reader.output()
+        self.deliver(Update(new, reader.finished, output))
 
 
 class Submission(contextlib.AbstractContextManager):
@@ -308,10 +259,10 @@ class Submission(contextlib.AbstractContextManager):
         self.ids: list[str] = []
         self._llm = llm
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
+        self._updates: asyncio.Queue[tuple[int, Update | BaseException]] = asyncio.Queue()
         self._num_finished = 0
 
-    def deliver(self, index: int, update: Update | Exception) -> None:
+    def deliver(self, index: int, update: Update | BaseException) -> None:
         """Takes an update of a prompt; on any thread."""
         self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
 
@@ -328,12 +279,7 @@ class Submission(contextlib.AbstractContextManager):
         """Yields each update with the place of its prompt; raises the error that ended a request."""
         while self._num_finished < len(self.ids):
             index, update = await self._updates.get()
-            if isinstance(update, Exception):
+            if isinstance(update, BaseException):
                 raise update
             self._num_finished += update.finished
             yield index, update
-
-
-def _tell(entry: _Entry, error: Exception) -> None:
-    with contextlib.suppress(Exception):
-        entry.deliver(error if isinstance(error, JattnError) else RuntimeError(f"the request failed: {error}"))

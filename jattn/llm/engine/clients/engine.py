@@ -1,15 +1,18 @@
-"""The engine: takes requests, runs steps, gives back tokens; survives interrupts and lost pools by computing again."""
+"""`Engine`: the public interface of an engine, whose methods are commands to its thread."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 
-from jattn.llm.engine.device.benchmark_fill import assume_computed
+from jattn.llm.engine.benchmark_fill import assume_computed
+from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.device.device import check_types, default_config, open_device
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.device.progress import progress
@@ -17,17 +20,16 @@ from jattn.llm.engine.device.weights import Arrivals, Weights
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
-from jattn.llm.engine.owner import Owner
-from jattn.llm.engine.request.outputs import News, Outbox, TokenDelta
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
-from jattn.llm.engine.request.validation import Intake
-from jattn.llm.engine.turns import Turns
+from jattn.llm.engine.request.validation import Validator
+from jattn.llm.engine.thread import EngineThread, Listener, Outcome
 from jattn.llm.load import TextTokenizer
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.checks import shown
-from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache import CacheStats
 
@@ -37,12 +39,11 @@ __all__ = ["Engine"]
 class Engine(contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
-    Any thread may call any method: one lock serialises them, and whichever thread wants tokens runs the next step for
-    all. Not from a signal handler or a finalizer that interrupts a call of the same thread.
+    Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a
+    caller (KeyboardInterrupt) never reaches a step; outputs that it kept from the caller come with the next call.
 
-    What stands of a request are its tokens and how it ended; all else (block tables, prefix keys, queues, steps in
-    flight) is made anew from them after an interrupt, whatever it was and wherever it struck, and after the loss of the
-    pool. That costs time, not answers; statistics begin anew, too.
+    Only the tokens and the finish reason of a request are kept. After an exception of a step, and after the loss of
+    the pool, everything else is rebuilt from them: that costs time and no answers, and statistics begin again at zero.
 
     Args:
         model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. Its weights are captured now: a
@@ -79,31 +80,37 @@ class Engine(contextlib.AbstractContextManager):
         mesh, *others = replica_meshes(config)
         if others:
             raise InvalidInput(
-                f"data_parallel_size is {config.data_parallel_size}; an Engine is one copy. "
-                f"jattn.llm.engine.open_engine "
-                "gives a DataParallelEngine, and LLM has one."
+                f"data_parallel_size is {config.data_parallel_size}; an Engine is one copy. jattn.llm.engine."
+                "open_engine gives a DataParallelEngine, and LLM has one."
             )
-        self._intake = Intake(model.paged_spec, config, tokenizer)
-        device, cache_config, self._plan = open_device(
-            model,
-            config,
-            mesh=mesh,
-            max_model_len=self._intake.max_model_len,
-            model_fingerprint=model_fingerprint,
-        )
-        self._owner = Owner(config, cache_config, device)
-        self._turns = Turns()
+        self._validator = validator = Validator(model.paged_spec, config, tokenizer)
+        plans: list[PoolPlan] = []
+
+        def build() -> EngineCore:
+            device, cache_config, plan = open_device(
+                model,
+                config,
+                mesh=mesh,
+                max_model_len=validator.max_model_len,
+                model_fingerprint=model_fingerprint,
+            )
+            plans.append(plan)
+            return EngineCore(config, cache_config, device)
+
+        self._thread = EngineThread(build)
+        self._core = self._thread.core
+        (self._plan,) = plans
         self._outbox = Outbox()
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._owner.closed
+        return self._core.closed
 
     @property
     def asleep(self) -> bool:
         """Whether `sleep` gave the pool's memory back."""
-        return self._owner.asleep
+        return self._core.asleep
 
     @property
     def pool_plan(self) -> PoolPlan:
@@ -113,47 +120,47 @@ class Engine(contextlib.AbstractContextManager):
     @property
     def max_model_len(self) -> int:
         """Tokens of one sequence at most."""
-        return self._intake.max_model_len
+        return self._validator.max_model_len
 
     @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far; engines of equal models and sizes share them."""
-        return self._owner.device.runner.programs.names
+        return self._core.device.runner.programs.names
 
     @property
     def num_compilations(self) -> int:
         """Programs that this engine compiled; constant after `warmup`."""
-        return self._owner.device.runner.programs.num_compilations
+        return self._core.device.runner.programs.num_compilations
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling them, in `warmup` and within the steps that needed them."""
-        return self._owner.device.runner.programs.compile_seconds
+        return self._core.device.runner.programs.compile_seconds
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        self.settle()
-        return len(self._owner.requests)
+        if self._core.abandoned:
+            self.settle()
+        return len(self._core.requests)
 
     @property
     def num_added(self) -> int:
         """Samples that were ever added, and the number of the next one's seed and id."""
-        return self._owner.num_added
+        return self._core.num_added
 
     @property
     def load(self) -> int:
         """Tokens of all unfinished requests, generated ones as many as there can be."""
-        requests = list(self._owner.requests.values())
-        return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+        return self._core.load
 
     def request_of(self, request_id: str) -> Request | None:
         """Returns the unfinished request of an id, if there is one."""
-        return self._owner.requests.get(request_id) if isinstance(request_id, str) else None
+        return self._core.requests.get(request_id) if isinstance(request_id, str) else None
 
     def runs_for(self, outbox: Outbox) -> bool:
         """Returns whether a request of an outbox is unfinished."""
-        return any(request.outbox is outbox for request in list(self._owner.requests.values()))
+        return self._core.runs_for(outbox)
 
     def warmup(
         self,
@@ -174,45 +181,43 @@ class Engine(contextlib.AbstractContextManager):
                 None for all of them.
         """
 
-        def warm() -> None:
-            with progress(report) as tell:
-                self._owner.device.warmup(tell, wanted)
+        interrupted = threading.Event()
+        with progress(report) as tell:
 
-        self._turns.run(warm)
+            def tell_or_end(done: int, total: int, name: str) -> None:
+                if interrupted.is_set():
+                    raise InterruptedError("the caller of warmup was interrupted.")
+                tell(done, total, name)
+
+            try:
+                self._thread.call(lambda core: core.device.warmup(tell_or_end, wanted))
+            except BaseException:
+                interrupted.set()
+                raise
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""
-
-        def look() -> CacheStats:
-            work = self._owner.begin()
-            try:
-                work.settle()
-            except PoolLost:
-                work = self._owner.begin()
-            self._owner.end(work)
-            return work.cache.stats()
-
-        return self._turns.run(look)
+        return self._thread.call(EngineCore.cache_stats)
 
     def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Fills the pool with noise and takes prompts for computed, to measure what follows them; see `jattn.bench`.
+        """Fills the pool with random contents and takes prompts for computed, for benchmarks; see `jattn.bench`.
 
         Raises:
             InvalidInput, Unsupported, OutOfBlocks: requests are unfinished; several processes; too small a pool.
         """
-        self._turns.run(lambda: assume_computed(self._owner, prompts))
+        self._thread.call(assume_computed, prompts)
 
     def speculation_stats(self) -> SpeculationStats:
-        """Returns how guessing went since the engine was built; see `EngineConfig.speculative_config`."""
-        return self._turns.run(lambda: self._owner.device.speculation.stats())
+        """Returns the counts of guesses since the engine was built; see `EngineConfig.speculative_config`."""
+        return self._thread.call(EngineCore.speculation_stats)
 
     def prepare(self, params: SamplingParams | None) -> None:
-        """Compiles what a request brings, a grammar, so that `add` need not; may take long, and disturbs no step.
+        """Compiles the grammar of a request, if it has one, so that `add` finds it compiled.
 
         Raises:
             InvalidInput, Unsupported: as `add`.
         """
-        self._intake.grammar(params)
+        self._validator.grammar(params)
 
     def add(
         self,
@@ -248,65 +253,36 @@ class Engine(contextlib.AbstractContextManager):
             The request; with n above 1 the first sample, whose `samples` are all of them, each with an id of its own.
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
-
-        if self._owner.device.channel is not None and jax.process_index():
+        if self._core.device.channel is not None and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
-
-        # Compiled before it is this thread's turn: it takes as long as its writer likes.
-        grammar = self._intake.grammar(params)
-
-        def queue() -> Request:
-            work = self._owner.begin()
-            self._owner.num_added = max(self._owner.num_added, first_number)
-            try:
-                samples = self._intake.requests(
-                    prompt_token_ids,
-                    params,
-                    grammar=grammar,
-                    number=self._owner.num_added,
-                    request_id=request_id,
-                    taken=self._owner.requests,
-                    prompt=prompt,
-                    salt=salt,
-                    priority=priority,
-                    outbox=outbox,
-                )
-                for request in samples:
-                    work.scheduler.add(request)
-            except (InvalidInput, Unsupported):
-                self._owner.end(work)
-                raise
-            return self._owner.add(work, samples)
-
-        return self._turns.run(queue, self._owner.withdraw)
-
-    def withdraw(self, request: Request) -> None:
-        """Forgets a request and its other samples as if nobody had added it; no delta tells of their end."""
-        self._turns.run(lambda: self._owner.withdraw(request))
+        samples = self._validator.requests(
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            prompt=prompt,
+            salt=salt,
+            priority=priority,
+            outbox=outbox,
+        )
+        try:
+            return self._thread.call(EngineCore.add, samples, first_number)
+        except BaseException:
+            # An interrupted caller does not know the request, and could not cancel it.
+            self._abandon(samples[0])
+            raise
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request (one sample) now; tokens of it that are still on the device are dropped.
 
         Returns:
-            Its end. Whoever reads it with `wait` learns of it there, too; `step` does not repeat it.
+            Its end. A caller that reads its outbox with `wait` learns of it there, too; `step` does not repeat it.
 
         Raises:
             InvalidInput: no unfinished request has this id.
         """
-
-        def end() -> tuple[TokenDelta, News]:
-            work = self._owner.begin()
-            request = self.request_of(request_id)
-            if request is not None:
-                self._owner.finish(work, request, "cancelled")
-            self._owner.end(work)
-            if request is None:
-                raise InvalidInput(f"no unfinished request has the id {shown(request_id)}.")
-            news = self._outbox.news(request)
-            deltas = self._outbox.take(news) or [TokenDelta(request_id, (), request.finish_reason)]
-            return deltas[0], news
-
-        return self._turns.run(end, lambda taken: self._outbox.put_back(taken[1]))[0]
+        end = self._thread.call(EngineCore.cancel, request_id)
+        tokens = (token for delta in self._outbox.take(request_id) for token in delta.token_ids)
+        return replace(end, token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
         """Dispatches the next step if there is one and reads the oldest if it must; returns what came.
@@ -319,15 +295,16 @@ class Engine(contextlib.AbstractContextManager):
             PoolLost: two steps failed in a row. The engine is still usable.
             EngineAsleep, InvalidInput: the engine is asleep, or closed.
         """
-        return self._advance(self._outbox, look_first=False)[0]
+        self._thread.call(EngineCore.step)
+        return self._outbox.take()
 
     def advance(self) -> None:
-        """Does what `step` does and leaves what came in the outboxes.
+        """Does what `step` does and leaves the deltas in their outboxes.
 
         Raises:
             PoolLost, InvalidInput: as `step`.
         """
-        self._turns.run(self._owner.advance)
+        self._thread.call(EngineCore.step)
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until something came for the requests of an outbox, and returns it.
@@ -339,11 +316,24 @@ class Engine(contextlib.AbstractContextManager):
             PoolLost: as `step`.
             InvalidInput: no outbox, or the engine is closed.
         """
-        _checked(outbox)
-        while True:
-            deltas, unfinished = self._advance(outbox, look_first=True)
-            if deltas or not unfinished:
-                return deltas
+        while not _checked(outbox):
+            self._thread.wait(outbox)
+            if not outbox and not self._core.runs_for(outbox):
+                break
+        return outbox.take()
+
+    def notify(self, outbox: Outbox, reply: Callable[[Outcome], object]) -> None:
+        """Does what `wait` does, and returns at once; `reply` is called on the engine's thread when it has ended."""
+        self._thread.notify(outbox, reply)
+
+    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
+        """Runs steps as long as an outbox has an unfinished request, and gives every delta to a listener.
+
+        Args:
+            outbox: of requests that were added.
+            listener: called on the engine's thread, with deltas or with the error of a step; it must not block.
+        """
+        self._thread.subscribe(outbox, listener)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string, and drops the tokens that came with it and lie behind.
@@ -353,15 +343,7 @@ class Engine(contextlib.AbstractContextManager):
             num_output_tokens: generated tokens to keep.
         """
 
-        def end() -> None:
-            if request.finish_reason is None:
-                work = self._owner.begin()
-                self._owner.finish(work, request, "stop")
-                self._owner.end(work)
-            del request.output_token_ids[num_output_tokens:]
-            request.finish_reason = "stop"
-
-        self._turns.run(end)
+        self._thread.call(EngineCore.stop, request, num_output_tokens)
 
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
@@ -396,17 +378,17 @@ class Engine(contextlib.AbstractContextManager):
                 raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
             return weights.checked(state)
 
-        return self._owner.fitting(check, unfinished)
+        return self._thread.call(EngineCore.fitting, check, unfinished)
 
     def finish(self, unfinished: str) -> None:
         """Runs the requests that are there to their end, if they shall; see `update_weights`."""
-        remaining = set(self._owner.requests.values()) if unfinished == "finish" and not self.asleep else set()
+        remaining = set(self._core.requests.values()) if unfinished == "finish" and not self.asleep else set()
         while any(request.finish_reason is None for request in remaining):
-            self._turns.run(self._owner.advance)
+            self._thread.call(EngineCore.step)
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
         """Goes on with what `fitting_weights` or `fitting_scales` returned; nothing in it can fail."""
-        self._turns.run(lambda: self._owner.replace_weights(leaves))
+        self._thread.call(EngineCore.replace_weights, leaves)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Goes on with other scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
@@ -419,7 +401,7 @@ class Engine(contextlib.AbstractContextManager):
 
     def fitting_scales(self, scales: KVCacheScales) -> list[jax.Array]:
         """Returns what `replace_weights` takes; see `set_kv_cache_scales`."""
-        dtype = self._owner.device.pool.spec.dtype
+        dtype = self._core.device.pool.spec.dtype
 
         def check(weights: Weights) -> Arrivals:
             if not isinstance(scales, KVCacheScales):
@@ -430,7 +412,7 @@ class Engine(contextlib.AbstractContextManager):
                 )
             return weights.checked_scales(scales.values(dtype))
 
-        return self._owner.fitting(check)
+        return self._thread.call(EngineCore.fitting, check)
 
     def sleep(self) -> None:
         """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
@@ -441,7 +423,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: the engine is closed, or a torch view of the pool is alive.
         """
-        self._turns.run(self._owner.sleep)
+        self._thread.call(EngineCore.sleep)
 
     def wake(self) -> None:
         """Takes the pool's memory again; nothing happens to an engine that is awake.
@@ -449,49 +431,33 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             InvalidInput: the engine is closed, or the memory is not free; it sleeps on then.
         """
-        self._turns.run(self._owner.wake)
+        self._thread.call(EngineCore.wake)
 
     def abandon(self, outbox: Outbox) -> None:
-        """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
-        self._owner.abandoned.append(_checked(outbox))
+        """Cancels the unfinished requests of an outbox, and does not wait for that; safe in a finalizer."""
+        self._abandon(_checked(outbox))
 
     def follow(self) -> bool:
         """Does what process 0's engine does until that sleeps (call it again) or closes; False if there is none."""
-        channel = self._owner.device.channel
-        if channel is None or not jax.process_index():
-            return False
-        self._owner.follow(channel)
-        return True
+        return self._thread.call(EngineCore.follow)
 
     def settle(self) -> None:
-        """Does now what interrupts and `abandon` left to the next call; a closed engine has nothing left."""
-
-        def settle() -> None:
-            if not self._owner.closed:
-                self._owner.end(self._owner.begin())
-
-        self._turns.run(settle)
+        """Waits until the engine has carried out all earlier commands; a closed engine has none left."""
+        self._thread.call(EngineCore.drop_abandoned)
 
     def close(self) -> None:
         """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
-        self._turns.run(self._owner.close)
+        try:
+            self._thread.call(EngineCore.close)
+        finally:
+            self._thread.end()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _advance(self, outbox: Outbox, *, look_first: bool) -> tuple[list[TokenDelta], bool]:
-        """Runs a step, unless there are news to look at first; returns them and whether a request is unfinished."""
-
-        def advance() -> tuple[list[TokenDelta], bool, News]:
-            news = outbox.news() if look_first else {}
-            if not news:
-                self._owner.advance()
-                news = outbox.news()
-            unfinished = bool(news) or any(request.outbox is outbox for request in self._owner.requests.values())
-            return outbox.take(news), unfinished, news
-
-        self._turns.let_in()
-        return self._turns.run(advance, lambda taken: outbox.put_back(taken[2]))[:2]
+    def _abandon(self, unread: Outbox | Request) -> None:
+        self._core.abandoned.append(unread)
+        self._thread.post(EngineCore.drop_abandoned)
 
 
 def _checked(outbox: object) -> Outbox:

@@ -21,8 +21,7 @@ from jattn.llm.engine.device.device import default_config
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
-from jattn.llm.engine.request.outputs import Outbox
-from jattn.llm.engine.request.request import RequestOutput
+from jattn.llm.engine.request.outputs import Outbox, RequestOutput
 from jattn.llm.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
 from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales

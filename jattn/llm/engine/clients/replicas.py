@@ -1,11 +1,13 @@
-"""Data parallelism: copies of an engine with a batch and a cache each, behind one door that knows their prefixes."""
+"""Data parallelism: copies of an engine with a batch and a cache each, and a router that knows their prefixes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -16,9 +18,9 @@ from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
-from jattn.llm.engine.request.outputs import News, Outbox, TokenDelta
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
-from jattn.llm.engine.turns import Turns
+from jattn.llm.engine.thread import Listener, Outcome
 from jattn.llm.load import TextTokenizer
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
@@ -33,9 +35,9 @@ __all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
 class DataParallelEngine(contextlib.AbstractContextManager):
     """Several engines that are called like one. Any thread may call any method.
 
-    A request stays with the engine that it is given to at first: the one for which what waits there and what of the
-    prompt is not cached there come to the fewest tokens. Seeds and ids are numbered through, so that the tokens are
-    those of one engine. Priorities hold among the requests of an engine.
+    Each copy has its own thread. A request stays with the copy that it is given to: the one with the fewest tokens to
+    compute before it, those of its prompt included that are not cached there. Seeds and ids are numbered through, so
+    that the tokens are those of one engine. Priorities hold among the requests of a copy.
 
     Args:
         model, tokenizer: as for `Engine`; every copy has the weights.
@@ -49,7 +51,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     """
 
     def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
-        # One thread prepares the steps of all.
+        # Their threads share one interpreter.
         steps = config.most_scheduler_steps
         # Its sizes follow from the mesh of one copy, which goes in with them.
         of_one: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "num_scheduler_steps": steps}
@@ -58,9 +60,9 @@ class DataParallelEngine(contextlib.AbstractContextManager):
             for mesh in replica_meshes(config)
         )
         self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
-        self._turns = Turns()
+        # Held while a request is routed and numbered.
+        self._routing = threading.Lock()
         self._outbox = Outbox()
-        self._next = 0
 
     @property
     def closed(self) -> bool:
@@ -100,7 +102,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return self._turns.run(lambda: sum(engine.num_unfinished for engine in self.engines))
+        return sum(engine.num_unfinished for engine in self.engines)
 
     def warmup(
         self,
@@ -117,7 +119,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     def cache_stats(self) -> CacheStats:
         """Returns the sums over the block allocators."""
-        return self._turns.run(lambda: _total([engine.cache_stats() for engine in self.engines]))
+        return _total([engine.cache_stats() for engine in self.engines])
 
     def speculation_stats(self) -> SpeculationStats:
         """Returns how guessing went, of all copies together."""
@@ -140,7 +142,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     ) -> Request:
         """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
 
-        def queue() -> tuple[Engine, Request]:
+        with self._routing:
             if request_id is not None and self._engine_of(request_id) is not None:
                 raise InvalidInput(
                     f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique."
@@ -156,60 +158,47 @@ class DataParallelEngine(contextlib.AbstractContextManager):
                 **options,
             )
             self._router.note(index, prompt_token_ids, salt)
-            return self.engines[index], request
-
-        return self._turns.run(queue, lambda added: added[0].withdraw(added[1]))[1]
+            return request
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request now; see `Engine.cancel`."""
-
-        def end() -> tuple[TokenDelta, News]:
-            engine = self._engine_of(request_id) or self.engines[0]
-            request = engine.request_of(request_id)
-            delta = engine.cancel(request_id)
-            news = {} if request is None else self._outbox.news(request)
-            return next(iter(self._outbox.take(news)), delta), news
-
-        return self._turns.run(end, lambda taken: self._outbox.put_back(taken[1]))[0]
+        end = (self._engine_of(request_id) or self.engines[0]).cancel(request_id)
+        tokens = (token for delta in self._outbox.take(request_id) for token in delta.token_ids)
+        return dataclasses.replace(end, token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
         """Runs a step of every copy that has something to do; returns what came. See `Engine.step`."""
-
-        def advance() -> tuple[list[TokenDelta], News]:
-            for engine in self._busy():
-                engine.advance()
-            news = self._outbox.news()
-            return self._outbox.take(news), news
-
-        return self._turns.run(advance, lambda taken: self._outbox.put_back(taken[1]))[0]
+        for engine in [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]:
+            engine.advance()
+        return self._outbox.take()
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
-        """Runs steps, of one copy after the other, until something came for an outbox; see `Engine.wait`."""
+        """Runs steps until something came for an outbox; see `Engine.wait`. The copies run theirs at the same time."""
         if not isinstance(outbox, Outbox):
             raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+        while not outbox:
+            running = [engine for engine in self.engines if engine.runs_for(outbox)]
+            if not running:
+                # A copy raises what `Engine.wait` raises of one that is asleep or closed.
+                return self.engines[0].wait(outbox)
+            replies: SimpleQueue[Outcome] = SimpleQueue()
+            for engine in running:
+                engine.notify(outbox, replies.put)
+            replies.get().result()
+        return outbox.take()
 
-        def advance() -> tuple[list[TokenDelta], bool, News]:
-            news = outbox.news()
-            unfinished = any(engine.runs_for(outbox) for engine in self.engines)
-            if not news and unfinished:
-                # The others' devices go on with what they were given.
-                self._next += 1
-                busy = self._busy()
-                busy[self._next % len(busy)].advance()
-                news = outbox.news()
-            return outbox.take(news), unfinished, news
+    def runs_for(self, outbox: Outbox) -> bool:
+        """Returns whether a request of an outbox is unfinished."""
+        return any(engine.runs_for(outbox) for engine in self.engines)
 
-        while True:
-            self._turns.let_in()
-            deltas, unfinished, _ = self._turns.run(advance, lambda taken: outbox.put_back(taken[2]))
-            if deltas or not unfinished:
-                return deltas
+    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
+        """Gives every delta of an outbox to a listener; see `Engine.subscribe`."""
+        running = [engine for engine in self.engines if engine.runs_for(outbox)]
+        (running or self.engines)[0].subscribe(outbox, listener)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string; see `Engine.stop`."""
-        self._turns.run(
-            lambda: (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
-        )
+        (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
 
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
@@ -230,7 +219,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         self._all_or_none(Engine.wake, Engine.sleep)
 
     def abandon(self, outbox: Outbox) -> None:
-        """Cancels the unfinished requests of an outbox with the next call of any method; safe in a finalizer."""
+        """Cancels the unfinished requests of an outbox, and does not wait for that; safe in a finalizer."""
         for engine in self.engines:
             engine.abandon(outbox)
 
@@ -239,7 +228,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         return False
 
     def settle(self) -> None:
-        """Does now what interrupts and `abandon` left to the next call."""
+        """Waits until all copies have carried out all earlier commands."""
         self._each(Engine.settle)
 
     def close(self) -> None:
@@ -249,45 +238,32 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _busy(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]
-
     def _engine_of(self, request_id: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
 
     def _each(self, action: Callable[[Engine], None]) -> None:
-        def act() -> None:
-            for engine in self.engines:
-                action(engine)
-
-        self._turns.run(act)
+        for engine in self.engines:
+            action(engine)
 
     def _replace(self, fitting: Callable[[Engine], list[jax.Array]], unfinished: str) -> None:
-        def replace() -> None:
-            fitted = [fitting(engine) for engine in self.engines]
-            for engine in self.engines:
-                engine.finish(unfinished)
-            for engine, leaves in zip(self.engines, fitted, strict=True):
-                engine.replace_weights(leaves)
+        fitted = [fitting(engine) for engine in self.engines]
+        for engine in self.engines:
+            engine.finish(unfinished)
+        for engine, leaves in zip(self.engines, fitted, strict=True):
+            engine.replace_weights(leaves)
+        with self._routing:
             self._router.forget()
-
-        self._turns.run(replace)
 
     def _all_or_none(self, action: Callable[[Engine], None], undo: Callable[[Engine], None]) -> None:
         """Puts all copies to sleep or wakes them; if one fails, those that changed go back."""
-
-        def act() -> None:
-            before = [engine.asleep for engine in self.engines]
-            try:
-                for engine in self.engines:
-                    action(engine)
-            except BaseException:
-                for engine, was_asleep in zip(self.engines, before, strict=True):
-                    if engine.asleep != was_asleep:
-                        undo(engine)
-                raise
-
-        self._turns.run(act)
+        before = [engine.asleep for engine in self.engines]
+        try:
+            self._each(action)
+        except BaseException:
+            for engine, was_asleep in zip(self.engines, before, strict=True):
+                if engine.asleep != was_asleep:
+                    undo(engine)
+            raise
 
 
 #: What serves requests, one copy of the model or several.

@@ -1,24 +1,24 @@
-"""Text as it comes: one caller's requests, decoded and cut at their stop strings."""
+"""Outputs as text: `PromptReader` decodes the samples of one prompt, `TextStream` iterates over several prompts."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jattn.llm.engine.clients.reader import PromptReader
 from jattn.llm.engine.clients.replicas import AnyEngine
-from jattn.llm.engine.request.logprobs import Logprob
-from jattn.llm.engine.request.outputs import Outbox, TokenDelta
-from jattn.llm.engine.request.request import Request, RequestOutput
+from jattn.llm.engine.request.logprobs import Logprob, as_dict
+from jattn.llm.engine.request.outputs import CompletionOutput, Outbox, RequestOutput, TokenDelta
+from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
+from jattn.llm.text.detokenize import Detokenizer
 
-__all__ = ["TextDelta", "TextStream"]
+__all__ = ["PromptReader", "TextDelta", "TextStream"]
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one step brought for one sample of one prompt.
+    """The new text of one sample of one prompt.
 
     Attributes:
         index: the prompt's place in the list.
@@ -42,13 +42,12 @@ class TextDelta:
 class TextStream(Iterator[TextDelta]):
     """Iterates over the deltas of some requests. Closing or dropping it cancels those that have not finished.
 
-    Any number of streams of one engine may be open, each read by one thread at a time: whoever reads runs the engine
-    for all.
+    Any number of streams of one engine may be open, each read by one thread at a time. Steps run while one is read.
 
     Args:
         engine: runs the requests.
         tokenizer: of the model; None for token ids without text.
-        outbox: where the engine puts their news.
+        outbox: of the requests.
         requests: the first sample of each prompt, in the order of the prompts.
     """
 
@@ -82,7 +81,7 @@ class TextStream(Iterator[TextDelta]):
             self._engine.settle()
 
     def __del__(self) -> None:
-        # Whatever thread this runs in and whatever that is in the middle of; also where __init__ was interrupted.
+        # In any thread, in the middle of anything; also where __init__ was interrupted.
         if getattr(self, "_unfinished", None):
             self._abandon()
 
@@ -101,3 +100,140 @@ class TextStream(Iterator[TextDelta]):
             del self._unfinished[delta.request_id]
         output = reader.output() if reader.finished else None
         return TextDelta(index, new.text, new.token_ids, output, new.index, new.logprobs, new.finish_reason)
+
+
+class PromptReader:
+    """Turns the engine's deltas for the samples of one prompt into text, and ends those that reach a stop string.
+
+    Args:
+        engine: runs the requests.
+        tokenizer: of the model; None for token ids without text.
+        request: the first sample.
+    """
+
+    def __init__(self, engine: AnyEngine, tokenizer: TextTokenizer | None, request: Request) -> None:
+        self._engine = engine
+        self._decode = None if tokenizer is None else tokenizer.decode_plainly
+        self._request = request
+        self._samples = {sample.request_id: _Sample(sample, tokenizer) for sample in request.samples}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples ended."""
+        return all(sample.finish_reason is not None for sample in self._samples.values())
+
+    def read(self, delta: TokenDelta) -> CompletionOutput | None:
+        """Returns what is new of a sample, with the reason if it ended; None if it had ended before."""
+        sample = self._samples[delta.request_id]
+        if sample.finish_reason is not None:
+            return None
+        token_ids, text = delta.token_ids, ""
+        detokenizer, request = sample.detokenizer, sample.request
+        sample.finish_reason = delta.finish_reason
+        if detokenizer is not None:
+            # The token that ended the text is no part of it.
+            ended = delta.finish_reason in ("stop", "error") and not request.params.include_stop_str_in_output
+            before = detokenizer.num_tokens
+            text = detokenizer.push(token_ids[:-1] if ended else token_ids, finished=delta.finish_reason is not None)
+            if detokenizer.stopped:
+                token_ids = token_ids[: detokenizer.num_tokens - before]
+                sample.finish_reason = "stop"
+                self._engine.stop(request, detokenizer.num_tokens)
+        start = len(sample.token_ids)
+        sample.token_ids += token_ids
+        logprobs = self._logprobs_of(request, start, token_ids)
+        sample.logprobs += logprobs or ()
+        return self._completion(sample, text, token_ids, logprobs)
+
+    def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
+        """Returns all that came so far, or the given part of it."""
+        request = self._request
+        if completions is None:
+            completions = tuple(map(self._so_far, self._samples.values()))
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.encoder_token_ids or request.prompt_token_ids,
+            completions,
+            request.num_cached_tokens,
+            request.metrics,
+            self.finished,
+            self._prompt_logprobs(),
+        )
+
+    def _so_far(self, sample: _Sample) -> CompletionOutput:
+        text = "" if sample.detokenizer is None else sample.detokenizer.text
+        logprobs = None if sample.request.params.logprobs is None else tuple(sample.logprobs)
+        return self._completion(sample, text, tuple(sample.token_ids), logprobs)
+
+    def _completion(
+        self,
+        sample: _Sample,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[dict[int, Logprob], ...] | None,
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            text,
+            token_ids,
+            sample.finish_reason,
+            sample.request.index,
+            logprobs,
+            None
+            if logprobs is None
+            else sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True)),
+            _stop_reason(sample),
+        )
+
+    def _logprobs_of(
+        self, request: Request, start: int, token_ids: Sequence[int]
+    ) -> tuple[dict[int, Logprob], ...] | None:
+        wanted = request.params.logprobs
+        if wanted is None:
+            return None
+        found = request.logprobs[start : start + len(token_ids)]
+        return tuple(as_dict(token, each, wanted, self._decode) for token, each in zip(token_ids, found, strict=True))
+
+    def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        request = self._request
+        wanted = request.params.prompt_logprobs
+        if wanted is None:
+            return None
+        # The first sample brings them all, unless it was cancelled on the way: then the next one brings the rest.
+        # Looked up, and not iterated: the engine's thread may add to them.
+        found = ChainMap(*(sample.prompt_logprobs for sample in request.samples))
+        return tuple(
+            as_dict(token, found[place], wanted, self._decode) if place in found else None
+            for place, token in enumerate(request.prompt_token_ids)
+        )
+
+
+class _Sample:
+    """One sample's text, and what of its tokens was read."""
+
+    def __init__(self, request: Request, tokenizer: TextTokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self.detokenizer = Detokenizer(
+                tokenizer,
+                params.stop,
+                prompt=request.prompt_token_ids,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.finish_reason: str | None = None
+
+
+def _stop_reason(sample: _Sample) -> int | str | None:
+    """Returns the stop string or the token of stop_token_ids that ended a sample."""
+    if sample.finish_reason != "stop":
+        return None
+    if sample.detokenizer is not None and sample.detokenizer.stopped:
+        return sample.detokenizer.stop_string
+    last = sample.token_ids[-1]
+    return last if last in sample.request.params.stop_token_ids else None

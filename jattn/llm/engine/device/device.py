@@ -17,7 +17,6 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
 from jattn.llm.engine.device.watchdog import Watchdog
-from jattn.llm.engine.no_mesh import no_mesh
 from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
@@ -123,7 +122,6 @@ class Device:
             self.channel.send(what, *arguments)
 
 
-@no_mesh()
 def open_device(
     model: PagedModel,
     config: EngineConfig,

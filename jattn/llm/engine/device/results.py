@@ -1,4 +1,4 @@
-"""What a dispatched step brings, and how its log-probabilities reach their requests."""
+"""The results of a step: tokens and log-probabilities, on the device until they are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from jattn.llm.engine.request.logprobs import Logprobs
 from jattn.llm.engine.request.request import Request
+from jattn.llm.engine.scheduler import ScheduledStep
 
 __all__ = ["PromptPart", "StepResult"]
 
@@ -32,7 +33,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """On the device until it is read.
+    """The results of one step, on the device until `read`.
 
     Attributes:
         tokens: int32[num_decode_steps, max_num_seqs], a column for each row.
@@ -44,29 +45,23 @@ class StepResult:
     logprobs: Logprobs | None
     prompts: list[PromptPart]
 
-    def read(self, requests: list[Request]) -> StepResult:
-        """Waits for the step and returns it as numpy arrays; log-probabilities only if a request of it wants them."""
-        wanted = any(request.params.logprobs is not None for request in requests)
-        return StepResult(
-            np.asarray(self.tokens),
-            Logprobs(*map(np.asarray, self.logprobs)) if wanted and self.logprobs is not None else None,
-            [
-                PromptPart(part.request, part.start, part.count, Logprobs(*map(np.asarray, part.found)))
-                for part in self.prompts
-            ],
-        )
+    def read(self, step: ScheduledStep) -> StepResult:
+        """Waits for the step; returns numpy arrays, and log-probabilities only if a request wants them.
+
+        Those of prompts are given to their requests.
+        """
+        for part in self.prompts:
+            found = Logprobs(*map(np.asarray, part.found))
+            for index in range(part.count):
+                part.request.prompt_logprobs[part.start + index] = Logprobs(*(array[index] for array in found))
+        logprobs = self.logprobs
+        if logprobs is not None and any(row.request.params.logprobs is not None for row in step.rows):
+            return StepResult(np.asarray(self.tokens), Logprobs(*map(np.asarray, logprobs)), [])
+        return StepResult(np.asarray(self.tokens), None, [])
 
     def keep_logprobs(self, request: Request, row: int, count: int) -> None:
         """Adds those of a row's first tokens to its request, before the tokens themselves."""
-        if self.logprobs is None or request.params.logprobs is None:
-            return
-        kept = request.logprobs
-        # An interrupt may have come between them and their tokens.
-        del kept[len(request.output_token_ids) :]
-        kept += [Logprobs(*(array[step, row] for array in self.logprobs)) for step in range(count)]
-
-    def keep_prompt_logprobs(self) -> None:
-        """Gives the parts of prompts to their requests."""
-        for part in self.prompts:
-            for index in range(part.count):
-                part.request.prompt_logprobs[part.start + index] = Logprobs(*(array[index] for array in part.found))
+        if self.logprobs is not None and request.params.logprobs is not None:
+            # An exception may have come between the last ones and their tokens.
+            del request.logprobs[len(request.output_token_ids) :]
+            request.logprobs += [Logprobs(*(array[step, row] for array in self.logprobs)) for step in range(count)]

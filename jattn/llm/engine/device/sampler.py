@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
-from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.params import PACKED_FLOATS
 from jattn.llm.engine.request.logprobs import Logprobs, token_logprobs
 from jattn.parallel import exchange
 from torch_core.base.checks import shown
@@ -26,8 +26,6 @@ __all__ = [
     "VocabShards",
     "check_processors",
     "filtered",
-    "is_plain",
-    "needs_slot",
     "processed",
     "sample",
     "sample_fully",
@@ -50,7 +48,7 @@ class SamplingKind(enum.Enum):
 
 
 class Rows(NamedTuple):
-    """What does not change of the rows' parameters, packed as int32[rows, len(fields)]; names are vLLM's."""
+    """The rows' parameters, packed by `pack_sampling` as int32[rows, len(fields)]; names are vLLM's."""
 
     temperature: Any
     top_p: Any
@@ -63,15 +61,6 @@ class Rows(NamedTuple):
     num_prompt_tokens: Any
 
     @classmethod
-    def pack(cls, params: SamplingParams, seed: int, num_prompt_tokens: int) -> np.ndarray:
-        """Returns one row, int32[len(fields)], floats by their bits."""
-        row = np.zeros(len(cls._fields), np.int32)
-        row[:_NUM_FLOATS].view(np.float32)[:] = [getattr(params, name) for name in cls._fields[:_NUM_FLOATS]]
-        row[_NUM_FLOATS] = params.top_k
-        row[_NUM_FLOATS + 1 :].view(np.uint32)[:] = seed, num_prompt_tokens
-        return row
-
-    @classmethod
     def unpack(cls, packed: jax.Array) -> Rows:
         """Returns the columns of int32[rows, len(fields)], each with its own type."""
         floats = jax.lax.bitcast_convert_type(packed[:, :_NUM_FLOATS], jnp.float32)
@@ -79,7 +68,7 @@ class Rows(NamedTuple):
         return cls._make([*floats.T, packed[:, _NUM_FLOATS], seed, packed[:, _NUM_FLOATS + 2]])
 
 
-_NUM_FLOATS = 6
+_NUM_FLOATS = len(PACKED_FLOATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,29 +179,6 @@ def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: i
         if getattr(found, "shape", None) != (1, vocab_size) or found.dtype.kind == "c":
             what = f"{found.dtype}{list(found.shape[1:])}" if isinstance(found, jax.ShapeDtypeStruct) else found
             raise InvalidInput(f"logits_processors[{shown(name)}] returns {what}; it must be float32[{vocab_size}].")
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """Returns whether a plain step serves a row."""
-    filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    return not (
-        filters
-        or needs_slot(params)
-        or params.structured_outputs is not None
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-    )
-
-
-def needs_slot(params: SamplingParams) -> bool:
-    """Returns whether a row needs tables or its earlier tokens on the device."""
-    return (
-        params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or bool(params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors)
-        or params.allowed_token_ids is not None
-    )
 
 
 def sample(logits: jax.Array, rows: Rows, sample_index: jax.Array, shards: VocabShards | None = None) -> jax.Array:

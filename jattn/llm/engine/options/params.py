@@ -7,12 +7,29 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from torch_core.base.checks import INT32_MAX, check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["LIMITS", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LIMITS",
+    "PACKED_FLOATS",
+    "PACKED_SEED",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "is_plain",
+    "needs_slot",
+    "pack_sampling",
+]
+
+#: The first columns of packed parameters, float32; top_k, the seed and num_prompt_tokens follow.
+PACKED_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+PACKED_SEED = len(PACKED_FLOATS) + 1
 
 _MAX_STOP_STRINGS = 16
 _MAX_TOP_K = 1 << 20
@@ -245,6 +262,42 @@ class SamplingParams:
                 raise InvalidInput(name, f"has {len(getattr(self, name))} entries", f"it must have {most} at most")
         if self.stop and not self.detokenize:
             raise InvalidInput("stop", "is given and detokenize is False", "stop strings are found in the text")
+
+
+def pack_sampling(params: SamplingParams, seed: int, num_prompt_tokens: int) -> np.ndarray:
+    """Returns a request's parameters as int32[9], floats by their bits; `Rows.unpack` reads them on the device."""
+    count = len(PACKED_FLOATS)
+    row = np.zeros(count + 3, np.int32)
+    row[:count].view(np.float32)[:] = _packed_floats(params)
+    row[count] = params.top_k
+    row[PACKED_SEED:].view(np.uint32)[:] = seed, num_prompt_tokens
+    return row
+
+
+_packed_floats = attrgetter(*PACKED_FLOATS)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Returns whether a plain step serves a row."""
+    filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return not (
+        filters
+        or needs_slot(params)
+        or params.structured_outputs is not None
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+    )
+
+
+def needs_slot(params: SamplingParams) -> bool:
+    """Returns whether a row needs tables or its earlier tokens on the device."""
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or bool(params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors)
+        or params.allowed_token_ids is not None
+    )
 
 
 def _as_object(value: object) -> dict[Any, Any]:

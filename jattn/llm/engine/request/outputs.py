@@ -1,27 +1,23 @@
-"""What came for whom: each caller has an outbox of its own, filled by whoever runs the step."""
+"""The outputs of a request: deltas of tokens in its caller's outbox, and the records that callers make of them."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
-if TYPE_CHECKING:
-    from jattn.llm.engine.request.request import Request
+from jattn.llm.engine.request.logprobs import Logprob
 
-__all__ = ["News", "Outbox", "TokenDelta"]
-
-#: Requests that have news, each with its first new token.
-News: TypeAlias = "dict[Request, int]"
+__all__ = ["CompletionOutput", "Outbox", "RequestMetrics", "RequestOutput", "TokenDelta"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What came for one request since the last delta.
+    """The new tokens of one request.
 
     Attributes:
-        request_id: whose.
+        request_id: the request.
         token_ids: its new tokens, in order.
-        finish_reason: of `CompletionOutput`; None while it runs.
+        finish_reason: as in `CompletionOutput`; None while it runs.
     """
 
     request_id: str
@@ -30,39 +26,98 @@ class TokenDelta:
 
 
 class Outbox:
-    """The news of one caller's requests, in the order in which they came. Used under the engine's lock.
-
-    It notes that a request has news and from which token on; what they are is read off the request when they are
-    taken. So an interrupted step can neither lose a token nor say it twice.
-    """
+    """One caller's queue of outputs: the engine's thread puts deltas in, the caller takes them out."""
 
     def __init__(self) -> None:
-        self._news: News = {}
+        self._deltas: list[TokenDelta] = []
 
-    def note(self, request: Request) -> None:
-        """Says that a request is about to get tokens or to end; call it before that happens."""
-        self._news.setdefault(request, len(request.output_token_ids))
+    def __bool__(self) -> bool:
+        return bool(self._deltas)
 
-    def news(self, request: Request | None = None) -> News:
-        """Returns the requests that have news, or the one asked for if it has, each with its first new token."""
-        noted = self._news
-        if request is not None:
-            noted = {request: noted[request]} if request in noted else {}
-        return {key: at for key, at in noted.items() if len(key.output_token_ids) > at or key.finish_reason is not None}
+    def put(self, delta: TokenDelta) -> None:
+        """Adds a delta; called by the engine's thread alone."""
+        self._deltas.append(delta)
 
-    def take(self, news: News) -> list[TokenDelta]:
-        """Returns what came, one delta for each request, and takes it out; all of it or, if interrupted, nothing."""
-        noted = self._news
-        deltas = [
-            TokenDelta(key.request_id, (*key.output_token_ids[at:],), key.finish_reason) for key, at in news.items()
-        ]
-        try:
-            self._news = {key: at for key, at in noted.items() if key not in news} if news != noted else {}
-            return deltas
-        except BaseException:
-            self._news = noted
-            raise
+    def take(self, request_id: str | None = None) -> list[TokenDelta]:
+        """Returns the deltas, or those of one request, in order, and removes them."""
+        if request_id is not None:
+            taken = [delta for delta in self._deltas if delta.request_id == request_id]
+            for delta in taken:
+                # Another thread may have taken it meanwhile.
+                with contextlib.suppress(ValueError):
+                    self._deltas.remove(delta)
+            return taken
+        taken = self._deltas[:]
+        # Each of the two statements is atomic: the engine's thread may append between them, an interrupt loses nothing.
+        del self._deltas[: len(taken)]
+        return taken
 
-    def put_back(self, news: News) -> None:
-        """Undoes `take`, whatever came since."""
-        self._news = news | self._news | news
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of a monotonic clock.
+
+    Attributes:
+        arrival_time: when it was added.
+        first_token_time: when its first token was seen; None before.
+        finish_time: when it ended; None before.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """What was generated.
+
+    Attributes:
+        text: the decoded tokens, cut before a stop string; empty without a tokenizer.
+        token_ids: the generated tokens, a final stop token included.
+        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
+            token goes on with; None while it runs.
+        index: of the sample, below n.
+        logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
+        cumulative_logprob: the sum of the tokens' own.
+        stop_reason: the stop string or the token of stop_token_ids that ended it; None for what else did.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    index: int = 0
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and its result.
+
+    Attributes:
+        request_id: as given or numbered.
+        prompt: the prompt's text; None if it came as token ids.
+        prompt_token_ids: the prompt's tokens.
+        outputs: the completions, n of them; one, and what is new of it, where `RequestOutputKind.DELTA` is asked for.
+        num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
+        metrics: when things happened.
+        finished: all of its samples ended, also those that `outputs` lacks.
+        prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
+            first; None if it asks for none.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    finished: bool
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

@@ -1,22 +1,20 @@
-"""One request's life: what was asked, how far it is, and which moves between states are legal."""
+"""One request: its prompt and parameters, its tokens so far, and its state."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import time
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jattn.llm.engine.options.params import SamplingParams
-from jattn.llm.engine.request.logprobs import Logprob, Logprobs
-from jattn.llm.engine.request.outputs import Outbox
+from jattn.llm.engine.options.params import PACKED_SEED, SamplingParams
+from jattn.llm.engine.request.grammar import Grammar
+from jattn.llm.engine.request.logprobs import Logprobs
+from jattn.llm.engine.request.outputs import Outbox, RequestMetrics, TokenDelta
 from torch_core.base.errors import InvalidInput
 
-if TYPE_CHECKING:
-    from jattn.llm.engine.request.grammar import Grammar
-
-__all__ = ["AUTOMATIC", "CompletionOutput", "Request", "RequestMetrics", "RequestOutput", "RequestState"]
+__all__ = ["AUTOMATIC", "Request", "RequestState"]
 
 #: What the engine's own request ids begin with, and nobody else's.
 AUTOMATIC = "#"
@@ -39,82 +37,13 @@ _LEGAL_MOVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """When things happened to a request, in seconds of a monotonic clock.
-
-    Attributes:
-        arrival_time: when it was added.
-        first_token_time: when its first token was seen; None before.
-        finish_time: when it ended; None before.
-    """
-
-    arrival_time: float
-    first_token_time: float | None = None
-    finish_time: float | None = None
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """What was generated.
-
-    Attributes:
-        text: the decoded tokens, cut before a stop string; empty without a tokenizer.
-        token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
-            token goes on with; None while it runs.
-        index: of the sample, below n.
-        logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
-        cumulative_logprob: the sum of the tokens' own.
-        stop_reason: the stop string or the token of stop_token_ids that ended it; None for what else did.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    index: int = 0
-    logprobs: tuple[dict[int, Logprob], ...] | None = None
-    cumulative_logprob: float | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request and its result.
-
-    Attributes:
-        request_id: as given or numbered.
-        prompt: the prompt's text; None if it came as token ids.
-        prompt_token_ids: the prompt's tokens.
-        outputs: the completions, n of them; one, and what is new of it, where `RequestOutputKind.DELTA` is asked for.
-        num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
-        metrics: when things happened.
-        finished: all of its samples ended, also those that `outputs` lacks.
-        prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
-            first; None if it asks for none.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    num_cached_tokens: int
-    metrics: RequestMetrics
-    finished: bool
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's own, mutable view of a request; only the engine and its scheduler write it.
 
     Attributes:
-        request_id: unique among the engine's live requests.
+        request_id: unique among the engine's unfinished requests. If its caller gave none it is empty until
+            `take_number`.
         prompt_token_ids: the prompt; of a model with an encoder what its decoder starts with.
         params: how to sample; max_tokens is a number.
         sampling: the same for the device, `Rows.pack`.
@@ -131,7 +60,9 @@ class Request:
         num_encoder_slots: slots of the cache before the first token's, whole blocks, for what the encoder makes of it.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.
         output_token_ids: generated and seen.
-        outbox: where its news go.
+        outbox: where its outputs go.
+        num_delivered: generated tokens that were put there.
+        end_is_delivered: its finish reason was put there.
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
             the encoder has not run: the slots that it still has to fill.
         num_pending_tokens: tokens sampled on the device and not seen yet.
@@ -156,6 +87,8 @@ class Request:
     prompt: str | None = None
     salt: bytes | None = None
     outbox: Outbox = field(default_factory=Outbox)
+    num_delivered: int = 0
+    end_is_delivered: bool = False
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -224,6 +157,42 @@ class Request:
         if last in self.eos_token_ids:
             return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
+
+    def take_number(self, number: int) -> None:
+        """Takes the number of its arrival: for its order, and for its id and its seed where the caller gave none."""
+        self.order += number
+        if not self.request_id:
+            self.request_id = f"{AUTOMATIC}{number}"
+        if self.params.seed is None:
+            # A sum of arrays: it begins again behind the largest uint32.
+            seed = self.sampling[PACKED_SEED : PACKED_SEED + 1].view(np.uint32)
+            seed += np.uint32(number & 0xFFFFFFFF)
+
+    def deliver(self) -> None:
+        """Puts the tokens and the finish reason that came since the last delivery into its outbox."""
+        new = tuple(self.output_token_ids[self.num_delivered :])
+        # One statement, so that an exception within it can neither repeat nor lose a token.
+        self.num_delivered, self.end_is_delivered, _ = (
+            len(self.output_token_ids),
+            self.finish_reason is not None,
+            self.outbox.put(TokenDelta(self.request_id, new, self.finish_reason)),
+        )
+
+    def until_stop(self, tokens: list[int]) -> list[int]:
+        """Returns tokens up to the first that ends the request."""
+        return tokens[: next(index for index, token in enumerate(tokens) if token in self.eos_token_ids) + 1]
+
+    def extend(self, new: list[int]) -> None:
+        """Adds generated tokens; at max_tokens the last of them becomes the forced one, where a model has such."""
+        forced = self.forced_eos_token_id
+        if forced is not None and len(self.output_token_ids) + len(new) >= self.max_tokens:
+            new[-1] = forced
+            if self.logprobs:
+                # It is certain, as in transformers.
+                self.logprobs[-1] = self.logprobs[-1]._replace(logprob=0.0, rank=1)
+        self.output_token_ids += new
+        if self.metrics.first_token_time is None:
+            self.metrics = replace(self.metrics, first_token_time=time.monotonic())
 
     def restart(self) -> None:
         """Puts it back to waiting with the tokens that the host has seen; all that was computed of it is gone."""

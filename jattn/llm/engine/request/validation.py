@@ -1,35 +1,35 @@
-"""The door: turns what a user asks into a request, or refuses it with the argument, the value and the limit."""
+"""Validation of requests: a prompt and its parameters become a `Request`, or an error names what is wrong."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from jattn.llm.engine.device.sampler import Rows, is_plain, needs_slot
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.engine.options.params import LIMITS, SamplingParams
+from jattn.llm.engine.options.params import LIMITS, SamplingParams, is_plain, needs_slot, pack_sampling
 from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
-from jattn.llm.engine.request.outputs import Outbox
-from jattn.llm.engine.request.request import AUTOMATIC, Request, RequestMetrics
+from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
+from jattn.llm.engine.request.request import AUTOMATIC, Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import PagedSpec
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
-__all__ = ["Intake"]
+__all__ = ["Validator"]
 
 _MAX_REQUEST_ID = 256
 _MAX_SALT_BYTES = 64
 _MOST_PRIORITY = 1 << 20
-# So many later requests may overtake one that is a level lower: whoever waits comes to his turn.
+# At most this many later requests overtake one that is one level lower, so that none waits forever.
 _ARRIVALS_OF_A_PRIORITY = 64
 
 
-class Intake:
-    """Checks requests against a model's and an engine's limits. Has no state.
+class Validator:
+    """Checks requests against the limits of a model and an engine; any thread may at any time.
 
     Args:
         model: the model's vocabulary, end-of-sequence tokens and length.
@@ -61,7 +61,7 @@ class Intake:
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
 
     def grammar(self, params: SamplingParams | None) -> Grammar | None:
-        """Compiles the grammar of a request, if it has one; any thread may at any time.
+        """Compiles the grammar of a request, if it has one.
 
         Raises:
             InvalidInput: params of another type, or a grammar that cannot be compiled.
@@ -77,31 +77,25 @@ class Intake:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None,
         *,
-        grammar: Grammar | None,
-        number: int,
-        request_id: str | None,
-        taken: Collection[str],
-        prompt: str | None,
-        salt: bytes | None,
-        priority: int,
+        request_id: str | None = None,
+        prompt: str | None = None,
+        salt: bytes | None = None,
+        priority: int = 0,
         outbox: Outbox,
     ) -> tuple[Request, ...]:
-        """Makes the samples of a prompt, n of them; see `Engine.add` for the arguments.
+        """Returns the n samples of a prompt as requests; see `Engine.add` for the arguments.
 
-        Args:
-            grammar: of the params.
-            number: of the first sample: ids and seeds come from it where the caller brings none.
-            taken: ids of unfinished requests.
-            outbox: where their news go.
+        They have no number yet; see `Request.take_number`.
 
         Raises:
             InvalidInput: a bad argument.
             RequestTooLong: it does not fit the model.
-            Unsupported: probabilities of a prompt that nothing predicts.
+            Unsupported: structured output without its library; log-probabilities of an encoder's input.
         """
+        grammar = self.grammar(params)
         params = SamplingParams() if params is None else params
         if request_id is not None:
-            _check_id(request_id, taken)
+            _check_id(request_id)
         tokens = self._tokens(_of(request_id), prompt_token_ids)
         if prompt is not None and not isinstance(prompt, str):
             raise InvalidInput("prompt", f"is a {type(prompt).__name__}", "it must be the prompt's text, or None")
@@ -133,18 +127,19 @@ class Intake:
         self._check_limits(params)
         params = replace(params, max_tokens=max_tokens)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        seed = params.seed if params.seed is not None else self._config.seed + number
+        # Without a seed of its own each sample adds its number.
+        seed, is_seeded = (self._config.seed, False) if params.seed is None else (params.seed, True)
         if params.prompt_logprobs is not None:
-            # What is read from the cache has no hidden states: nobody's prefix is read then.
-            salt = f"{number} {time.monotonic_ns()}".encode()
+            # Cached tokens have no hidden states, so that no cached prefix may be read.
+            salt = secrets.token_bytes(16)
         check_int("priority", priority, -_MOST_PRIORITY, _MOST_PRIORITY)
         bad_words = self._bad_words(params)
         samples = tuple(
             Request(
-                request_id if index == 0 and request_id is not None else f"{AUTOMATIC}{number + index}",
+                request_id if index == 0 and request_id is not None else "",
                 tokens,
                 params,
-                Rows.pack(params, (seed + index) & 0xFFFFFFFF, len(tokens)),
+                pack_sampling(params, (seed + (index if is_seeded else 0)) & 0xFFFFFFFF, len(tokens)),
                 eos,
                 RequestMetrics(time.monotonic()),
                 is_plain(params),
@@ -155,7 +150,7 @@ class Intake:
                 forced_eos_token_id=None if params.ignore_eos else self._forced_eos_token_id,
                 prompt=prompt,
                 salt=salt,
-                order=number + index + priority * _ARRIVALS_OF_A_PRIORITY,
+                order=priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
                 encoder_token_ids=encoder_tokens,
                 num_encoder_slots=num_slots,
@@ -292,12 +287,10 @@ def _of(request_id: str | None) -> str:
     return "" if request_id is None else f" of {request_id!r}"
 
 
-def _check_id(request_id: object, taken: Collection[str]) -> None:
+def _check_id(request_id: object) -> None:
     if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_REQUEST_ID:
         raise InvalidInput("request_id", f"must be a string of 1 to {_MAX_REQUEST_ID} characters")
     if request_id.startswith(AUTOMATIC):
         raise InvalidInput(
             "request_id", value=request_id, wanted=f"ids that begin with {AUTOMATIC!r} are the engine's own numbers"
         )
-    if request_id in taken:
-        raise InvalidInput("request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique")

@@ -1,4 +1,4 @@
-"""Prompts that nobody computed, taken for computed ones, so that what follows a prompt can be measured alone."""
+"""For benchmarks: prompts that are taken for computed, so that the steps behind them can be measured alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jattn.llm.engine.owner import Owner
+from jattn.llm.engine.core import EngineCore
 from torch_core.base.errors import InvalidInput, Unsupported
 
 __all__ = ["assume_computed"]
@@ -22,13 +22,13 @@ _MOST_TOKENS = 1 << 16
 _Caches = tuple[jax.Array, ...]
 
 
-def assume_computed(owner: Owner, prompts: Sequence[Sequence[int]]) -> None:
-    """Fills the pool with noise and tells the prefix cache that it holds these prompts, as far as they fill blocks.
+def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
+    """Fills the pool with random contents; the prefix cache then holds these prompts, as far as they fill blocks.
 
-    Noise and not zeros: operands of zeros take less power, and a device under less power runs faster.
+    Random contents, because a device draws less power for operands of zeros and runs faster.
 
     Args:
-        owner: of an engine with a prefix cache; what the pool held is gone.
+        core: of an engine with a prefix cache; the contents of its pool are lost.
         prompts: token ids.
 
     Raises:
@@ -36,33 +36,32 @@ def assume_computed(owner: Owner, prompts: Sequence[Sequence[int]]) -> None:
         Unsupported: an engine of several processes.
         OutOfBlocks: the pool is too small.
     """
-    device = owner.device
-    if owner.requests:
-        raise InvalidInput(f"{len(owner.requests)} requests are unfinished; what they have in the pool would be lost.")
+    device = core.device
+    if core.requests:
+        raise InvalidInput(f"{len(core.requests)} requests are unfinished; their blocks would be lost.")
     if device.channel is not None:
         raise Unsupported("prompts cannot be taken for computed in an engine of several processes.")
-    work = owner.begin()
-    work.settle()
-    work.cache.reset()
-    device.pool.run(_jitted_noise(device.pool.sharding))
-    longest = work.cache.config.max_step_tokens or _MOST_TOKENS
+    core.settle()
+    cache = core.cache
+    cache.reset()
+    device.pool.run(_jitted_fill(device.pool.sharding))
+    longest = cache.config.max_step_tokens or _MOST_TOKENS
     for index, prompt in enumerate(prompts):
-        name = f"noise {index}"
-        first = work.cache.add(name, prompt)
+        name = f"filled {index}"
+        first = cache.add(name, prompt)
         while first < len(prompt):
             count = min(len(prompt) - first, longest)
-            work.cache.retire(work.cache.step([(name, count)]).step_id)
+            cache.retire(cache.step([(name, count)]).step_id)
             first += count
-        work.cache.finish(name)
-    owner.end(work)
+        cache.finish(name)
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted_noise(sharding: NamedSharding | None) -> Any:
-    return jax.jit(_noise, donate_argnums=0, keep_unused=True, out_shardings=(None, sharding))
+def _jitted_fill(sharding: NamedSharding | None) -> Any:
+    return jax.jit(_filled, donate_argnums=0, keep_unused=True, out_shardings=(None, sharding))
 
 
-def _noise(kv_caches: _Caches) -> tuple[None, _Caches]:
+def _filled(kv_caches: _Caches) -> tuple[None, _Caches]:
     # Layers of a shape have the same noise, in memory of their own.
     made = {(each.shape, each.dtype): _made(each) for each in kv_caches}
     return None, tuple(_repeated(made[each.shape, each.dtype], each.shape[0]) for each in kv_caches)

@@ -1,0 +1,265 @@
+"""The thread that owns an engine's core: commands come in by a queue, replies and outputs go out to their callers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+
+import jax
+
+from jattn.llm.engine.core import EngineCore
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.log import LOGGER
+from torch_core.base.errors import InvalidInput
+
+__all__ = ["EngineThread", "Listener", "Outcome"]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Reply: TypeAlias = Callable[[Any], object]
+
+#: Called on the engine's thread with the deltas of an outbox, or with the error of a step. It must not block.
+Listener: TypeAlias = Callable[[list[TokenDelta] | BaseException], None]
+
+# The longest time that a dropped engine, or the end of the program, waits for the step that runs.
+_END_SECONDS = 10.0
+# How often a caller that waits for a reply looks whether the thread is alive.
+_LOOK_SECONDS = 5.0
+_all_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+class EngineThread:
+    """One thread and the `EngineCore` that it owns. Any thread may call any method.
+
+    Steps run while a caller waits for an outbox. An interrupt reaches the caller's thread alone: its command is still
+    carried out, and outputs stay in their outbox. Settings of JAX that belong to the caller's thread, such as a mesh
+    or a transfer guard, do not reach the engine, except for the default device.
+
+    When this object is dropped, and when the program ends, the thread closes the core and ends.
+
+    Args:
+        build: returns the core; runs on the thread.
+
+    Attributes:
+        core: other threads only read from it.
+    """
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self._commands: SimpleQueue[Any] = SimpleQueue()
+        built: SimpleQueue[Any] = SimpleQueue()
+        arguments = (self._commands, build, built.put, cast(Any, jax.config).jax_default_device)
+        self._thread = threading.Thread(target=_run, args=arguments, name="jattn-engine", daemon=True)
+        self._end = weakref.finalize(self, _end, self._commands, self._thread)
+        self._end.atexit = False
+        _end_all_at_exit()
+        _all_threads.add(self)
+        self._thread.start()
+        self.core: EngineCore = self._result_of(built)
+
+    def call(
+        self, method: Callable[Concatenate[EngineCore, _Args], _Result], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> _Result:
+        """Runs a method of the core on the thread, between two steps; returns its result or raises its error."""
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            # A core without its thread is closed, and refuses what needs a device.
+            return method(self.core, *args, **kwargs)
+        reply: SimpleQueue[Any] = SimpleQueue()
+        self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), reply.put))
+        return self._result_of(reply)
+
+    def post(
+        self, method: Callable[Concatenate[EngineCore, _Args], object], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> None:
+        """Does what `call` does, and returns at once. Safe in a finalizer."""
+        self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), _ignore))
+
+    def wait(self, outbox: Outbox) -> None:
+        """Runs steps until an outbox has deltas, or no unfinished request.
+
+        Raises:
+            PoolLost: as `EngineCore.step`.
+            EngineAsleep, InvalidInput: the engine is asleep, or closed.
+        """
+        reply: SimpleQueue[Any] = SimpleQueue()
+        self.notify(outbox, reply.put)
+        self._result_of(reply)
+
+    def notify(self, outbox: Outbox, reply: _Reply) -> None:
+        """Does what `wait` does, and returns at once; `reply` is called on the thread: with an `Outcome`."""
+        self._commands.put((_Loop.read, outbox, reply, True))
+
+    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
+        """Runs steps as long as an outbox has an unfinished request, and gives every delta to a listener."""
+        self._commands.put((_Loop.read, outbox, listener, False))
+
+    def end(self) -> None:
+        """Closes the core and ends the thread."""
+        self._end()
+
+    def _result_of(self, reply: SimpleQueue[Any]) -> Any:
+        found = None
+        while found is None:
+            try:
+                found = reply.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                if not self._thread.is_alive() and reply.empty():
+                    raise InvalidInput("the engine is closed; build another one.") from None
+        try:
+            return found.result()
+        finally:
+            # An error's frames would keep it, and the core with it.
+            del found
+
+
+class Outcome(NamedTuple):
+    """The reply to a command."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def result(self) -> Any:
+        """Returns the value, or raises the error."""
+        if self.error is None:
+            return self.value
+        try:
+            raise self.error
+        finally:
+            del self
+
+
+class _Reader(NamedTuple):
+    """A caller that reads an outbox: once, by a reply, or until its requests have ended, by a listener."""
+
+    tell: Callable[[Any], object]
+    is_once: bool
+
+
+class _Loop:
+    """The thread's side: carries commands out, and runs steps while an outbox is read.
+
+    Args:
+        core: owned by the thread.
+        commands: each a method of this class and its arguments; None ends the loop.
+    """
+
+    def __init__(self, core: EngineCore, commands: SimpleQueue[Any]) -> None:
+        self._core, self._commands = core, commands
+        # In the order in which they began to wait.
+        self._readers: dict[Outbox, _Reader] = {}
+
+    def run(self) -> None:
+        """Runs until it is told to end; then the core is closed."""
+        while True:
+            if self._readers and not self._core.asleep and self._commands.empty():
+                self._step()
+            else:
+                if self._commands.empty():
+                    with contextlib.suppress(Exception):
+                        self._core.settle()
+                command = self._commands.get()
+                if command is None:
+                    break
+                method, *arguments = command
+                method(self, *arguments)
+                # What a caller dropped must not live until the next command.
+                del command, arguments
+            self._hand_out()
+        self._core.close()
+        self._hand_out()
+
+    def call(self, method: Callable[[EngineCore], Any], reply: _Reply) -> None:
+        """Runs a method of the core."""
+        try:
+            reply(Outcome(method(self._core)))
+        except BaseException as error:
+            reply(Outcome(error=error))
+
+    def read(self, outbox: Outbox, tell: Callable[[Any], object], is_once: bool) -> None:
+        """Adds a reader of an outbox."""
+        try:
+            if is_once and not outbox:
+                self._core.check_awake()
+        except Exception as error:
+            tell(Outcome(error=error))
+            return
+        self._readers[outbox] = _Reader(tell, is_once)
+        if outbox or not self._core.runs_for(outbox):
+            self._core.ready.add(outbox)
+
+    def _step(self) -> None:
+        try:
+            self._core.step()
+        except BaseException as error:
+            # The caller that has waited longest learns of it, and the next step is the next caller's.
+            self._fail(next(iter(self._readers)), error)
+
+    def _hand_out(self) -> None:
+        """Tells the readers of the outboxes that got deltas."""
+        while self._core.ready:
+            outbox = self._core.ready.pop()
+            reader = self._readers.get(outbox)
+            if reader is None:
+                continue
+            if reader.is_once or not self._core.runs_for(outbox):
+                del self._readers[outbox]
+            if reader.is_once:
+                reader.tell(Outcome())
+            elif outbox:
+                _tell(reader, outbox.take())
+        if self._core.asleep:
+            for outbox in [outbox for outbox, reader in self._readers.items() if reader.is_once]:
+                try:
+                    self._core.check_awake()
+                except Exception as error:
+                    self._fail(outbox, error)
+
+    def _fail(self, outbox: Outbox, error: BaseException) -> None:
+        reader = self._readers[outbox]
+        if reader.is_once:
+            del self._readers[outbox]
+            reader.tell(Outcome(error=error))
+        else:
+            _tell(reader, error)
+
+
+def _tell(reader: _Reader, news: list[TokenDelta] | BaseException) -> None:
+    try:
+        reader.tell(news)
+    except Exception:
+        LOGGER.exception("a listener failed")
+
+
+def _ignore(outcome: Outcome) -> None:
+    if outcome.error is not None:
+        LOGGER.debug("a command failed: %s", outcome.error)
+
+
+def _run(commands: SimpleQueue[Any], build: Callable[[], EngineCore], reply: _Reply, device: Any) -> None:
+    # Guards of the whole process, too, look for transfers of the user's own.
+    with jax.default_device(device) if device is not None else contextlib.nullcontext(), jax.transfer_guard("allow"):
+        try:
+            loop = _Loop(core := build(), commands)
+        except BaseException as error:
+            reply(Outcome(error=error))
+            return
+        reply(Outcome(core))
+        del core, build, reply
+        loop.run()
+
+
+def _end(commands: SimpleQueue[Any], thread: threading.Thread) -> None:
+    commands.put(None)
+    if thread is not threading.current_thread() and thread.is_alive():
+        thread.join(_END_SECONDS)
+
+
+@functools.cache
+def _end_all_at_exit() -> None:
+    """Ends all threads before JAX's backends end: functions that are registered later run earlier."""
+    atexit.register(lambda: [each.end() for each in list(_all_threads)])

@@ -1,0 +1,176 @@
+"""The thread of an engine: interrupts of its callers, its end, and what it does while nobody waits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.core import EngineCore
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.thread import EngineThread
+from jattn.llm.load import TextTokenizer
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import GREEDY, prompts_of, run
+from tests.support.tiny_models import byte_tokenizer
+from torch_core.base.errors import InvalidInput, PoolLost
+
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_thread import CONFIG
+from jattn.llm.engine import LLM, SamplingParams
+llm = LLM(tiny_decoder(), config=CONFIG)
+stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=99, ignore_eos=True))
+next(stream)
+print("ended")
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(decoder) -> Engine:
+    return Engine(decoder, CONFIG)
+
+
+def test_ctrl_c_in_generate_reaches_its_caller_and_no_step(monkeypatch) -> None:
+    llm = LLM(tiny_decoder(vocab_size=512), tokenizer=TextTokenizer(byte_tokenizer()), config=CONFIG)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = llm.generate(["some text", "other"], params)
+    step, steps = EngineCore.step, []
+
+    def step_and_signal(core: EngineCore) -> None:
+        steps.append(core)
+        if len(steps) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        step(core)
+
+    monkeypatch.setattr(EngineCore, "step", step_and_signal)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["some text", "other"], params)
+
+    assert llm.engine.num_unfinished == 0
+    assert [each.outputs for each in llm.generate(["some text", "other"], params)] == [
+        each.outputs for each in expected
+    ]
+    assert llm.engine.cache_stats().used == 0
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_the_thread_ends_with_its_engine(decoder, end, seed) -> None:
+    engine = Engine(decoder, CONFIG)
+    engine.add(prompts_of(seed, 5)[0], GREEDY)
+    thread = engine._thread._thread
+    assert thread.is_alive()
+
+    if end == "close":
+        engine.close()
+    else:
+        del engine
+        gc.collect()
+
+    assert not thread.is_alive()
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_thread(decoder) -> None:
+    before = set(threading.enumerate())
+
+    with pytest.raises(InvalidInput, match=r"^the budget of"):
+        Engine(decoder, EngineConfig(block_size=4, kv_cache_bytes=4096))
+
+    assert {thread for thread in threading.enumerate() if thread.name == "jattn-engine"} <= before
+
+
+def test_a_program_ends_while_requests_run() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert (finished.returncode, finished.stdout.strip()) == (0, "ended"), finished.stderr
+
+
+def test_nothing_runs_while_nobody_waits(engine, seed) -> None:
+    request = engine.add(prompts_of(seed, 5)[0], GREEDY)
+
+    engine.settle()
+
+    assert request.output_token_ids == []
+    engine.cancel(request.request_id)
+
+
+def test_a_listener_gets_every_token_and_then_no_more(engine, seed) -> None:
+    (prompt,) = prompts_of(seed, 5)
+    (expected,) = run(engine, [prompt])
+    outbox, said, ended = Outbox(), [], threading.Event()
+
+    def listen(news: list[TokenDelta] | BaseException) -> None:
+        assert isinstance(news, list)
+        for delta in news:
+            said.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ended.set()
+
+    engine.add(prompt, GREEDY, outbox=outbox)
+    engine.subscribe(outbox, listen)
+
+    assert ended.wait(60)
+    assert said == expected
+    assert not engine.runs_for(outbox)
+
+
+def test_a_step_that_fails_is_raised_in_one_caller_and_the_next_goes_on(engine, seed, monkeypatch) -> None:
+    prompts = prompts_of(seed, 5, 9)
+    expected = run(engine, prompts)
+    step, failures = EngineCore.step, [None]
+
+    def fail_once(core: EngineCore) -> None:
+        if failures:
+            failures.pop()
+            raise PoolLost("planted", generation=1)
+        step(core)
+
+    outboxes = Outbox(), Outbox()
+    requests = [engine.add(prompt, GREEDY, outbox=box) for prompt, box in zip(prompts, outboxes, strict=True)]
+    monkeypatch.setattr(EngineCore, "step", fail_once)
+    with pytest.raises(PoolLost, match="planted"):
+        engine.wait(outboxes[0])
+    for outbox in outboxes:
+        while engine.wait(outbox):
+            pass
+
+    assert [request.output_token_ids for request in requests] == expected
+
+
+def test_a_command_from_the_engines_own_thread_runs_at_once(engine) -> None:
+    assert engine._thread.call(lambda core: engine._thread.call(EngineCore.speculation_stats)).num_drafts == 0
+
+
+def test_a_closed_engine_refuses_commands_and_gives_what_it_has(decoder, seed) -> None:
+    engine, outbox = Engine(decoder, CONFIG), Outbox()
+    engine.add(prompts_of(seed, 5)[0], GREEDY, outbox=outbox)
+    engine.close()
+
+    assert [delta.finish_reason for delta in engine.wait(outbox)] == ["cancelled"]
+    for call in (engine.step, engine.sleep, engine.cache_stats, lambda: engine.wait(outbox)):
+        with pytest.raises(InvalidInput, match="the engine is closed; build another one"):
+            call()
+
+
+def test_an_engine_thread_without_a_core_reports_the_error() -> None:
+    def build() -> EngineCore:
+        raise MemoryError("planted")
+
+    with pytest.raises(MemoryError, match="planted"):
+        EngineThread(build)
