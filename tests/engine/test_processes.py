@@ -174,7 +174,7 @@ def test_what_does_not_name_a_process_is_refused(case: str) -> None:
 
 def test_a_process_alone_agrees_with_itself_and_needs_no_channel() -> None:
     check_agreement({"anything": np.zeros(2)})
-    assert shared_channel(None, EngineConfig(), dict) is None
+    assert shared_channel(None, dict, num_host_blocks=0) is None
     tell_failure("There is nobody.")
     assert HEARTBEAT_SECONDS < 60
 

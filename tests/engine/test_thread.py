@@ -49,7 +49,7 @@ def test_ctrl_c_in_generate_reaches_its_caller_and_no_step(monkeypatch) -> None:
     def step_and_signal(core: EngineCore) -> None:
         steps.append(core)
         if len(steps) == 3:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         step(core)
 
     monkeypatch.setattr(EngineCore, "step", step_and_signal)

@@ -6,59 +6,24 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jax
 
 from jattn.llm.engine.device.device import Device
-from jattn.llm.engine.device.results import StepResult
 from jattn.llm.engine.device.weights import Arrivals, Weights
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
-from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
+from jattn.llm.engine.state import EngineState
 from jattn.llm.log import LOGGER, event
-from jattn.llm.processes import check_together
 from jattn.pool import check_room
 from torch_core.base.checks import shown
 from torch_core.base.errors import CacheCorruption, EngineAsleep, InvalidInput, PoolLost
-from torch_core.cache import CacheConfig, CacheManager, CacheStats, CommittedStep
+from torch_core.cache import CacheConfig, CacheManager, CacheStats
 
 __all__ = ["EngineCore"]
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockMover:
-    """Executes and retires a step that moves blocks and has no rows."""
-
-    device: Device
-    cache: CacheManager
-
-    def __call__(self, step: CommittedStep) -> None:
-        self.device.prepare(step)
-        self.cache.retire(step.step_id)
-
-
-@dataclass(slots=True)
-class _State:
-    """What is rebuilt from the requests after an exception.
-
-    Attributes:
-        cache: the block allocator, of one generation of the pool.
-        scheduler: the queues.
-        move_blocks: see `_BlockMover`.
-        generation: of the pool.
-        in_flight: the steps that are on the device, oldest first.
-        has_residue: a block holds what `EngineConfig.scrub_on_free` scrubs.
-    """
-
-    cache: CacheManager
-    scheduler: Scheduler
-    move_blocks: _BlockMover
-    generation: int
-    in_flight: deque[tuple[ScheduledStep, StepResult]] = field(default_factory=deque)
-    has_residue: bool = False
 
 
 class EngineCore:
@@ -93,7 +58,7 @@ class EngineCore:
         self.asleep = False
         self.abandoned: deque[Outbox | Request] = deque()
         self.ready: set[Outbox] = set()
-        self._state: _State | None = self._new_state(device)
+        self._state: EngineState | None = self._new_state(device)
         self._generation = self._state.generation
 
     def step(self) -> None:
@@ -134,7 +99,7 @@ class EngineCore:
             self._state = None
             raise
 
-    def _update(self, state: _State, device: Device) -> None:
+    def _update(self, state: EngineState, device: Device) -> None:
         """Reads the oldest step, gives its tokens to their requests and ends those that are complete."""
         step, result = state.in_flight[0]
         with device.pool.guard():
@@ -327,7 +292,6 @@ class EngineCore:
                 there are several processes and the engine is awake.
         """
         device = self.device
-        weights = device.runner.weights
 
         def checked() -> Arrivals:
             if unfinished == "finish" and self.asleep and self.requests:
@@ -335,18 +299,9 @@ class EngineCore:
                     "unfinished is 'finish' and the engine is asleep; wake() and let its requests end before, or say "
                     "'restart'."
                 )
-            return check(weights)
+            return check(device.runner.weights)
 
-        if device.channel is None:
-            return weights.brought(checked())
-        if not self.asleep:
-            raise InvalidInput(
-                "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
-                "Call sleep() in process 0, which ends follow() in the others, then this in every process."
-            )
-        arrivals = check_together(checked)
-        # Together, too: a device may lack the memory.
-        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
+        return device.brought(checked, is_idle=self.asleep)
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
         """Goes on with other weights; the contents of the cache and its prefixes are dropped."""
@@ -404,7 +359,7 @@ class EngineCore:
         if device is not None:
             device.close()
 
-    def _finish(self, state: _State, request: Request, reason: str) -> None:
+    def _finish(self, state: EngineState, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
         request.finish_reason = reason
         request.metrics = replace(request.metrics, finish_time=time.monotonic())
@@ -452,14 +407,14 @@ class EngineCore:
         self._failed_steps = 0
         return True
 
-    def _rebuilt(self) -> _State:
+    def _rebuilt(self) -> EngineState:
         """Returns the state, rebuilt from the requests if an exception or the loss of the pool ended it."""
         state, device = self._state, self.device
         if state is None or state.generation != device.pool.generation:
             state = self._rebuild(device)
         return state
 
-    def _rebuild(self, device: Device) -> _State:
+    def _rebuild(self, device: Device) -> EngineState:
         self._unfinished = Counter(request.outbox for request in self.requests.values())
         for request in list(self.requests.values()):
             request.finish_reason = request.finish_reason or request.end_reason
@@ -479,20 +434,8 @@ class EngineCore:
         self._state = state
         return state
 
-    def _new_state(self, device: Device) -> _State:
-        cache = CacheManager(self._cache_config_now())
-        move_blocks = _BlockMover(device, cache)
-        scheduler = Scheduler(
-            self._config,
-            cache,
-            move_blocks,
-            in_turns=device.in_turns,
-            pads_rows=device.pads_rows,
-            num_scheduler_steps=device.num_scheduler_steps,
-        )
-        device.forget()
-        device.watchdog.forget()
-        return _State(cache, scheduler, move_blocks, device.pool.generation)
+    def _new_state(self, device: Device) -> EngineState:
+        return EngineState(self._config, self._cache_config_now(), device)
 
     def _cache_config_now(self) -> CacheConfig:
         if not self._num_updates:

@@ -17,11 +17,12 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
 from jattn.llm.engine.device.watchdog import Watchdog
+from jattn.llm.engine.device.weights import Arrivals
 from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
-from jattn.llm.processes import Channel, model_facts, shared_channel
+from jattn.llm.processes import Channel, check_together, model_facts, shared_channel
 from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -116,6 +117,28 @@ class Device:
                 return what == "close"
             else:
                 self.runner.follow(what, *arguments)
+
+    def brought(self, check: Callable[[], Arrivals], *, is_idle: bool) -> list[jax.Array]:
+        """Returns leaves of weights, checked and on the devices: in every process or in none.
+
+        Args:
+            check: returns what replaces the present leaves.
+            is_idle: no step of any process uses the weights.
+
+        Raises:
+            InvalidInput: the check failed, here or in another process; there are several and they are not idle.
+        """
+        weights = self.runner.weights
+        if self.channel is None:
+            return weights.brought(check())
+        if not is_idle:
+            raise InvalidInput(
+                "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
+                "Call sleep() in process 0, which ends follow() in the others, then this in every process."
+            )
+        arrivals = check_together(check)
+        # Together, too: a device may lack the memory.
+        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
 
     def _announce(self, what: str, *arguments: object) -> None:
         if self.channel is not None:
