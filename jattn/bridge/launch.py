@@ -61,7 +61,7 @@ def launch_kernel(
     Args:
         code: the launch.
         operands: its inputs.
-        results: what it returns.
+        results: its results.
         aliases: numbers of results by those of the operands that they take the place of.
     """
     shapes = tuple((result.shape, result.dtype) for result in results)

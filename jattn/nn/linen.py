@@ -25,8 +25,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     """`linen.MultiHeadDotProductAttention` with paged decoding of any number of tokens in a call.
 
     Fields, call and parameters are flax's, and those of `jattn.nn.MultiHeadAttention`. With `decode`, the size of the
-    cache is `max_length`, whatever the input of `init` was, and `apply` needs `mutable=["cache"]`; otherwise flax
-    refuses the write.
+    cache is `max_length`, for any input of `init`, and `apply` needs `mutable=["cache"]`; otherwise flax refuses the
+    write.
 
     Attributes:
         num_kv_heads: number of key and value heads; num_heads by default.

@@ -71,7 +71,7 @@ def _made(cache: jax.Array) -> jax.Array:
     key, shape = jax.random.key(0), (min(_PERIOD, cache.shape[0]), *cache.shape[1:])
     if jnp.issubdtype(cache.dtype, jnp.floating):
         return jax.random.normal(key, shape).astype(cache.dtype)
-    # Codes, and packed rows: no byte of which is a NaN, whatever is read into it.
+    # 8-bit values, and packed rows: no byte of them is a NaN in any reading.
     return jax.random.randint(key, shape, 0, 64).astype(cache.dtype)
 
 

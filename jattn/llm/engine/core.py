@@ -197,7 +197,7 @@ class EngineCore:
         request.finish_reason = "stop"
 
     def drop_abandoned(self) -> None:
-        """Cancels what callers abandoned; no outbox tells of it."""
+        """Cancels abandoned requests; no outbox reports it."""
         while self.abandoned:
             found = self.abandoned[0]
             if isinstance(found, Request):
@@ -284,12 +284,12 @@ class EngineCore:
         """Returns the leaves that `replace_weights` takes, checked and on the devices: in every process or in none.
 
         Args:
-            check: returns what replaces the present leaves.
-            unfinished: "finish" if unfinished requests shall be run to their end before.
+            check: function that returns the new leaves.
+            unfinished: "finish" runs unfinished requests to their end first.
 
         Raises:
-            InvalidInput: it does not fit, here or in another process; the engine is asleep and shall finish requests;
-                there are several processes and the engine is awake.
+            InvalidInput: the leaves do not fit, here or in another process; the engine is asleep and has requests to
+                finish; there are several processes and the engine is awake.
         """
         device = self.device
 
@@ -304,7 +304,7 @@ class EngineCore:
         return device.brought(checked, is_idle=self.asleep)
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
-        """Goes on with other weights; the contents of the cache and its prefixes are dropped."""
+        """Replaces the weights; the contents of the cache and its prefixes are dropped."""
         weights = self.device.runner.weights
         self._state = None
         self._num_updates += 1
@@ -312,7 +312,7 @@ class EngineCore:
         event(logging.INFO, "weights_replaced", num_unfinished=len(self.requests))
 
     def sleep(self) -> None:
-        """Gives the pool's memory back; the requests stay, and are computed again after `wake`.
+        """Frees the pool's memory; the requests stay, and are computed again after `wake`.
 
         Nothing happens to an engine that is asleep.
 
@@ -326,10 +326,10 @@ class EngineCore:
             self.asleep = True
 
     def wake(self) -> None:
-        """Takes the pool's memory again.
+        """Allocates the pool again.
 
         Raises:
-            InvalidInput: the engine is closed, or the device has too little memory free; it sleeps on then.
+            InvalidInput: the engine is closed, or the device has too little free memory; the engine then stays asleep.
         """
         device = self.device
         if self.asleep:
@@ -339,7 +339,7 @@ class EngineCore:
             self.asleep = False
 
     def follow(self) -> bool:
-        """Repeats what process 0's engine does, until that sleeps or closes; False in process 0 or a single process."""
+        """Repeats process 0's operations until its engine sleeps or closes; False in process 0 or a single process."""
         device = self.device
         if device.channel is None or not jax.process_index():
             return False
@@ -351,7 +351,7 @@ class EngineCore:
         return True
 
     def close(self) -> None:
-        """Cancels every request and gives the pool's memory back."""
+        """Cancels every request and frees the pool's memory."""
         device, self._device, self._state = self._device, None, None
         for request in list(self.requests.values()):
             request.finish_reason = "cancelled"

@@ -20,7 +20,7 @@ from torch_core.cache import CacheManager, CommittedStep
 
 __all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
 
-# Equal prompts of so many tokens are worth waiting for: the first computes what the others then find in the cache.
+# From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
 
 
@@ -34,7 +34,7 @@ class ScheduledRow:
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
             where the step decodes several in a row, or verifies guesses.
-        guesses: new tokens behind the first one that nobody has sampled yet; zeros where a draft model says them.
+        guesses: proposed new tokens after the first one; zeros if a draft model proposes them.
     """
 
     request: Request
@@ -54,7 +54,7 @@ class ScheduledStep:
     """A step whose blocks are taken: ready to be dispatched.
 
     Attributes:
-        rows: what each request gets.
+        rows: the row of each request.
         committed: the blocks it writes and reads.
         num_decode_steps: tokens that its program decodes one after the other; 1 unless every row decodes.
     """
@@ -84,10 +84,10 @@ class ScheduledStep:
 class Scheduler:
     """Serves requests by their order, prompts in chunks; preempts the last in order when blocks run out.
 
-    A step holds a token of every running request and, as far as the token budget goes, chunks of prompts; inputs of an
-    encoder have steps of their own, each whole. Requests of equal prompts wait until the first of them has computed
-    what they share. Not thread-safe; the engine's work owns it.
-    What it holds can be made anew from the requests: after an error that is not a refusal it is thrown away.
+    A step has a token of every running request and, within the token budget, chunks of prompts. An encoder's input has
+    its own step, and is never split. Requests with equal prompts wait until the first of them has computed the shared
+    blocks. Not thread-safe; the engine's state owns it. Its content can be rebuilt from the requests: after an error
+    that is not a refusal it is dropped.
 
     Args:
         config: sizes of a step.
@@ -96,7 +96,7 @@ class Scheduler:
         in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
-        num_scheduler_steps: tokens of each sequence that a step decodes at most; None for what the config says.
+        num_scheduler_steps: most tokens of each sequence that a step decodes; None for the config's.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Scheduler:
         self._cache.check_admission(request.given_id, num_slots + len(request.prompt_token_ids), request.max_tokens)
         insort(self._waiting, request, key=_order)
         prompt = request.encoder_token_ids or request.prompt_token_ids
-        # What an encoder makes of its input is shared as a whole or not at all.
+        # An encoder's output is shared as a whole or not at all.
         shared = num_slots or len(prompt) // self._config.tokens_per_block * self._config.tokens_per_block
         # The other samples of a prompt wait for the first one anyway.
         if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
@@ -158,7 +158,8 @@ class Scheduler:
         else:
             step = self._schedule_prefill(decodable) or self._schedule_decode()
         if step is None and all(_remaining(request) > 1 for request in self._running):
-            # Whoever decoded was preempted, and blocks are free; or samples that wait hold what a prompt lacks.
+            # All decoding requests were preempted, and blocks are free; or waiting samples hold the blocks that a
+            # prompt needs.
             step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
         if step is not None:
             for row in step.rows:
@@ -183,7 +184,7 @@ class Scheduler:
             self._cache.finish(request.request_id)
 
     def _schedule_prefill(self, decodable: Sequence[Request]) -> ScheduledStep | None:
-        """Takes the blocks of prompts and of a token of each request that decodes beside them; None if none runs."""
+        """Takes the blocks of prompts and of one token of each decoding request; None if none runs."""
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
         decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request in decodable]
         while prompts:
@@ -230,9 +231,9 @@ class Scheduler:
             start = request.num_computed_tokens
             # Forks take over all but the last token, which each sample computes for itself.
             num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
-            # An encoder's input comes whole, and beside others alone.
+            # An encoder's input is not split, and shares a step only with other inputs.
             if num_new > budget or (rows and rows[0].encodes != (start < 0)):
-                # What it found cached just now an older one may be short of; what a sample shares it keeps.
+                # Release the cached prefix, which an older request may need; a sample keeps its shared blocks.
                 if not held:
                     self._hold_back(request)
                 break
@@ -246,7 +247,7 @@ class Scheduler:
         return rows
 
     def _admissible(self) -> Iterator[Request]:
-        """Yields who waits for a place, without those who had better wait for what another one is computing."""
+        """Yields the waiting requests, without those that should wait for blocks that another one is computing."""
         computing = {prompt for prompt, first in self._first_of.items() if not first.output_token_ids}
         for request in [request for request in self._waiting if not request.awaits_fork]:
             prompt = self._prompts.get(request.request_id)
@@ -261,7 +262,7 @@ class Scheduler:
 
     def _hold_back(self, request: Request) -> None:
         if request.state is not RequestState.RUNNING:
-            # A prefix that it holds while it waits could be what an older request is short of.
+            # A prefix that it holds while it waits could be missing for an older request.
             self._drop_blocks(request)
 
     def _schedule_decode(self) -> ScheduledStep | None:
@@ -309,7 +310,7 @@ class Scheduler:
             # Others may have computed its prompt meanwhile.
             self._fork(request)
         elif seq_id not in self._registered:
-            # What an encoder makes of a token depends on all others, so blocks are shared by equal inputs alone.
+            # An encoder's output of a token depends on all others, so only equal inputs share blocks.
             found = self._add(request, repr(request.encoder_token_ids) if request.encoder_token_ids else "")
             request.num_computed_tokens = self._whole(request, found)
             if not request.output_token_ids:
@@ -366,13 +367,13 @@ class Scheduler:
             del self._first_of[prompt]
 
     def _drop_blocks(self, request: Request) -> None:
-        """Gives a request's blocks back; it is computed again from what is cached of it then."""
+        """Releases a request's blocks; it is computed again, starting from its blocks that are still cached."""
         self._cache.preempt(request.request_id)
         self._to_resume.add(request.request_id)
         request.num_computed_tokens = 0
 
     def _drop_waiting(self) -> bool:
-        """Takes the blocks of those who hold some while they wait: forks, which nobody may have scheduled yet."""
+        """Takes the blocks of waiting requests that hold some: forks that have not been scheduled yet."""
         waiting = list(filter(self._holds_blocks, self._waiting))
         for request in waiting:
             self._drop_blocks(request)

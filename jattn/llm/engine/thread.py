@@ -67,7 +67,7 @@ class EngineThread:
     ) -> _Result:
         """Runs a method of the core on the thread, between two steps; returns its result or raises its error."""
         if threading.current_thread() is self._thread or not self._thread.is_alive():
-            # A core without its thread is closed, and refuses what needs a device.
+            # A core without its thread is closed, and refuses methods that need a device.
             return method(self.core, *args, **kwargs)
         reply: SimpleQueue[Any] = SimpleQueue()
         self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), reply.put))
@@ -76,7 +76,7 @@ class EngineThread:
     def post(
         self, method: Callable[Concatenate[EngineCore, _Args], object], *args: _Args.args, **kwargs: _Args.kwargs
     ) -> None:
-        """Does what `call` does, and returns at once. Safe in a finalizer."""
+        """Like `call`, but returns at once. Safe in a finalizer."""
         self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), _ignore))
 
     def wait(self, outbox: Outbox) -> None:
@@ -91,11 +91,11 @@ class EngineThread:
         self._result_of(reply)
 
     def notify(self, outbox: Outbox, reply: _Reply) -> None:
-        """Does what `wait` does, and returns at once; `reply` is called on the thread: with an `Outcome`."""
+        """Like `wait`, but returns at once; `reply` is called on the thread with an `Outcome`."""
         self._commands.put((_Loop.read, outbox, reply, True))
 
     def subscribe(self, outbox: Outbox, listener: Listener) -> None:
-        """Runs steps as long as an outbox has an unfinished request, and gives every delta to a listener."""
+        """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener."""
         self._commands.put((_Loop.read, outbox, listener, False))
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ class _Loop:
                     break
                 method, *arguments = command
                 method(self, *arguments)
-                # What a caller dropped must not live until the next command.
+                # Objects that a caller dropped must not live until the next command.
                 del command, arguments
             self._hand_out()
         self._core.close()

@@ -97,7 +97,7 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
         raise Unsupported(f"{name}.rope_type", value=rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
     needed, possible = ROPE_KEYS[rope_type]
     if rope_type in ("llama3", "yarn", "longrope"):
-        # Beside the object it wins, as transformers has it.
+        # It takes precedence over the object, as in transformers.
         original = raw.get(_ORIGINAL)
         given[_ORIGINAL] = given.get(_ORIGINAL, context) if original is None else original
         if rope_type == "longrope" and isinstance(given[_ORIGINAL], int) and given[_ORIGINAL] > 0:

@@ -123,7 +123,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
             self.end(entry)
 
     def end(self, entry: _Entry, error: BaseException | None = None) -> None:
-        """Forgets a request, cancels what runs of it, and tells its caller of an error."""
+        """Forgets a request, cancels its running samples, and passes an error to its caller."""
         if self._entries.pop(entry.request.request_id, None) is entry:
             if self.llm.engine.runs_for(entry.request.outbox):
                 self.llm.engine.abandon(entry.request.outbox)

@@ -40,18 +40,19 @@ class Engine(contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a
-    caller (KeyboardInterrupt) never reaches a step; outputs that it kept from the caller come with the next call.
+    caller (KeyboardInterrupt) never reaches a step; the next call returns the outputs that it delayed.
 
     Only the tokens and the finish reason of a request are kept. After an exception of a step, and after the loss of
     the pool, everything else is rebuilt from them: that costs time and no answers, and statistics begin again at zero.
 
     Args:
-        model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. Its weights are captured now: a
-            later change of the model does not reach the engine, which keeps the arrays alive until it is closed or
-            dropped.
-        config: sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
-        model_fingerprint: identifies the weights in prefix keys; needed only where keys outlive the engine.
-        tokenizer: of the model, for what `SamplingParams` says in text (bad_words, structured_outputs).
+        model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. Its weights are captured at
+            construction: a later change of the model does not reach the engine, which keeps the arrays alive until it
+            is closed or dropped.
+        config: sizes and options; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens per step.
+        model_fingerprint: identifies the weights in prefix keys; needed only if keys outlive the engine.
+        tokenizer: tokenizer of the model, for the texts in `SamplingParams` (bad_words, structured_outputs); None
+            refuses these.
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory.
@@ -109,17 +110,17 @@ class Engine(contextlib.AbstractContextManager):
 
     @property
     def asleep(self) -> bool:
-        """Whether `sleep` gave the pool's memory back."""
+        """Whether `sleep` freed the pool's memory."""
         return self._core.asleep
 
     @property
     def pool_plan(self) -> PoolPlan:
-        """The pool's size; its text gives blocks, tokens and GiB."""
+        """The pool's size; its text has blocks, tokens and GiB."""
         return self._plan
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of one sequence at most."""
+        """Most tokens of one sequence."""
         return self._validator.max_model_len
 
     @property
@@ -134,7 +135,7 @@ class Engine(contextlib.AbstractContextManager):
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling them, in `warmup` and within the steps that needed them."""
+        """Seconds spent on compiling them, in `warmup` and in the steps that needed them."""
         return self._core.device.runner.programs.compile_seconds
 
     @property
@@ -146,12 +147,12 @@ class Engine(contextlib.AbstractContextManager):
 
     @property
     def num_added(self) -> int:
-        """Samples that were ever added, and the number of the next one's seed and id."""
+        """Number of samples ever added, and so the number in the next one's seed and id."""
         return self._core.num_added
 
     @property
     def load(self) -> int:
-        """Tokens of all unfinished requests, generated ones as many as there can be."""
+        """Tokens of all unfinished requests, including the most tokens that they can generate."""
         return self._core.load
 
     def request_of(self, request_id: str) -> Request | None:
@@ -168,17 +169,17 @@ class Engine(contextlib.AbstractContextManager):
         *,
         wanted: Callable[[str], bool] | None = None,
     ) -> None:
-        """Compiles every program that any traffic can need, several at once; afterwards nothing compiles any more.
+        """Compiles every program that any request can need, several at once; after this nothing compiles.
 
-        With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before anything is
-        compiled, and `jax_persistent_cache_min_compile_time_secs` at 0) the next process reads them from there.
+        With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before the first
+        compilation, and `jax_persistent_cache_min_compile_time_secs` at 0) the next process reads them from there.
         Programs with torch in a callback are never kept.
 
         Args:
-            report: called after each program with how many are done, how many there are, and its name; by default a
-                progress bar on stderr where that is a terminal.
-            wanted: of a name as in `programs`, whether to compile it; others compile when a step first needs them.
-                None for all of them.
+            report: function called after each program with the number of compiled programs, the total, and the
+                program's name; by default a progress bar on stderr if that is a terminal.
+            wanted: function from a program's name, as in `programs`, to whether to compile it now; the others compile
+                when a step first needs them. None compiles all.
         """
 
         interrupted = threading.Event()
@@ -208,7 +209,7 @@ class Engine(contextlib.AbstractContextManager):
         self._thread.call(assume_computed, prompts)
 
     def speculation_stats(self) -> SpeculationStats:
-        """Returns the counts of guesses since the engine was built; see `EngineConfig.speculative_config`."""
+        """Returns the counts of proposals since the engine was built; see `EngineConfig.speculative_config`."""
         return self._thread.call(EngineCore.speculation_stats)
 
     def prepare(self, params: SamplingParams | None) -> None:
@@ -234,23 +235,25 @@ class Engine(contextlib.AbstractContextManager):
         """Queues a request; nothing runs until `step` or `wait`.
 
         Args:
-            prompt_token_ids: at least one token id below the model's vocab_size; the encoder's input if it has one.
-            params: how to sample; the defaults of `SamplingParams` if None.
-            request_id: unique among unfinished requests and not beginning with "#"; "#" and a number if None.
-            prompt: the prompt's text, for the result.
-            salt: 1 to 64 bytes; only requests of equal salt share cached prefixes. None for the engine's own.
-            priority: the lower, the earlier, where requests wait or are preempted. One level is worth 64 arrivals: no
-                more later requests than that overtake it for each, so that none waits forever.
-            outbox: where its tokens are announced, for a caller that reads them with `wait`; None for those of `step`.
-            first_number: `num_added` begins there if it is less; for engines that number their requests together.
+            prompt_token_ids: at least one token id below the model's vocab_size; the encoder's input if the model has
+                one.
+            params: sampling parameters; None for `SamplingParams()`.
+            request_id: id that is unique among unfinished requests and does not begin with "#"; None for "#" and a
+                number.
+            prompt: text of the prompt, for the result.
+            salt: 1 to 64 bytes; only requests with equal salts share cached prefixes. None for the engine's own salt.
+            priority: requests with a lower value run first and are preempted last. For each level at most 64 later
+                requests can overtake a request, so none waits for ever.
+            outbox: queue of its outputs, for a caller that reads them with `wait`; None for callers of `step`.
+            first_number: minimum of `num_added`; for engines that number their requests together.
 
         Raises:
             InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
-            RequestTooLong: it can never fit the model or the pool; the message gives the numbers.
+            RequestTooLong: the request can never fit the model or the pool; the message has the numbers.
             Unsupported: structured output without its library.
 
         Returns:
-            The request; with n above 1 the first sample, whose `samples` are all of them, each with an id of its own.
+            The request; with n above 1 its first sample, whose `samples` are all of them, each with its own id.
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
         if self._core.device.channel is not None and jax.process_index():
@@ -272,10 +275,10 @@ class Engine(contextlib.AbstractContextManager):
             raise
 
     def cancel(self, request_id: str) -> TokenDelta:
-        """Ends an unfinished request (one sample) now; tokens of it that are still on the device are dropped.
+        """Ends an unfinished request (one sample) now; its tokens that are still on the device are dropped.
 
         Returns:
-            Its end. A caller that reads its outbox with `wait` learns of it there, too; `step` does not repeat it.
+            Its last delta. A caller that reads its outbox with `wait` gets it there too; `step` does not repeat it.
 
         Raises:
             InvalidInput: no unfinished request has this id.
@@ -285,11 +288,11 @@ class Engine(contextlib.AbstractContextManager):
         return replace(end, token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
-        """Dispatches the next step if there is one and reads the oldest if it must; returns what came.
+        """Dispatches the next step, if there is one, and reads the oldest one if necessary; returns the new deltas.
 
-        That is what came since the last call, also by the steps of other threads and by one that was interrupted. A
-        step that fails after it consumed the pool costs time, not answers: every running request is computed again from
-        its tokens. Only a second failure in a row is raised.
+        These are all deltas since the last call, including those of other threads' steps and of an interrupted step. A
+        step that fails after it consumed the pool costs time, but no answers: every running request is computed again
+        from its tokens. Only a second failure in a row is raised.
 
         Raises:
             PoolLost: two steps failed in a row. The engine is still usable.
@@ -299,7 +302,7 @@ class Engine(contextlib.AbstractContextManager):
         return self._outbox.take()
 
     def advance(self) -> None:
-        """Does what `step` does and leaves the deltas in their outboxes.
+        """Like `step`, but leaves the deltas in their outboxes.
 
         Raises:
             PoolLost, InvalidInput: as `step`.
@@ -307,7 +310,7 @@ class Engine(contextlib.AbstractContextManager):
         self._thread.call(EngineCore.step)
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
-        """Runs steps until something came for the requests of an outbox, and returns it.
+        """Runs steps until the requests of an outbox have deltas, and returns these.
 
         Returns:
             At least one delta; none only when no unfinished request has this outbox.
@@ -323,24 +326,24 @@ class Engine(contextlib.AbstractContextManager):
         return outbox.take()
 
     def notify(self, outbox: Outbox, reply: Callable[[Outcome], object]) -> None:
-        """Does what `wait` does, and returns at once; `reply` is called on the engine's thread when it has ended."""
+        """Like `wait`, but returns at once; `reply` is called on the engine's thread at the end."""
         self._thread.notify(outbox, reply)
 
     def subscribe(self, outbox: Outbox, listener: Listener) -> None:
-        """Runs steps as long as an outbox has an unfinished request, and gives every delta to a listener.
+        """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener.
 
         Args:
-            outbox: of requests that were added.
+            outbox: outbox of added requests.
             listener: called on the engine's thread, with deltas or with the error of a step; it must not block.
         """
         self._thread.subscribe(outbox, listener)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
-        """Ends a request whose text reached a stop string, and drops the tokens that came with it and lie behind.
+        """Ends a request whose text reached a stop string, and drops the tokens after it.
 
         Args:
-            request: one of this engine's; it may have ended by its last tokens.
-            num_output_tokens: generated tokens to keep.
+            request: a request of this engine; its last tokens may have ended it.
+            num_output_tokens: number of generated tokens to keep.
         """
 
         self._thread.call(EngineCore.stop, request, num_output_tokens)
@@ -348,30 +351,31 @@ class Engine(contextlib.AbstractContextManager):
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
     ) -> None:
-        """Goes on with other weights of the same model, between two steps; nothing is compiled.
+        """Replaces the weights between two steps; nothing is compiled.
 
-        Cached prefixes of the old weights are dropped. Arrays that lie on the engine's device, or are sharded as its
-        own are, are taken without a copy: do not donate them afterwards. Others are brought there. Over several
-        processes every one calls this while the engine sleeps, each with the whole parameters or all with arrays that
-        are spread over them; if one is refused, all are.
+        Cached prefixes of the old weights are dropped. Arrays on the engine's device, or with the sharding of its own
+        arrays, are not copied: do not donate them afterwards. Other arrays are copied. Over several processes every
+        process calls this while the engine sleeps, each with the whole parameters, or all with arrays that are spread
+        over the processes; if one refuses, all do.
 
         Args:
-            state: of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and those of
-                its other variables that shall change.
-            unfinished: "restart" computes unfinished requests again with the new weights, from the tokens that they
-                have, and they go on; "finish" first runs those that are there now to their end with the old weights.
-                What others add meanwhile is restarted.
+            state: state of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and the
+                other variables that change.
+            unfinished: "restart" computes unfinished requests again with the new weights, from their tokens, and
+                continues them; "finish" first runs the present requests to their end with the old weights. Requests
+                that are added meanwhile are restarted.
 
         Raises:
-            InvalidInput: a parameter does not fit, and is named; it is closed; or it is asleep with requests to finish.
-            PoolLost: as `step`, while requests are finished; the weights are the old ones, as after any error.
+            InvalidInput: a parameter does not fit (the message names it); the engine is closed; or it is asleep with
+                requests to finish.
+            PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
         leaves = self.fitting_weights(state, unfinished)
         self.finish(unfinished)
         self.replace_weights(leaves)
 
     def fitting_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], unfinished: str) -> list[jax.Array]:
-        """Returns what `replace_weights` takes, and checks what `finish` takes; see `update_weights`."""
+        """Returns the arguments of `replace_weights`, and checks those of `finish`; see `update_weights`."""
 
         def check(weights: Weights) -> Arrivals:
             if unfinished not in ("restart", "finish"):
@@ -381,26 +385,26 @@ class Engine(contextlib.AbstractContextManager):
         return self._thread.call(EngineCore.fitting, check, unfinished)
 
     def finish(self, unfinished: str) -> None:
-        """Runs the requests that are there to their end, if they shall; see `update_weights`."""
+        """Runs the present requests to their end, if requested; see `update_weights`."""
         remaining = set(self._core.requests.values()) if unfinished == "finish" and not self.asleep else set()
         while any(request.finish_reason is None for request in remaining):
             self._thread.call(EngineCore.step)
 
     def replace_weights(self, leaves: list[jax.Array]) -> None:
-        """Goes on with what `fitting_weights` or `fitting_scales` returned; nothing in it can fail."""
+        """Replaces the weights by the result of `fitting_weights` or `fitting_scales`; this cannot fail."""
         self._thread.call(EngineCore.replace_weights, leaves)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
-        """Goes on with other scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
+        """Replaces the scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
 
         Raises:
-            InvalidInput: the cache is not one of 8 bits, or the scales are not those of its layers; several processes
-                as in `update_weights`.
+            InvalidInput: the cache is not an 8-bit cache, or the scales are not those of its layers; over several
+                processes as in `update_weights`.
         """
         self.replace_weights(self.fitting_scales(scales))
 
     def fitting_scales(self, scales: KVCacheScales) -> list[jax.Array]:
-        """Returns what `replace_weights` takes; see `set_kv_cache_scales`."""
+        """Returns the arguments of `replace_weights`; see `set_kv_cache_scales`."""
         dtype = self._core.device.pool.spec.dtype
 
         def check(weights: Weights) -> Arrivals:
@@ -415,10 +419,10 @@ class Engine(contextlib.AbstractContextManager):
         return self._thread.call(EngineCore.fitting, check)
 
     def sleep(self) -> None:
-        """Gives the pool's memory back until `wake`: to a trainer, say. Weights and programs stay.
+        """Frees the pool's memory until `wake`, for a trainer for example. Weights and programs stay.
 
-        Requests can be added and cancelled meanwhile; those that are unfinished are computed again afterwards, from the
-        tokens that they have. `step` and `wait` are refused.
+        Requests can be added and cancelled meanwhile; unfinished requests are computed again afterwards from their
+        tokens. `step` and `wait` are refused.
 
         Raises:
             InvalidInput: the engine is closed, or a torch view of the pool is alive.
@@ -426,19 +430,19 @@ class Engine(contextlib.AbstractContextManager):
         self._thread.call(EngineCore.sleep)
 
     def wake(self) -> None:
-        """Takes the pool's memory again; nothing happens to an engine that is awake.
+        """Allocates the pool again; an engine that is awake does not change.
 
         Raises:
-            InvalidInput: the engine is closed, or the memory is not free; it sleeps on then.
+            InvalidInput: the engine is closed, or the memory is not free; the engine then stays asleep.
         """
         self._thread.call(EngineCore.wake)
 
     def abandon(self, outbox: Outbox) -> None:
-        """Cancels the unfinished requests of an outbox, and does not wait for that; safe in a finalizer."""
+        """Cancels the unfinished requests of an outbox without waiting; safe in a finalizer."""
         self._abandon(_checked(outbox))
 
     def follow(self) -> bool:
-        """Does what process 0's engine does until that sleeps (call it again) or closes; False if there is none."""
+        """Repeats process 0's operations until its engine sleeps (then call this again) or closes; False in process 0."""
         return self._thread.call(EngineCore.follow)
 
     def settle(self) -> None:
@@ -446,7 +450,7 @@ class Engine(contextlib.AbstractContextManager):
         self._thread.call(EngineCore.drop_abandoned)
 
     def close(self) -> None:
-        """Cancels what has not finished and gives the pool's memory back now; the engine refuses everything then."""
+        """Cancels the unfinished requests and frees the pool's memory now; the engine then refuses every call."""
         try:
             self._thread.call(EngineCore.close)
         finally:

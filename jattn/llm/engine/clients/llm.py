@@ -38,33 +38,34 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM(contextlib.AbstractContextManager):
-    """A model ready to generate, for any number of threads and of open streams at once.
+    """A model that generates text, for any number of threads and of open streams at once.
 
-    As a context manager it closes its engine at the end.
+    As a context manager, it closes its engine at the end.
 
     Args:
         model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.llm.models.PagedModel` of
-            your own), or None for the embedded model. The weights are captured now; see `Engine`.
-        tokenizer: of a module, or in the place of a folder's own. Without one, prompts are lists of token ids.
-        skip_tokenizer_init: read no tokenizer of a folder, which may have none; as in vLLM.
-        dtype: see `jattn.llm.load.load_model`; not for a module.
-        implementation: of the attention ops, None for the fastest that runs here; not for a module.
-        quantization: "keep" for weights that stay in FP8 or MXFP4, "fp8" for linear layers that multiply in FP8; see
+            your own), or None for the embedded model. The weights are captured at construction; see `Engine`.
+        tokenizer: tokenizer of a module, or instead of the folder's own. Without one, prompts are lists of token ids.
+        skip_tokenizer_init: do not read the folder's tokenizer, which may be missing; as in vLLM.
+        dtype: dtype of the model; see `jattn.llm.load.load_model`; not for a module.
+        implementation: implementation of the attention ops; None for the fastest on this machine; not for a module.
+        quantization: "keep" keeps FP8 and MXFP4 weights as stored, "fp8" makes linear layers multiply in FP8; see
             `jattn.llm.load.load_model`; not for a module.
-        hf_overrides: values in the place of config.json's; see there; not for a module.
-        config: the engine's sizes; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens a step.
-        use_generation_config: take what a folder's generation_config.json says of sampling for requests without
-            parameters of their own.
-        engine_options: fields of `EngineConfig` in the place of `config`, as in vLLM: `LLM(folder, max_num_seqs=4)`.
+        hf_overrides: values that replace those of config.json; see there; not for a module.
+        config: sizes and options of the engine; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048
+            tokens per step.
+        use_generation_config: use the sampling parameters of the folder's generation_config.json for requests without
+            their own.
+        engine_options: fields of `EngineConfig` instead of `config`, as in vLLM: `LLM(folder, max_num_seqs=4)`.
 
     Attributes:
-        default_sampling: fields of `SamplingParams` that hold where a request brings no parameters.
-        model: the module, cut over the engine's mesh if it was loaded for one.
+        default_sampling: fields of `SamplingParams` for requests without parameters.
+        model: the module, split over the engine's mesh if it was loaded for one.
         tokenizer: its tokenizer, or None.
 
     Raises:
-        InvalidInput: a folder that cannot be loaded; the message names the file and what is wrong with it. Or
-            options of the engine beside a `config`.
+        InvalidInput: the folder cannot be loaded (the message names the file and the fault), or options of the engine
+            are given together with a `config`.
         TypeError: an argument that is neither one of these nor a field of `EngineConfig`.
 
     Example:
@@ -166,7 +167,7 @@ class LLM(contextlib.AbstractContextManager):
         return served.config.vocab_size if self._engine is None else served.paged_spec.vocab_size
 
     def close(self) -> None:
-        """Cancels what has not finished and gives the memory of the cache back now."""
+        """Cancels the unfinished requests and frees the memory of the cache now."""
         if self._engine is not None:
             self._engine.close()
 
@@ -174,7 +175,7 @@ class LLM(contextlib.AbstractContextManager):
         self.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what holds for requests without parameters: the model's own defaults where its folder has any."""
+        """Returns the parameters of requests without their own: the model's defaults if its folder has any."""
         return SamplingParams(**self.default_sampling)
 
     def generate(
@@ -190,13 +191,13 @@ class LLM(contextlib.AbstractContextManager):
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
-            sampling_params: one for all, or one for each prompt; `get_default_sampling_params()` if None.
-            rng: an int or a jax key, the source of the seeds of those that bring none.
-            use_tqdm: show progress, prompts done and tokens generated, on stderr.
+            sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` if None.
+            rng: an int or a jax key, from which parameters without a seed get one.
+            use_tqdm: show the progress (finished prompts and generated tokens) on stderr.
 
         Raises:
             InvalidInput: an empty prompt, a token outside the vocabulary, or lists of unequal length.
-            RequestTooLong: a prompt that can never fit; no prompt has been started.
+            RequestTooLong: a prompt can never fit; no prompt has been started.
         """
         listed = as_prompts(prompts)
         num_tokens = 0
@@ -232,11 +233,11 @@ class LLM(contextlib.AbstractContextManager):
             sampling_params, rng, use_tqdm: as in `generate`.
             chat_template: instead of the model's own.
             tools: JSON schemas of functions, for templates that know of them.
-            add_generation_prompt: end the prompt where the answer begins.
-            chat_template_kwargs: more variables of the template, as {"enable_thinking": False} for Qwen 3.
+            add_generation_prompt: end the prompt with the template's start of an answer.
+            chat_template_kwargs: further variables of the template, for example {"enable_thinking": False} for Qwen 3.
 
         Raises:
-            InvalidInput: as `generate`; also without a template, or where it fails.
+            InvalidInput: as `generate`; also without a template, or if it fails.
         """
         if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping | list | tuple) for each in messages):
             raise InvalidInput(
@@ -260,13 +261,13 @@ class LLM(contextlib.AbstractContextManager):
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalize: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """Returns a vector for each prompt: of an encoder as BERT, or of a decoder's last hidden states.
+        """Returns a vector for each prompt, from an encoder such as BERT, or from a decoder's last hidden states.
 
         Args:
             prompts: as in `generate`.
-            pooling: the "mean" over a prompt's tokens, that of the first ("cls") or of the last ("last"): a model's
-                card says which it was trained for.
-            normalize: make every vector 1 long, so that a dot product is the cosine.
+            pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; the model's card says which
+                one it was trained for.
+            normalize: scale every vector to length 1, so that a dot product is the cosine.
 
         Raises:
             InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
@@ -283,13 +284,13 @@ class LLM(contextlib.AbstractContextManager):
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
-        """Measures the scales of an 8-bit cache, and goes on with them if the engine has such a cache.
+        """Measures the scales of an 8-bit cache, and uses them from then on if the engine has such a cache.
 
         Args:
             prompts: as in `generate`, and like those that will be served; random tokens if None.
 
         Returns:
-            The scales, to be saved: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))` takes them another time.
+            The scales. Save them for later engines: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))`.
 
         Raises:
             InvalidInput: as `calibrate_kv_cache`.
@@ -308,10 +309,10 @@ class LLM(contextlib.AbstractContextManager):
         *,
         rng: int | jax.Array | None = None,
     ) -> TextStream:
-        """Does what `generate` does, and yields the text of each prompt as it comes.
+        """Like `generate`, but yields the text of each prompt as it is generated.
 
-        Prompts are checked and queued before the first item is asked for. Closing or dropping the stream cancels what
-        has not finished.
+        Prompts are checked and queued before the first item is requested. Closing or dropping the stream cancels the
+        unfinished requests.
         """
         listed = as_prompts(prompts)
         if sampling_params is None:
@@ -345,14 +346,14 @@ def generate(
 ) -> list[RequestOutput]:
     """Generates text from one or more prompts with a model; greedy unless a temperature is given.
 
-    Build an `LLM` once instead when you call more than once: this builds one for each call unless given one.
+    For several calls, build an `LLM` once and use it: this function builds one for each call unless `model` is one.
 
     Args:
         model: a model folder, a module, an `LLM`, or None for the embedded model.
         prompts: a string, a list of token ids, or a list of either.
         max_tokens, temperature, top_k, top_p, seed, stop: as in `SamplingParams`.
-        implementation: of the attention ops, when `model` is a folder or None.
-        config: of the engine, where `model` is no `LLM`.
+        implementation: implementation of the attention ops, if `model` is a folder or None.
+        config: config of the engine, unless `model` is an `LLM`.
 
     Example:
         >>> output = generate(None, "The list", max_tokens=4)[0]
@@ -386,12 +387,12 @@ def _params_of(
     """Returns the parameters of each of `count` prompts.
 
     Args:
-        params: one for all, one for each, or None for the defaults.
-        count: of the prompts.
-        rng: an int or a jax key, from which those get their seeds that bring none; None to leave them alone.
+        params: parameters for all prompts, a list with one per prompt, or None for the defaults.
+        count: number of prompts.
+        rng: an int or a jax key, from which parameters without a seed get one; None leaves them unchanged.
 
     Raises:
-        InvalidInput: of the wrong kind or number.
+        InvalidInput: the wrong kind or number of parameters.
     """
     if params is None or isinstance(params, SamplingParams):
         listed: list[SamplingParams | None] = [params] * count

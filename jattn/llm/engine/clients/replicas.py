@@ -33,11 +33,11 @@ __all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
 
 
 class DataParallelEngine(contextlib.AbstractContextManager):
-    """Several engines that are called like one. Any thread may call any method.
+    """Several engines with the interface of one. Any thread may call any method.
 
-    Each copy has its own thread. A request stays with the copy that it is given to: the one with the fewest tokens to
-    compute before it, those of its prompt included that are not cached there. Seeds and ids are numbered through, so
-    that the tokens are those of one engine. Priorities hold among the requests of a copy.
+    Each copy has its own thread. A request stays with its first copy: the one with the fewest tokens to compute before
+    it, including the uncached part of its prompt. Seeds and ids are numbered across copies, so the tokens equal those
+    of one engine. Priorities hold among the requests of a copy.
 
     Args:
         model, tokenizer: as for `Engine`; every copy has the weights.
@@ -47,7 +47,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         engines: one for each copy.
 
     Raises:
-        InvalidInput, Unsupported: as `Engine`; or fewer devices than the sizes ask for.
+        InvalidInput, Unsupported: as `Engine`; or there are fewer devices than the sizes need.
     """
 
     def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
@@ -71,7 +71,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     @property
     def asleep(self) -> bool:
-        """Whether `sleep` gave the memory of the pools back."""
+        """Whether `sleep` freed the memory of the pools."""
         return self.engines[0].asleep
 
     @property
@@ -81,7 +81,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of one sequence at most."""
+        """Most tokens of one sequence."""
         return self.engines[0].max_model_len
 
     @property
@@ -91,7 +91,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     @property
     def num_compilations(self) -> int:
-        """Programs that were compiled here."""
+        """Number of programs compiled here."""
         return sum(engine.num_compilations for engine in self.engines)
 
     @property
@@ -114,7 +114,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         self._each(lambda engine: engine.warmup(report, wanted=wanted))
 
     def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Does what `Engine.assume_computed` does, in every copy."""
+        """`Engine.assume_computed` in every copy."""
         self._each(lambda engine: engine.assume_computed(prompts))
 
     def cache_stats(self) -> CacheStats:
@@ -122,11 +122,11 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         return _total([engine.cache_stats() for engine in self.engines])
 
     def speculation_stats(self) -> SpeculationStats:
-        """Returns how guessing went, of all copies together."""
+        """Returns the counts of proposals of all copies together."""
         return _total([engine.speculation_stats() for engine in self.engines])
 
     def prepare(self, params: SamplingParams | None) -> None:
-        """Does what `Engine.prepare` does, for every copy."""
+        """`Engine.prepare` for every copy."""
         for engine in self.engines:
             engine.prepare(params)
 
@@ -167,19 +167,19 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         return dataclasses.replace(end, token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
-        """Runs a step of every copy that has something to do; returns what came. See `Engine.step`."""
+        """Runs a step of every copy that has work; returns the new deltas. See `Engine.step`."""
         for engine in [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]:
             engine.advance()
         return self._outbox.take()
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
-        """Runs steps until something came for an outbox; see `Engine.wait`. The copies run theirs at the same time."""
+        """Runs steps until an outbox has deltas; see `Engine.wait`. The copies run their steps at the same time."""
         if not isinstance(outbox, Outbox):
             raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
         while not outbox:
             running = [engine for engine in self.engines if engine.runs_for(outbox)]
             if not running:
-                # A copy raises what `Engine.wait` raises of one that is asleep or closed.
+                # A copy that is asleep or closed raises the error of `Engine.wait`.
                 return self.engines[0].wait(outbox)
             replies: SimpleQueue[Outcome] = SimpleQueue()
             for engine in running:
@@ -192,7 +192,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         return any(engine.runs_for(outbox) for engine in self.engines)
 
     def subscribe(self, outbox: Outbox, listener: Listener) -> None:
-        """Gives every delta of an outbox to a listener; see `Engine.subscribe`."""
+        """Passes every delta of an outbox to a listener; see `Engine.subscribe`."""
         running = [engine for engine in self.engines if engine.runs_for(outbox)]
         (running or self.engines)[0].subscribe(outbox, listener)
 
@@ -203,28 +203,28 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def update_weights(
         self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
     ) -> None:
-        """Goes on with other weights in every copy, or in none if one fails; see `Engine.update_weights`."""
+        """Replaces the weights of every copy, or of none if one fails; see `Engine.update_weights`."""
         self._replace(lambda engine: engine.fitting_weights(state, unfinished), unfinished)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
-        """Goes on with other scales of an 8-bit cache in every copy, or in none; see `Engine.set_kv_cache_scales`."""
+        """Replaces the scales of an 8-bit cache in every copy, or in none; see `Engine.set_kv_cache_scales`."""
         self._replace(lambda engine: engine.fitting_scales(scales), "restart")
 
     def sleep(self) -> None:
-        """Gives the memory of all pools back until `wake`; if one cannot, all stay awake."""
+        """Frees the memory of all pools until `wake`; if one fails, all stay awake."""
         self._all_or_none(Engine.sleep, Engine.wake)
 
     def wake(self) -> None:
-        """Takes the memory of the pools again; if one cannot, all sleep on."""
+        """Allocates all pools again; if one fails, all stay asleep."""
         self._all_or_none(Engine.wake, Engine.sleep)
 
     def abandon(self, outbox: Outbox) -> None:
-        """Cancels the unfinished requests of an outbox, and does not wait for that; safe in a finalizer."""
+        """Cancels the unfinished requests of an outbox without waiting; safe in a finalizer."""
         for engine in self.engines:
             engine.abandon(outbox)
 
     def follow(self) -> bool:
-        """Returns False: the devices of all copies are of this process."""
+        """Returns False: the devices of all copies belong to this process."""
         return False
 
     def settle(self) -> None:
@@ -232,7 +232,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         self._each(Engine.settle)
 
     def close(self) -> None:
-        """Cancels what has not finished and gives all memory back."""
+        """Cancels the unfinished requests and frees all memory."""
         self._each(Engine.close)
 
     def __exit__(self, *error: object) -> None:
@@ -266,14 +266,14 @@ class DataParallelEngine(contextlib.AbstractContextManager):
             raise
 
 
-#: What serves requests, one copy of the model or several.
+#: The engine of one copy of the model, or of several.
 AnyEngine: TypeAlias = Engine | DataParallelEngine
 
 
 def open_engine(
     model: PagedModel, config: EngineConfig | None = None, *, tokenizer: TextTokenizer | None = None
 ) -> AnyEngine:
-    """Returns the engine that a config asks for: one, or several behind one door."""
+    """Returns the engine that a config asks for: one, or several with one interface."""
     check_config(config)
     if config is None or config.data_parallel_size == 1:
         return Engine(model, config, tokenizer=tokenizer)
@@ -281,14 +281,14 @@ def open_engine(
 
 
 class _Router:
-    """Knows which blocks of prompts each copy was given, as far as its pool may still hold them."""
+    """Records the prompt blocks of each copy, as far as its pool may still hold them."""
 
     def __init__(self, block_size: int, capacities: Sequence[int]) -> None:
         self._block_size, self._capacities = block_size, capacities
         self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
 
     def choose(self, tokens: Sequence[int], salt: bytes | None, loads: Sequence[int]) -> int:
-        """Returns the copy with the fewest tokens to compute until a prompt is."""
+        """Returns the copy with the fewest tokens to compute until a prompt is computed."""
         keys = self._keys(tokens, salt)
 
         def work(index: int) -> int:
@@ -299,7 +299,7 @@ class _Router:
         return min(range(len(loads)), key=work)
 
     def note(self, index: int, tokens: Sequence[int], salt: bytes | None) -> None:
-        """Says that a copy was given a prompt."""
+        """Records that a copy got a prompt."""
         given = self._given[index]
         for key in self._keys(tokens, salt):
             given[key] = None
@@ -308,7 +308,7 @@ class _Router:
             given.popitem(last=False)
 
     def forget(self) -> None:
-        """Drops what it knows: no copy holds a prefix any more."""
+        """Drops all records: no copy holds a prefix any more."""
         for given in self._given:
             given.clear()
 

@@ -21,13 +21,13 @@ class TextDelta:
     """The new text of one sample of one prompt.
 
     Attributes:
-        index: the prompt's place in the list.
+        index: index of the prompt in the list.
         text: new text; empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
         output: the finished request; None while one of its samples runs.
-        sample: of the prompt's n.
-        logprobs: of the new tokens, if the request wants them.
-        finish_reason: of this sample; None while it runs.
+        sample: index among the prompt's n samples.
+        logprobs: log-probabilities of the new tokens, if the request asks for them.
+        finish_reason: finish reason of this sample; None while it runs.
     """
 
     index: int
@@ -45,9 +45,9 @@ class TextStream(Iterator[TextDelta]):
     Any number of streams of one engine may be open, each read by one thread at a time. Steps run while one is read.
 
     Args:
-        engine: runs the requests.
-        tokenizer: of the model; None for token ids without text.
-        outbox: of the requests.
+        engine: the engine that runs the requests.
+        tokenizer: tokenizer of the model; None for token ids without text.
+        outbox: outbox of the requests.
         requests: the first sample of each prompt, in the order of the prompts.
     """
 
@@ -75,7 +75,7 @@ class TextStream(Iterator[TextDelta]):
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Cancels what has not finished, now."""
+        """Cancels the unfinished requests now."""
         if self._unfinished:
             self._abandon()
             self._engine.settle()
@@ -106,8 +106,8 @@ class PromptReader:
     """Turns the engine's deltas for the samples of one prompt into text, and ends those that reach a stop string.
 
     Args:
-        engine: runs the requests.
-        tokenizer: of the model; None for token ids without text.
+        engine: the engine that runs the requests.
+        tokenizer: tokenizer of the model; None for token ids without text.
         request: the first sample.
     """
 
@@ -123,7 +123,7 @@ class PromptReader:
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def read(self, delta: TokenDelta) -> CompletionOutput | None:
-        """Returns what is new of a sample, with the reason if it ended; None if it had ended before."""
+        """Returns the new text of a sample, with the reason if it ended; None if it had ended before."""
         sample = self._samples[delta.request_id]
         if sample.finish_reason is not None:
             return None
@@ -146,7 +146,7 @@ class PromptReader:
         return self._completion(sample, text, token_ids, logprobs)
 
     def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
-        """Returns all that came so far, or the given part of it."""
+        """Returns all text so far, or the given part of it."""
         request = self._request
         if completions is None:
             completions = tuple(map(self._so_far, self._samples.values()))
@@ -209,7 +209,7 @@ class PromptReader:
 
 
 class _Sample:
-    """One sample's text, and what of its tokens was read."""
+    """One sample's text, and the number of its tokens that were read."""
 
     def __init__(self, request: Request, tokenizer: TextTokenizer | None) -> None:
         params = request.params

@@ -1,4 +1,4 @@
-"""What an engine runs on: the pool, its host memory and the model's runner, built from a model and a config."""
+"""An engine's device side: the pool, its host memory and the model's runner, built from a model and a config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Device", "check_types", "default_config", "open_device", "outlasts_t
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
-# Of a device's free memory; the rest is for what a step computes.
+# The pool's share of a device's free memory; the rest is for a step's intermediate arrays.
 _POOL_SHARE = 0.9
 _BYTES_UNKNOWN = 1 << 30
 # Of weights on one device: 1 ms for a GPU that reads 4 TB/s.
@@ -42,7 +42,7 @@ _MANY_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a step runs on; it outlives any work.
+    """The pool and the runner of steps; it outlives any scheduler state.
 
     Attributes:
         pool: the cache arrays.
@@ -67,19 +67,19 @@ class Device:
     channel: Channel | None = None
 
     def prepare(self, step: CommittedStep) -> None:
-        """Executes what a committed step does to whole blocks; see `KVPool.prepare`."""
+        """Executes a committed step's operations on whole blocks; see `KVPool.prepare`."""
         if step.blocks_to_scrub or step.copies:
             copies = [tuple(copy[:2]) for copy in step.copies]
             self._announce("moves", list(step.blocks_to_scrub), copies)
         self.pool.prepare(step, self.host)
 
     def forget(self) -> None:
-        """Drops what the runner knows of earlier steps."""
+        """Drops the runner's state of earlier steps."""
         self._announce("forget")
         self.runner.forget()
 
     def renew(self) -> None:
-        """Allocates the pool anew."""
+        """Allocates a new pool."""
         self._announce("renew")
         self.pool.renew()
 
@@ -100,7 +100,7 @@ class Device:
         self.runner.warmup(report, wanted)
 
     def follow(self, channel: Channel) -> bool:
-        """Does what the first process does to its devices, until its engine sleeps; returns whether it is closed."""
+        """Repeats process 0's device operations until its engine sleeps; returns whether that is closed."""
         while True:
             what, *arguments = channel.receive()
             if what == "moves":
@@ -122,7 +122,7 @@ class Device:
         """Returns leaves of weights, checked and on the devices: in every process or in none.
 
         Args:
-            check: returns what replaces the present leaves.
+            check: function that returns the new leaves.
             is_idle: no step of any process uses the weights.
 
         Raises:
@@ -153,7 +153,7 @@ def open_device(
     max_model_len: int,
     model_fingerprint: bytes,
 ) -> tuple[Device, CacheConfig, PoolPlan]:
-    """Allocates what an engine runs on; returns it with the allocator's sizes and the pool's plan.
+    """Allocates an engine's device side; returns it with the allocator's sizes and the pool's plan.
 
     Args:
         model: whole, or cut over the mesh.
@@ -178,7 +178,7 @@ def open_device(
     if isinstance(model, WithDraft):
         model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
     model = placement.with_scales(model)
-    # What cannot run here is refused now: it would fail in every step.
+    # Refuse now: a call that cannot run on this machine would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     spec = shape.cache_spec(config.block_size)
     chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
@@ -237,13 +237,14 @@ def open_device(
         ragged=ragged,
         announce=announce,
     )
-    # A decoded token's bits must not depend on the prompts beside it, and where rows are padded it had better wait.
+    # A decoded token's bits must not depend on prompts in its step, and if rows are padded it should not run with
+    # prompts.
     device = Device(
         pool,
         host,
         runner,
         in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
-        # A batch-invariant step costs what the largest one does, whatever is in it.
+        # A batch-invariant step always costs as much as the largest one.
         pads_rows=not (config.batch_invariant or ragged),
         num_scheduler_steps=num_scheduler_steps,
         speculation=SpeculationCounts(config.num_speculative_tokens),
@@ -265,10 +266,10 @@ def outlasts_the_host(leaves: Sequence[jax.Array]) -> bool:
 
 
 def check_types(model: object, config: object) -> None:
-    """Refuses what is no model or no config.
+    """Refuses a value that is no model or no config.
 
     Raises:
-        InvalidInput: as said, with what is missing.
+        InvalidInput: the message names the missing attribute.
     """
     if not isinstance(model, nnx.Module):
         raise InvalidInput(
@@ -297,7 +298,7 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
 
 
 def default_config(**options: Any) -> EngineConfig:
-    """Returns the config of an engine for which nobody named more than these options: a GPU's steps have more room."""
+    """Returns the config of an engine with only these options: a GPU's steps have more room."""
     return EngineConfig(**{**(SERVING_SIZES if jax.default_backend() == "gpu" else {}), **options})
 
 
@@ -309,7 +310,7 @@ def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:
     if any(device.process_index != jax.process_index() for device in devices):
         # Each process would find another number.
         return _BYTES_UNKNOWN
-    # What a reference cycle holds is nobody's any more.
+    # Arrays that only a reference cycle holds are unused.
     gc.collect()
     try:
         return max(1, int(min(map(free_bytes, devices)) * _POOL_SHARE))

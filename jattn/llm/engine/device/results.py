@@ -21,7 +21,7 @@ class PromptPart:
     Attributes:
         request: whose prompt.
         start: position of the first token.
-        count: tokens; what `found` has behind them means nothing.
+        count: number of tokens; later entries of `found` are undefined.
         found: of the tokens.
     """
 

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 #: `f(logits float32[vocab], token_ids int32[max_model_len], num_prompt_tokens, num_tokens, value) -> float32[vocab]`:
-#: pure, of one row; what lies behind `num_tokens` in `token_ids` means nothing.
+#: pure, of one row; entries of `token_ids` after `num_tokens` are undefined.
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -113,7 +113,7 @@ class Sampler:
     """How a step samples; static.
 
     Attributes:
-        kind: what the batch needs at least.
+        kind: the smallest kind that the batch needs.
         num_logprobs: of the likeliest tokens that a full step reports.
         processors: of the engine, in order.
     """
@@ -305,14 +305,14 @@ def _largest_of(scores: jax.Array, shards: VocabShards | None) -> jax.Array:
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:
-    """Returns int32[rows], what argmax does; XLA's takes four times as long on a CPU."""
+    """Returns int32[rows], the argmax; XLA's argmax takes four times as long on a CPU."""
     places = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_largest, places, logits.shape[-1] - 1), axis=-1)
 
 
 def _tempered(logits: jax.Array, rows: Rows, shards: VocabShards | None = None) -> jax.Array:
-    # Below the likeliest: a tiny temperature then drives the others to -inf, where logits would go to inf alike.
+    # Below the likeliest: with a tiny temperature the other logits then go to -inf; otherwise all would go to inf.
     likeliest = jnp.max(logits, axis=-1, keepdims=True)
     below = logits - (likeliest if shards is None else jax.lax.pmax(likeliest, shards.axis))
     return below / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
@@ -360,7 +360,7 @@ def _penalized(logits: jax.Array, token_ids: jax.Array, rows: Rows, num_tokens: 
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
-    """Returns for each row the largest int32 from -inf's to 0's for which what holds for less holds."""
+    """Returns for each row the largest int32, from that of -inf to that of 0, that satisfies a monotone condition."""
     low = jnp.full(num_rows, np.float32(-np.inf).view(np.int32) ^ 0x7FFFFFFF, jnp.int32)
 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -75,17 +75,17 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """What was generated.
+    """The generated tokens and text of one sample.
 
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop", "cancelled", or "error" of a grammar that grew too large or that no allowed
-            token goes on with; None while it runs.
-        index: of the sample, below n.
-        logprobs: for each token what `SamplingParams.logprobs` asks for; None if it asks for none.
-        cumulative_logprob: the sum of the tokens' own.
-        stop_reason: the stop string or the token of stop_token_ids that ended it; None for what else did.
+        finish_reason: "length", "stop", "cancelled", or "error" if the grammar grew too large or allows no token; None
+            while it runs.
+        index: index of the sample, below n.
+        logprobs: log-probabilities of each token, as `SamplingParams.logprobs` asks for; None without.
+        cumulative_logprob: sum of the log-probabilities of the tokens.
+        stop_reason: the stop string or the token of stop_token_ids that ended it; None for another reason.
     """
 
     text: str
@@ -102,15 +102,15 @@ class RequestOutput:
     """A request and its result.
 
     Attributes:
-        request_id: as given or numbered.
+        request_id: the given or numbered id.
         prompt: the prompt's text; None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-        outputs: the completions, n of them; one, and what is new of it, where `RequestOutputKind.DELTA` is asked for.
-        num_cached_tokens: prompt tokens whose keys and values a shared prefix held already.
+        outputs: the n completions; with `RequestOutputKind.DELTA` one, with only its new part.
+        num_cached_tokens: number of prompt tokens whose keys and values came from a shared prefix.
         metrics: when things happened.
-        finished: all of its samples ended, also those that `outputs` lacks.
-        prompt_logprobs: for each token of the prompt what `SamplingParams.prompt_logprobs` asks for, None for the
-            first; None if it asks for none.
+        finished: whether all samples ended, including those that `outputs` lacks.
+        prompt_logprobs: log-probabilities of each token of the prompt, as `SamplingParams.prompt_logprobs` asks for,
+            None for the first; None without.
     """
 
     request_id: str

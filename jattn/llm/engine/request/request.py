@@ -16,7 +16,7 @@ from torch_core.base.errors import InvalidInput
 
 __all__ = ["AUTOMATIC", "Request", "RequestState"]
 
-#: What the engine's own request ids begin with, and nobody else's.
+#: The prefix of the engine's own request ids; callers may not use it.
 AUTOMATIC = "#"
 
 
@@ -44,32 +44,32 @@ class Request:
     Attributes:
         request_id: unique among the engine's unfinished requests. If its caller gave none it is empty until
             `take_number`.
-        prompt_token_ids: the prompt; of a model with an encoder what its decoder starts with.
-        params: how to sample; max_tokens is a number.
+        prompt_token_ids: the prompt; with an encoder, the first tokens of the decoder.
+        params: sampling parameters; max_tokens is a number.
         sampling: the same for the device, `Rows.pack`.
         eos_token_ids: tokens that end it.
-        forced_eos_token_id: its last token if it comes to max_tokens, whatever is sampled; None for none.
-        is_plain: whether it needs nothing of the sampler but a temperature.
+        forced_eos_token_id: its last token if it reaches max_tokens, instead of the sampled one; None for none.
+        is_plain: whether it needs only a temperature of the sampler.
         needs_slot: whether its tokens or tables must be on the device.
-        bad_words: tokens of the words that must not come.
-        grammar: what the text must match, or None.
+        bad_words: tokens of the words that are not generated.
+        grammar: required format of the text, or None.
         index: of the sample among those of its prompt.
         samples: all of them in order, itself included.
         followers: of the first sample, those that wait to fork its prompt's blocks.
         encoder_token_ids: the encoder's input; empty without an encoder.
-        num_encoder_slots: slots of the cache before the first token's, whole blocks, for what the encoder makes of it.
+        num_encoder_slots: number of cache slots, in whole blocks, before the first token's, for the encoder's output.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.
-        output_token_ids: generated and seen.
-        outbox: where its outputs go.
+        output_token_ids: generated tokens that the host has seen.
+        outbox: queue of its outputs.
         num_delivered: generated tokens that were put there.
         end_is_delivered: its finish reason was put there.
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
             the encoder has not run: the slots that it still has to fill.
         num_pending_tokens: tokens sampled on the device and not seen yet.
         pending_row: where the last dispatched step put its sampled token.
-        logprobs: of the generated tokens, if they are wanted; those behind the last token mean nothing.
-        prompt_logprobs: of the prompt's tokens by position, if they are wanted.
-        order: who comes first where not all can: the least.
+        logprobs: log-probabilities of the generated tokens, if requested; entries after the last token are undefined.
+        prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested.
+        order: rank among requests that compete; the smallest is first.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class Request:
 
     @property
     def cached_token_ids(self) -> list[int]:
-        """What the block allocator knows it by: the known tokens, behind the encoder's input and its padding."""
+        """The block allocator's tokens: the encoder's input with padding, then the known tokens."""
         padding = self.num_encoder_slots - len(self.encoder_token_ids)
         return [*self.encoder_token_ids, *[0] * padding, *self.token_ids(0, self.num_known_tokens)]
 

@@ -1,4 +1,4 @@
-"""Validation of requests: a prompt and its parameters become a `Request`, or an error names what is wrong."""
+"""Validation of requests: a prompt and its parameters become a `Request`, or an error names the fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Validator:
     Args:
         model: the model's vocabulary, end-of-sequence tokens and length.
         config: the engine's seed and limits.
-        tokenizer: of the model, for what is asked in text; None refuses that.
+        tokenizer: tokenizer of the model, for parameters in text; None refuses these.
 
     Attributes:
         max_model_len: the limit that holds.
@@ -196,7 +196,7 @@ class Validator:
         return min(self._max_encoder_len, self._config.max_num_batched_tokens // block_size * block_size)
 
     def _check_limits(self, params: SamplingParams) -> None:
-        """Checks what depends on the model and the engine."""
+        """Checks parameters that depend on the model and the engine."""
         if params.stop and self._tokenizer is None:
             raise InvalidInput("stop", "is given, but there is no tokenizer that makes the text to find it in")
         most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
