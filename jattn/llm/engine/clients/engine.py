@@ -442,7 +442,7 @@ class Engine(contextlib.AbstractContextManager):
         self._abandon(_checked(outbox))
 
     def follow(self) -> bool:
-        """Repeats process 0's operations until its engine sleeps (then call this again) or closes; False in process 0."""
+        """Repeats process 0's operations until its engine sleeps (call again then) or closes; False in process 0."""
         return self._thread.call(EngineCore.follow)
 
     def settle(self) -> None:
