@@ -46,9 +46,9 @@ def call_torch(
         num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
             threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
             A thread that first uses torch during the call starts with this count: torch passes down the latest one.
-        capturable: XLA may record what the function launches on CUDA into a graph and replay it without the function:
-            it must launch something, allocate nothing, and launch the same for the same shapes. Otherwise a replay
-            would use memory that torch has reused since.
+        capturable: XLA may record what the function launches on CUDA into a graph and replay it without the function.
+            The function must launch at least one kernel, allocate no memory, and launch the same kernels for the same
+            shapes. Otherwise a replay would use memory that torch has reused since.
 
     Returns:
         The outputs, in order.

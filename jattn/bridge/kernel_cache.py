@@ -1,8 +1,8 @@
 """Compiled kernels for the native bridge: in memory, and on disk in a directory that only its owner can write.
 
-Triton keeps a disk cache of its own and believes what it finds there, in a directory that TRITON_CACHE_DIR may put
-anywhere. A compilation here neither reads nor writes it. Kernels that torch runs (`torch_core.launch.run`) still use
-it, like every Triton kernel of the process; keep this in mind if accounts are shared or that variable is set.
+Triton has its own disk cache and trusts its files, in a directory that TRITON_CACHE_DIR may move anywhere. A
+compilation here neither reads nor writes it. Kernels that torch runs (`torch_core.launch.run`) still use it, like every
+Triton kernel of the process; keep this in mind if accounts are shared or that variable is set.
 """
 
 from __future__ import annotations

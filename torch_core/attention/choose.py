@@ -23,8 +23,8 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     Short queries of a paged call (decode, speculative rows) go to the split kernel, long ones to a kernel of query
     tiles: a Hopper one if it serves the call, else the portable one, which alone drops weights. Of e4m3 queries that
     are all short, Hopper's takes those that fill a quarter of a tile. A batch that may hold both runs both, and each
-    skips the other's sequences; if tiles are few, the Hopper kernel takes all of them over keys in chunks. Where
-    there are so many tokens that every query may be the longest one, it takes the short ones too: launches without work
+    skips the other's sequences; if tiles are few, the Hopper kernel takes all of them over keys in chunks. If
+    there are enough tokens for every query to be the longest one, it takes the short ones too: launches without work
     cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len alone: within
     one plan a sequence's bits do not depend on its neighbours.
 

@@ -19,8 +19,8 @@ __all__ = ["RotaryWriteCall"]
 class RotaryWriteCall(Call[A]):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of queries and keys, and the write of keys and values.
 
-    Elements are stored as `WriteCall` says, after rotated keys were rounded to the type of `qkv`. An op takes what is
-    in one array: queries, keys and values cut from it would be copies.
+    Elements are stored as `WriteCall` says, after rotated keys were rounded to the type of `qkv`. The op takes one
+    array, because slices of queries, keys and values would be copies.
 
     Attributes:
         qkv: the heads of queries, of keys and of values, one after the other, as one matrix product makes them.
