@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -46,13 +47,12 @@ def public_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.body[0].lineno, prose_of_page(text)
 
 
-def texts() -> Iterator[tuple[Path, int, str]]:
+@functools.cache
+def texts() -> tuple[tuple[Path, int, str], ...]:
     """Each page and each public docstring: its file, the number of its first line, its prose."""
-    for page in PAGES:
-        yield page, 1, prose_of_page(page.read_text())
-    for source in SOURCES:
-        for line, text in public_docstrings(ast.parse(source.read_text())):
-            yield source, line, text
+    pages = [(page, 1, prose_of_page(page.read_text())) for page in PAGES]
+    trees = ((source, ast.parse(source.read_text())) for source in SOURCES)
+    return (*pages, *((source, line, text) for source, tree in trees for line, text in public_docstrings(tree)))
 
 
 def found_in(text: str, phrase: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""For benchmarks: prompts that are taken for computed, so that the steps behind them can be measured alone."""
+"""For benchmarks: prompts that are taken for computed, so that the steps after them can be measured alone."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class EngineCore:
         return TokenDelta(request_id, (), request.finish_reason)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
-        """Ends a request whose text reached a stop string, and drops the tokens behind the first `num_output_tokens`.
+        """Ends a request whose text reached a stop string, and drops the tokens after the first `num_output_tokens`.
 
         Args:
             request: it may have ended by its last tokens.

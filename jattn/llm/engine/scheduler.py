@@ -32,8 +32,8 @@ class ScheduledRow:
         request: whose tokens.
         start: position of the first new token.
         num_new_tokens: tokens to compute.
-        num_samples: tokens that the row brings: none when it ends before the request's last token; more than one
-            where the step decodes several in a row, or verifies guesses.
+        num_samples: tokens that the row samples: none when it ends before the request's last token; more than one
+            if the step decodes several in a row, or verifies guesses.
         guesses: proposed new tokens after the first one; zeros if a draft model proposes them.
     """
 
@@ -93,7 +93,7 @@ class Scheduler:
         config: sizes of a step.
         cache: the allocator; the scheduler is the only one to plan with it.
         move_blocks: executes and retires a step without rows: a swap.
-        in_turns: prompts and decoding have steps of their own, and take turns where both are wanted; so it must be
+        in_turns: prompts and decoding have steps of their own, and take turns if both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
         num_scheduler_steps: most tokens of each sequence that a step decodes; None for the config's.

@@ -1,4 +1,4 @@
-"""Text in, text out: a model folder, its tokenizer and an engine behind vLLM's names."""
+"""Text in, text out: a model folder, its tokenizer and an engine with vLLM's names."""
 
 from __future__ import annotations
 

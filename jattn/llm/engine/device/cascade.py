@@ -28,7 +28,7 @@ class Cascade:
 
     Attributes:
         piece_tokens: sequences that attend to a prefix as one.
-        always: wherever blocks are shared; else where it should be faster.
+        always: wherever blocks are shared; else if it should be faster.
         shape: inputs of that decision; see `torch_core.metadata.PrefixGroups.pays`.
     """
 
@@ -38,7 +38,7 @@ class Cascade:
 
     @classmethod
     def of(cls, model: nnx.Module, config: EngineConfig, groups: LayerGroups) -> Cascade | None:
-        """Returns None where no step can profit.
+        """Returns None if no step can profit.
 
         Prefixes are looked for in the tables of the first cache group, and attended once in its layers. Other layers
         attend as ever, so they may have windows.

@@ -39,7 +39,7 @@ class WithDraft(nnx.Module):
 
     @property
     def parallel(self) -> TensorParallel | None:
-        """How the base is cut."""
+        """How the base is split."""
         return getattr(self.base, "parallel", None)
 
     def __call__(

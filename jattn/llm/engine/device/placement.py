@@ -38,7 +38,7 @@ class Placement:
 
     @property
     def whole(self) -> NamedSharding | None:
-        """Of an array that every device has; None where there is one device."""
+        """Of an array that every device has; None if there is one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def cache_spec(self, spec: KVCacheSpec | LatentCacheSpec) -> PartitionSpec:
@@ -47,7 +47,7 @@ class Placement:
         return PartitionSpec(None, None, None, "tp") if is_split else PartitionSpec()
 
     def cache_sharding(self, spec: KVCacheSpec | LatentCacheSpec) -> NamedSharding | None:
-        """Returns the same as a sharding; None where there is one device."""
+        """Returns the same as a sharding; None if there is one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.cache_spec(spec))
 
     def put(self, array: np.ndarray) -> jax.Array:
@@ -87,7 +87,7 @@ class Placement:
             context_size: neighbours on that axis over which each sequence is spread.
 
         Raises:
-            InvalidInput: sizes that do not divide, or a model that is cut otherwise.
+            InvalidInput: sizes that do not divide, or a model that is split otherwise.
             Unsupported: a model without a known split.
         """
         parallel = getattr(model, "parallel", None)

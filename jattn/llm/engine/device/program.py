@@ -45,7 +45,7 @@ class Bucket:
         max_query_len: an upper bound on the new tokens of a sequence.
         sampler: the part of the sampler that the batch needs.
         num_steps: tokens decoded one after the other.
-        num_guesses: tokens behind the first one of a sequence that are verified at most.
+        num_guesses: tokens after the first one of a sequence that are verified at most.
         num_pieces: number of pieces, of groups that share a prefix, that the step has room for; 0 for none.
         piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
         num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
@@ -114,7 +114,7 @@ class _Batch:
 
     @property
     def metadata(self) -> Any:
-        """One record where the model has one cache group, and otherwise one for each."""
+        """One record if the model has one cache group, and otherwise one for each."""
         fields, bucket, layers = self.fields, self.bucket, self.layers
         cross = None
         if bucket.num_encoder_blocks and not bucket.encodes:
@@ -142,9 +142,9 @@ class Sampled(NamedTuple):
     """The results of a step.
 
     Attributes:
-        tokens: int32[num_samples, max_num_seqs], a column for each row; -1 behind a wrong guess.
+        tokens: int32[num_samples, max_num_seqs], a column for each row; -1 after a wrong guess.
         logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
-        hidden: [tokens, ...], where the step was one.
+        hidden: [tokens, ...], if the step was one.
     """
 
     tokens: Any
@@ -178,7 +178,7 @@ def jitted_step(
 
     The step is `step(kv_caches, leaves, last_tokens, state, buffer, peers, *, bucket, max_blocks)` and returns
     `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
-    `-1 - row` stands for `last_tokens[row]`.
+    `-1 - row` is for `last_tokens[row]`.
 
     Args:
         graph, treedef: of the model, or of one device's part of it.

@@ -73,7 +73,7 @@ _NUM_FLOATS = len(PACKED_FLOATS)
 
 @dataclass(frozen=True, slots=True)
 class VocabShards:
-    """Logits of which each device of a mesh axis has a part, the last one perhaps with -inf behind the vocabulary.
+    """Logits of which each device of a mesh axis has a part, the last one perhaps with -inf after the vocabulary.
 
     Attributes:
         axis: the mesh axis.
@@ -220,7 +220,7 @@ def sample_fully(
         tables: of the slots.
         masks: int32[rows, ceil(vocab / 32)], a bit for each token that a grammar allows.
         num_logprobs: of the likeliest tokens to report.
-        processors: of the engine; a row takes part where its table has a number for it.
+        processors: of the engine; a row takes part if its table has a number for it.
 
     Returns:
         int32[rows] and the log-probabilities.

@@ -41,7 +41,7 @@ class SlotTables(_Fields):
         stop_tokens: int32[slots, n], to be banned before min_tokens; PAD elsewhere, as in all of these.
         bias_tokens, bias: int32 and float32[slots, n].
         bad_words: int32[slots, words, tokens], padded on the left.
-        processor_values: float32[slots, processors or 1]; NaN where a request does not take part.
+        processor_values: float32[slots, processors or 1]; NaN if a request does not take part.
     """
 
     PAD: ClassVar[int] = INT32_MAX

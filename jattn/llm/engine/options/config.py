@@ -32,7 +32,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Sizes of an engine; names are vLLM's where it has them.
+    """Sizes of an engine; names are vLLM's if it has them.
 
     Attributes:
         block_size: number of tokens in one cache block.
@@ -63,7 +63,7 @@ class EngineConfig:
             on other requests. Without it the last bits can depend on them, because XLA rounds the programs of different
             padded sizes differently. A small batch then costs as much as a full one.
         enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode.
-            None does so where it should be faster on a GPU, True for all shared blocks, False never. Not with
+            None does so if it should be faster on a GPU, True for all shared blocks, False never. Not with
             batch_invariant, and not with masks that depend on the distance to the prefix (windows, ALiBi).
         speculative_config: n-grams or a draft model propose tokens, which one step verifies: a `SpeculativeConfig` or a
             mapping of its fields; None for no speculation. The output does not change. Proposals need the results of

@@ -104,7 +104,7 @@ class SpeculationStats:
         num_drafts: times that tokens of a request were guessed.
         num_draft_tokens: tokens that were guessed.
         num_accepted_tokens: guesses that were the model's own tokens.
-        num_accepted_tokens_per_pos: the same for each place behind the last known token.
+        num_accepted_tokens_per_pos: the same for each place after the last known token.
     """
 
     num_drafts: int
@@ -119,7 +119,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a step with guesses brings a request, the one that is not guessed included."""
+        """Tokens that a step with guesses gives a request, the one that is not guessed included."""
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
 

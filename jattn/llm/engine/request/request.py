@@ -159,7 +159,7 @@ class Request:
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
 
     def take_number(self, number: int) -> None:
-        """Takes the number of its arrival: for its order, and for its id and its seed where the caller gave none."""
+        """Takes the number of its arrival: for its order, and for its id and its seed if the caller gave none."""
         self.order += number
         if not self.request_id:
             self.request_id = f"{AUTOMATIC}{number}"
@@ -183,7 +183,7 @@ class Request:
         return tokens[: next(index for index, token in enumerate(tokens) if token in self.eos_token_ids) + 1]
 
     def extend(self, new: list[int]) -> None:
-        """Adds generated tokens; at max_tokens the last of them becomes the forced one, where a model has such."""
+        """Adds generated tokens; at max_tokens the last of them becomes the forced one, if a model has such."""
         forced = self.forced_eos_token_id
         if forced is not None and len(self.output_token_ids) + len(new) >= self.max_tokens:
             new[-1] = forced
