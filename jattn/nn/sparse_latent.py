@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
 from jattn.nn.latent import MultiHeadLatentAttention
-from jattn.nn.options import DType, Implementation, Rope, Size
+from jattn.nn.options import CacheScale, DType, Implementation, KVChunkSize, Rope, Scale, Size
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, checked
@@ -116,6 +116,29 @@ class LatentIndexer(nnx.Module):
         return jnp.concatenate([rotated(self.rope, turned, positions), rest], axis=-1)
 
 
+class LatentOptions(TypedDict, total=False):
+    """The keywords of `MultiHeadLatentAttention`."""
+
+    kv_lora_rank: Required[Size]
+    qk_nope_head_dim: Required[Size]
+    qk_rope_head_dim: Required[Size]
+    v_head_dim: Required[Size]
+    q_lora_rank: Required[Size | None]
+    out_features: Size | None
+    rope: Rope
+    scale: Scale
+    use_bias: bool
+    epsilon: float
+    dtype: DType | None
+    param_dtype: DType
+    kernel_init: Callable[..., Any]
+    k_scale: CacheScale
+    kv_chunk_size: KVChunkSize
+    deterministic_gradients: bool
+    implementation: Implementation
+    rngs: Required[nnx.Rngs]
+
+
 class SparseLatentAttention(MultiHeadLatentAttention):
     """Multi-head latent attention to the tokens that an indexer chooses (DeepSeek-V3.2), in the absorbed form.
 
@@ -128,7 +151,10 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     Args:
         num_heads, in_features: as in `MultiHeadLatentAttention`.
         indexer: the module that chooses the tokens.
-        **options: further options of `MultiHeadLatentAttention`. `q_lora_rank` is required.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, out_features, rope, scale, use_bias, epsilon,
+            dtype, param_dtype, kernel_init, k_scale, kv_chunk_size, deterministic_gradients, implementation, rngs: as
+            in `MultiHeadLatentAttention`.
+        q_lora_rank: width of the compressed query; required.
 
     Raises:
         InvalidInput: as in `MultiHeadLatentAttention`, or q_lora_rank is None.
@@ -141,7 +167,10 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         (3, 5, 12)
     """
 
-    def __init__(self, num_heads: int, in_features: int, *, indexer: LatentIndexer, **options: Any) -> None:
+    @checked
+    def __init__(
+        self, num_heads: Size, in_features: Size, *, indexer: LatentIndexer, **options: Unpack[LatentOptions]
+    ) -> None:
         if options.get("q_lora_rank") is None:
             raise InvalidInput("q_lora_rank is None; the indexer's queries come from the compressed query.")
         super().__init__(num_heads, in_features, **options)

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, SupportsIndex, TypedDict, Unpack
+from typing import Annotated, Any, Literal, Required, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ class Options:
 
 class Rest(TypedDict, total=False):
     side: Annotated[str, Choices("left", "right")]
-    at: int
+    at: Required[int]
 
 
 def check_even(name: str, value: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_choice_may_raise_another_error():
 def test_a_checked_function_gets_its_arguments_as_they_are():
     assert described(8, 2, side="left", at=3) == (8, {"side": "left", "at": 3})
     from_numpy: dict[str, Any] = {"count": np.int64(3), "scale": np.float32(0.5), "dtype": np.int32(1)}
-    assert described(**from_numpy) == (3, {})
+    assert described(**from_numpy, at=1) == (3, {"at": 1})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, PagedAttention, linen
+from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, PagedAttention, SparseLatentAttention, linen
 from jattn.nn.options import FlaxOptions
 from torch_core.base.errors import InvalidInput
 
@@ -94,6 +94,11 @@ def test_latent_attention_refuses_a_wrong_option_at_construction(option: dict[st
     arguments |= {"rngs": nnx.Rngs(0), **option}
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}"):
         MultiHeadLatentAttention(2, 12, **arguments)
+
+
+def test_sparse_attention_has_the_options_of_latent_attention() -> None:
+    sparse = inspect.signature(SparseLatentAttention.__init__).parameters
+    assert sparse.keys() - {"indexer"} == inspect.signature(MultiHeadLatentAttention.__init__).parameters.keys()
 
 
 def test_numbers_of_numpy_are_options_too() -> None:

@@ -107,7 +107,8 @@ def test_the_gradient_reaches_all_but_the_indexer(seed):
 
 
 def test_what_an_indexer_needs_is_asked_for():
+    sizes: dict[str, Any] = {**SIZES, "q_lora_rank": None}
     with pytest.raises(InvalidInput, match="q_lora_rank is None; the indexer's queries come from"):
-        SparseLatentAttention(3, 12, indexer=module().indexer, **{**SIZES, "q_lora_rank": None}, rngs=nnx.Rngs(0))
+        SparseLatentAttention(3, 12, indexer=module().indexer, **sizes, rngs=nnx.Rngs(0))
     with pytest.raises(InvalidInput, match="rope_dim is 8; it must be"):
         LatentIndexer(12, 10, num_heads=3, head_dim=8, topk=4, rope_dim=8, rngs=nnx.Rngs(0))

@@ -28,7 +28,9 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NotRequired,
     ParamSpec,
+    Required,
     TypeAlias,
     TypeVar,
     Union,
@@ -205,6 +207,8 @@ def _checks_of(declaration: Any, of_numpy: bool) -> tuple[tuple[str, _Check], ..
 def _check_of(annotation: Any, classes: dict[type, Any]) -> _Check | None:
     """Returns the check of one annotation; None if any value fits."""
     limits: Any = Limits()
+    if get_origin(annotation) in (Required, NotRequired):
+        (annotation,) = get_args(annotation)
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
         limits = next((extra for extra in extras if isinstance(extra, Limits | Choices) or callable(extra)), limits)
