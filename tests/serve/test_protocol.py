@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jattn.llm.serve.fields import RequestError, as_request_error
+from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.protocol import parse_chat, parse_completion
 from torch_core.base.errors import Unsupported
 

@@ -25,19 +25,12 @@ from jattn.llm.engine import RequestOutput
 from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.access import AccessLog
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
-from jattn.llm.serve.embeddings import embeddings_body, parse_embeddings
-from jattn.llm.serve.fields import RequestError, as_request_error
+from jattn.llm.serve.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, prompts_of, read_body
+from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
-from jattn.llm.serve.protocol import (
-    Generation,
-    parse_body,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
-from jattn.llm.serve.responses import Answer, error_body, event, num_characters, usage
+from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
+from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, num_characters, usage
 from jattn.llm.text.prompts import chat_prompt, encoded
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
@@ -46,6 +39,8 @@ __all__ = ["ServeConfig", "create_app"]
 
 _log = logging.getLogger("jattn.llm.serve")
 
+# OpenAI's limit.
+_MAX_INPUTS = 2048
 # The status that nginx logs for a client that disconnected.
 _CLIENT_GONE = 499
 
@@ -153,24 +148,26 @@ class _Server:
         return await self._generate(request, parse_chat(await self._body(request), self._config.default_sampling))
 
     async def embeddings(self, request: Request) -> Response:
-        asked = parse_embeddings(await self._body(request))
+        asked = read_body(EmbeddingsBody, await self._body(request))
+        prompts = prompts_of("input", asked.input, _MAX_INPUTS)
         self._check_model(asked.model)
-        self._check_room("input", len(asked.prompts), self._num_embedded)
-        self._num_embedded += len(asked.prompts)
+        self._check_room("input", len(prompts), self._num_embedded)
+        self._num_embedded += len(prompts)
         try:
             # One after the other: each fills the device by itself.
             async with self._embeds:
                 found = await asyncio.to_thread(
-                    self._llm.llm.embed, asked.prompts, pooling=asked.pooling, normalize=asked.normalize
+                    self._llm.llm.embed, prompts, pooling=asked.pooling, normalize=asked.normalize
                 )
         except Exception as error:
             raise as_request_error(error, default="input") from error
         finally:
-            self._num_embedded -= len(asked.prompts)
+            self._num_embedded -= len(prompts)
         num_tokens = sum(len(each.prompt_token_ids) for each in found)
         request.state.log["prompt_tokens"] = num_tokens
         vectors = [each.outputs.embedding for each in found]
-        return JSONResponse(embeddings_body(asked, vectors, self._config.model_name, num_tokens))
+        is_base64 = asked.encoding_format == "base64"
+        return JSONResponse(embeddings_answer(vectors, self._config.model_name, num_tokens, as_base64=is_base64))
 
     async def models(self, request: Request) -> Response:
         model = {
@@ -190,25 +187,24 @@ class _Server:
         body = await self._body(request)
         if "messages" in body:
             generation = parse_chat(body)
-            self._check_model(generation.model)
+            self._check_model(generation.body.model)
             prompt = await asyncio.to_thread(self._chat_prompt, generation)
             token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
         else:
-            asked = parse_tokenize(body)
+            asked = read_body(TokenizeBody, body)
             self._check_model(asked.model)
-            token_ids = self._tokenizer().encode(asked.text, add_special_tokens=asked.add_special_tokens)
+            token_ids = self._tokenizer().encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
         length = self._llm.llm.max_model_len
         return JSONResponse({"tokens": list(token_ids), "count": len(token_ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
-        asked = parse_detokenize(await self._body(request))
+        asked = read_body(DetokenizeBody, await self._body(request))
         self._check_model(asked.model)
         vocab_size = self._llm.llm.vocab_size
-        if (largest := max(asked.token_ids, default=0)) >= vocab_size:
-            message = f"tokens has {largest}, outside the vocabulary; ids are 0 to {vocab_size - 1}."
-            raise RequestError(400, message, param="tokens")
+        if (largest := max(asked.tokens, default=0)) >= vocab_size:
+            raise InvalidInput("tokens", f"has {largest}, outside the vocabulary", f"ids are 0 to {vocab_size - 1}")
         try:
-            return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.token_ids)})
+            return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.tokens)})
         except InvalidInput as error:
             raise as_request_error(error, default="tokens") from None
 
@@ -222,12 +218,10 @@ class _Server:
         return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")
 
     async def _generate(self, request: Request, generation: Generation) -> Response:
-        self._check_model(generation.model)
+        self._check_model(generation.body.model)
         if not self._llm.llm.generates:
             name = self._config.model_name
-            raise RequestError(
-                400, f"model {name!r} is an encoder, which generates nothing; ask /v1/embeddings.", param="model"
-            )
+            raise InvalidInput("model", f"{name!r} is an encoder, which generates nothing", "ask /v1/embeddings")
         prompts = generation.prompts
         field = "prompt" if generation.messages is None else "messages"
         wanted = generation.params.n * max(len(prompts), 1)
@@ -238,7 +232,7 @@ class _Server:
             if generation.messages is not None:
                 prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
             submission = await self._llm.submit(
-                prompts, generation.params, salt=self._salt(request, generation), priority=generation.priority
+                prompts, generation.params, salt=self._salt(request, generation), priority=generation.body.priority
             )
         except Exception as error:
             raise as_request_error(
@@ -249,7 +243,7 @@ class _Server:
         prefix = "cmpl" if generation.messages is None else "chatcmpl"
         name, tokenizer = self._config.model_name, self._llm.llm.tokenizer
         answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", name, int(time.time()), tokenizer)
-        if generation.stream:
+        if generation.body.stream:
             events = self._events(request, answer, submission)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         with submission:
@@ -300,9 +294,7 @@ class _Server:
     def _chat_prompt(self, generation: Generation) -> Any:
         own = generation.chat_template
         if own is not None and not self._config.trust_request_chat_template:
-            raise RequestError(
-                400, "chat_template is given; this server takes none from requests.", param="chat_template"
-            )
+            raise InvalidInput("chat_template", "is given", "this server takes none from requests")
         try:
             return chat_prompt(
                 self._llm.llm.tokenizer,
@@ -313,16 +305,14 @@ class _Server:
         except InvalidInput as error:
             if own is None:
                 raise
-            raise RequestError(400, f"chat_template: {error}", param="chat_template") from None
+            raise RequestError(400, str(error.under("chat_template")), param="chat_template") from None
 
     def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
         most = self._config.max_unfinished
         if num_unfinished is None:
             num_unfinished = self._llm.num_unfinished + self._num_arriving
         if wanted > most:
-            raise RequestError(
-                400, f"{param} asks for {wanted} samples; this server takes {most} at once.", param=param
-            )
+            raise InvalidInput(param, f"asks for {wanted} samples", f"this server takes {most} at once")
         if num_unfinished + wanted > most:
             raise RequestError(429, f"{num_unfinished} samples wait or run; try again soon.", code="overloaded")
 

@@ -1,69 +1,56 @@
-"""Converts OpenAI's requests to prompts and SamplingParams; every refusal names its field."""
+"""Bodies of OpenAI's clients to prompts and SamplingParams; every error names its field."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jattn.llm.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.llm.load.folder import read_json
-from jattn.llm.serve.fields import SAMPLING, Fields, RequestError, as_request_error, is_prompt, is_tokens
+from jattn.llm.serve.bodies import ChatBody, CompletionBody, GenerationBody, prompts_of, read_body
+from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import digest
 from jattn.llm.text.prompts import Prompt, check_template_kwargs
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = [
-    "Generation",
-    "TokenizeRequest",
-    "parse_body",
-    "parse_chat",
-    "parse_completion",
-    "parse_detokenize",
-    "parse_tokenize",
-]
+__all__ = ["Generation", "parse_body", "parse_chat", "parse_completion"]
 
 _MAX_PROMPTS = 256
-_MAX_TOP_LOGPROBS = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The requested generation, and the form of the answer.
+    """A request to generate, and the form of its answer.
 
     Attributes:
-        prompts: of a completion; a chat has one, to be made from `messages`.
-        params: for all of them.
-        model: as the client names it.
-        stream: answer by server-sent events.
-        include_usage: end a stream with the counts of tokens.
+        body: the request's fields.
+        prompts: the prompts of a completion. A chat has one, which is made from `messages`.
+        params: the parameters of all prompts.
         echo: begin the answer with the prompt.
-        prompt_alone: answer with nothing else; the one token that is generated for it is left out.
-        aliases: names of fields of params to those that the client wrote in their place.
-        num_choices: of each prompt; below params.n they are the best.
+        prompt_alone: return the prompt alone, without the one token that is generated after it.
+        aliases: fields of `params` to the fields that the client gave in their place.
+        num_choices: samples that are returned of each prompt. If that is less than params.n, the best are.
         salt: only requests of equal salt share cached prefixes.
-        priority: lower comes first.
-        grammar_field: the field with the required format of the text; None without one.
-        messages, template: of a chat, with the arguments of its template.
-        chat_template: that the client sends.
+        grammar_field: the field that holds the structured output; None without one.
+        messages: the messages of a chat.
+        template: what the template of a chat takes besides them.
+        chat_template: the client's own template.
     """
 
-    prompts: list[Prompt]
+    body: GenerationBody
     params: SamplingParams
-    model: str | None
-    stream: bool
-    include_usage: bool
-    echo: bool
     num_choices: int
-    salt: bytes | None
-    priority: int
+    prompts: list[Prompt] = field(default_factory=list)
+    echo: bool = False
+    prompt_alone: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    salt: bytes | None = None
     grammar_field: str | None = None
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
     chat_template: str | None = None
-    prompt_alone: bool = False
-    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -84,226 +71,115 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
     """Reads the body of `/v1/completions`.
 
     Args:
-        body: of the request.
-        defaults: fields that hold if the body does not have them.
+        body: the JSON object.
+        defaults: values of fields that the JSON object does not have.
 
     Raises:
-        RequestError: a field is missing, unknown or wrong.
+        InvalidInput, RequestError: a field is missing, unknown or wrong.
     """
-    fields = Fields(body, defaults)
-    prompt = fields.take("prompt", is_prompt, "a string, token ids, or a list of either")
-    if prompt is None:
-        raise RequestError(400, "prompt is missing.", param="prompt")
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    prompts: list[Prompt] = [prompt] if is_one else list(prompt)
-    if len(prompts) > _MAX_PROMPTS:
-        raise RequestError(
-            400, f"prompt has {len(prompts)} entries; it must have {_MAX_PROMPTS} at most.", param="prompt"
-        )
-    if fields.take("suffix", lambda value: True, "null") is not None:
-        raise RequestError(400, "suffix is given; this server does not fill in the middle.", param="suffix")
-    changes = {"max_tokens": fields.number("max_tokens", 16), "logprobs": fields.number("logprobs", None)}
-    best_of = fields.number("best_of", None)
-    echo = fields.flag("echo")
-    if echo and changes["logprobs"] is not None:
-        changes["prompt_logprobs"] = changes["logprobs"]
-    # As OpenAI's completions have it, to score a text: the prompt's own log-probabilities.
-    prompt_alone = echo and changes["max_tokens"] == 0
+    asked = read_body(CompletionBody, body, defaults)
+    if asked.echo and asked.stream:
+        raise InvalidInput("echo", "is true and stream is true", "a stream has new text alone")
+    changes: dict[str, Any] = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs, **asked.sampling}
+    if asked.echo and asked.logprobs is not None:
+        changes["prompt_logprobs"] = asked.logprobs
+    # OpenAI's way to score a text: the prompt with its log-probabilities and no new text.
+    prompt_alone = asked.echo and asked.max_tokens == 0
     if prompt_alone:
         changes["max_tokens"] = 1
-    generation = _generation(fields, prompts, changes, echo=echo, best_of=best_of)
-    if echo and generation.stream:
-        raise RequestError(400, "echo is true and stream is true; a stream has new text alone.", param="echo")
-    return replace(generation, prompt_alone=prompt_alone)
+    num_choices, aliases = changes.get("n", 1), {}
+    if (best_of := asked.best_of) is not None:
+        if asked.stream and best_of != num_choices:
+            raise InvalidInput("best_of", "is given and stream is true", "the best is known at the end")
+        if not isinstance(num_choices, int) or best_of < num_choices:
+            raise InvalidInput("best_of", value=best_of, wanted=f"it must be at least n ({shown(num_choices)})")
+        if best_of > num_choices:
+            changes |= {"n": best_of, "logprobs": asked.logprobs or 0}
+            aliases = {"n": "best_of"}
+    return _generation(
+        asked,
+        changes,
+        aliases,
+        num_choices=num_choices,
+        prompts=prompts_of("prompt", asked.prompt, _MAX_PROMPTS),
+        echo=asked.echo,
+        prompt_alone=prompt_alone,
+    )
 
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
     """Reads the body of `/v1/chat/completions`; arguments as of `parse_completion`.
 
     Raises:
-        RequestError: a field is missing, unknown or wrong.
+        InvalidInput, RequestError: a field is missing, unknown or wrong.
     """
-    fields = Fields(body, defaults)
-    messages = fields.take("messages", lambda value: isinstance(value, list), "a list of messages")
-    if not messages:
-        raise RequestError(400, "messages is missing or empty.", param="messages")
-    older_name, newer_name = (fields.number(name, None) for name in ("max_tokens", "max_completion_tokens"))
-    changes: dict[str, Any] = {"max_tokens": older_name if newer_name is None else newer_name}
-    aliases = {} if newer_name is None else {"max_tokens": "max_completion_tokens"}
-    top_logprobs = fields.number("top_logprobs", None)
-    if fields.flag("logprobs"):
-        changes["logprobs"] = top_logprobs or 0
-    elif top_logprobs is not None:
-        raise RequestError(400, "top_logprobs is given without logprobs: true.", param="top_logprobs")
-    if top_logprobs is not None and not 0 <= top_logprobs <= _MAX_TOP_LOGPROBS:
-        message = f"top_logprobs is {shown(top_logprobs)}; it must be from 0 to {_MAX_TOP_LOGPROBS}."
-        raise RequestError(400, message, param="top_logprobs")
-    tools = fields.take("tools", _is_objects, "a list of objects")
-    choice = fields.take(
-        "tool_choice", lambda value: value in ("auto", "none"), '"auto" or "none"; others are not served'
-    )
-    variables = fields.object("chat_template_kwargs") or {}
-    try:
-        check_template_kwargs(variables)
-    except InvalidInput as error:
-        raise as_request_error(error) from None
+    asked = read_body(ChatBody, body, defaults)
+    if not asked.messages:
+        raise InvalidInput("messages", "is empty", "give at least one message")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise InvalidInput("top_logprobs", "is given without logprobs: true")
+    check_template_kwargs(asked.chat_template_kwargs)
+    changes: dict[str, Any] = {"max_tokens": asked.max_tokens, **asked.sampling}
+    aliases = {}
+    if asked.max_completion_tokens is not None:
+        changes["max_tokens"], aliases = asked.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
+    if asked.logprobs:
+        changes["logprobs"] = asked.top_logprobs or 0
     template = {
-        "chat_template_kwargs": variables,
-        "tools": None if choice == "none" else tools,
-        "add_generation_prompt": fields.flag("add_generation_prompt", default=True),
+        "chat_template_kwargs": asked.chat_template_kwargs,
+        "tools": None if asked.tool_choice == "none" else asked.tools,
+        "add_generation_prompt": asked.add_generation_prompt,
     }
-    listed = [_message(index, message) for index, message in enumerate(messages)]
-    source = fields.text("chat_template")
-    return _generation(fields, [], changes, aliases=aliases, messages=listed, template=template, chat_template=source)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
-    """The body of `/tokenize` or `/detokenize`.
-
-    Attributes:
-        model: as the client names it.
-        text: to be encoded.
-        token_ids: to be decoded.
-        add_special_tokens: as the tokenizer does for a prompt.
-    """
-
-    model: str | None
-    text: str = ""
-    token_ids: Sequence[int] = ()
-    add_special_tokens: bool = True
-
-
-def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
-    """Reads the body of `/tokenize` with a prompt.
-
-    Raises:
-        RequestError: a field is missing, unknown or wrong.
-    """
-    fields = Fields(body)
-    model, prompt = fields.text("model"), fields.text("prompt")
-    add_special_tokens = fields.flag("add_special_tokens", default=True)
-    fields.finish()
-    if prompt is None:
-        raise RequestError(400, "prompt is missing.", param="prompt")
-    return TokenizeRequest(model, text=prompt, add_special_tokens=add_special_tokens)
-
-
-def parse_detokenize(body: Mapping[str, Any]) -> TokenizeRequest:
-    """Reads the body of `/detokenize`.
-
-    Raises:
-        RequestError: a field is missing, unknown or wrong.
-    """
-    fields = Fields(body)
-    model = fields.text("model")
-    tokens = fields.take("tokens", lambda value: is_tokens(value) and min(value, default=0) >= 0, "a list of token ids")
-    fields.finish()
-    if tokens is None:
-        raise RequestError(400, "tokens is missing.", param="tokens")
-    return TokenizeRequest(model, token_ids=tokens)
-
-
-def _generation(
-    fields: Fields,
-    prompts: list[Prompt],
-    changes: dict[str, Any],
-    *,
-    echo: bool = False,
-    best_of: int | None = None,
-    aliases: Mapping[str, str] | None = None,
-    messages: list[dict[str, Any]] | None = None,
-    template: dict[str, Any] | None = None,
-    chat_template: str | None = None,
-) -> Generation:
-    """Reads the common fields of completions and chats; `aliases` are the client's names for fields of `changes`."""
-    model = fields.text("model")
-    stream = fields.flag("stream")
-    include_usage = _includes_usage(fields, stream=stream)
-    salt = fields.take(
-        "cache_salt", lambda value: isinstance(value, str) and 0 < len(value) <= 64, "1 to 64 characters"
+    return _generation(
+        asked,
+        changes,
+        aliases,
+        num_choices=changes.get("n", 1),
+        messages=[_message(f"messages[{index}]", message) for index, message in enumerate(asked.messages)],
+        template=template,
+        chat_template=asked.chat_template,
     )
-    priority = fields.number("priority", 0) or 0
-    for name in SAMPLING:
-        value = fields.take(name, lambda value: True, "")
-        if value is not None:
-            changes[name] = value
-    seed = fields.number("seed", None)
-    changes["seed"] = None if seed is None else seed & 0xFFFFFFFF
-    changes["logit_bias"] = _bias(fields.object("logit_bias"))
-    grammar_field, changes["structured_outputs"] = _structured(fields)
-    changes["output_kind"] = RequestOutputKind.FINAL_ONLY
-    fields.finish()
-    num_choices = changes.get("n", 1)
-    if best_of is not None:
-        if stream and best_of != num_choices:
-            raise RequestError(
-                400, "best_of is given and stream is true; the best is known at the end.", param="best_of"
-            )
-        if not isinstance(num_choices, int) or best_of < num_choices:
-            raise RequestError(
-                400, f"best_of is {best_of}; it must be at least n ({shown(num_choices)}).", param="best_of"
-            )
-        if best_of > num_choices:
-            changes |= {"n": best_of, "logprobs": changes.get("logprobs") or 0}
-            aliases = {"n": "best_of"}
-    asked = changes.get("prompt_logprobs")
-    if asked is not None and stream and not echo:
-        raise RequestError(
-            400, "prompt_logprobs is given and stream is true; only a whole answer has them.", param="prompt_logprobs"
-        )
+
+
+def _generation(body: GenerationBody, changes: dict[str, Any], aliases: Mapping[str, str], **form: Any) -> Generation:
+    """Returns a request with what completions and chats have in common."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidInput("stream_options", "is given", "it needs stream: true", value=body.stream_options)
+    if changes.get("prompt_logprobs") is not None and body.stream and not form.get("echo"):
+        raise InvalidInput("prompt_logprobs", "is given and stream is true", "only a whole answer has them")
     for name in ("logprobs", "prompt_logprobs"):
         if changes.get(name) == -1:
-            raise RequestError(
-                400, f"{name} is -1; an answer has those of some tokens at each place, not of all.", param=name
-            )
+            raise InvalidInput(name, value=-1, wanted="an answer has those of some tokens at each place, not of all")
+    grammar_field, structured_outputs = _structured(body)
     try:
-        params = SamplingParams(**changes)
+        params = SamplingParams(
+            **changes,
+            seed=None if body.seed is None else body.seed & 0xFFFFFFFF,
+            logit_bias=_bias(body.logit_bias),
+            structured_outputs=structured_outputs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
     except InvalidInput as error:
         raise as_request_error(error, aliases=aliases) from None
-    return Generation(
-        prompts,
-        params,
-        model,
-        stream,
-        include_usage,
-        echo,
-        num_choices,
-        # Of any text, and none is another one's beginning.
-        None if salt is None else digest(salt),
-        priority,
-        grammar_field,
-        messages,
-        template,
-        chat_template,
-        aliases=aliases or {},
-    )
+    # A digest has one length, so that no salt is the beginning of another one.
+    salt = None if body.cache_salt is None else digest(body.cache_salt)
+    return Generation(body=body, params=params, salt=salt, grammar_field=grammar_field, aliases=aliases, **form)
 
 
-def _includes_usage(fields: Fields, *, stream: bool) -> bool:
-    options = fields.object("stream_options")
-    if options is None:
-        return False
-    if not stream or not set(options) <= {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
-        raise RequestError(
-            400,
-            f"stream_options is {shown(options)}; it must be an object with include_usage, true or false, beside "
-            "stream: true.",
-            param="stream_options",
-        )
-    return options.get("include_usage", False)
-
-
-def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Returns the field with the required format of the text, and the format."""
-    wanted = fields.object("structured_outputs")
+def _structured(body: GenerationBody) -> tuple[str | None, StructuredOutputsParams | None]:
+    """Returns the field that says what the text must match, and its value for SamplingParams."""
+    wanted, form = body.structured_outputs, body.response_format
     for unknown in (wanted or {}).keys() - StructuredOutputsParams.__dataclass_fields__:
-        raise RequestError(400, f"structured_outputs has no {shown(unknown)}.", param="structured_outputs")
-    form = fields.take("response_format", _is_format, "an object with a type: text, json_object or json_schema")
-    name = "structured_outputs" if form is None or form["type"] == "text" else "response_format"
+        raise InvalidInput("structured_outputs", f"has no {shown(unknown)}")
+    if form is None or form["type"] == "text":
+        form, name = None, "structured_outputs"
+    else:
+        name = "response_format"
+    if form is None and wanted is None:
+        return None, None
     try:
-        if form is None or form["type"] == "text":
-            return (None, None) if wanted is None else (name, StructuredOutputsParams(**wanted))
+        if form is None:
+            return name, StructuredOutputsParams(**(wanted or {}))
         if wanted is not None:
             raise InvalidInput("response_format and structured_outputs are both given.")
         if form["type"] == "json_object":
@@ -311,67 +187,63 @@ def _structured(fields: Fields) -> tuple[str | None, StructuredOutputsParams | N
         described = form.get("json_schema")
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
             raise InvalidInput("response_format has no json_schema with a schema.")
-        # Between the parts a small model may go on with spaces for ever.
+        # Without it, a small model may add spaces between the parts without end.
         strict = described.get("strict") is True
         return name, StructuredOutputsParams(json=described["schema"], disable_any_whitespace=strict)
-    except (InvalidInput, TypeError) as error:
-        raise RequestError(400, f"{name}: {error}", param=name) from None
+    except InvalidInput as error:
+        raise RequestError(400, str(error.under(name)), param=name) from None
 
 
-def _message(index: int, message: Any) -> dict[str, Any]:
-    """Returns a message with its content as text, which templates expect."""
-    name = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(400, f"{name} is {shown(message)}; it must be an object with a role.", param=name)
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part["text"] for part in content if _is_text(part)]
-        if len(texts) != len(content):
-            raise RequestError(
-                400, f"{name}.content has parts that are no text; this server takes text alone.", param=name
-            )
-        content = "\n".join(texts)
-    if not isinstance(content, str | None):
-        raise RequestError(400, f"{name}.content is {shown(content)}; it must be text.", param=name)
-    if message.get("tool_calls") is None:
-        return message | {"content": content}
-    calls = message["tool_calls"]
-    if not _is_objects(calls) or not all(isinstance(call.get("function"), dict) for call in calls):
-        raise RequestError(
-            400, f"{name}.tool_calls is {shown(calls)}; it must be a list of objects with a function.", param=name
-        )
-    called = [{**call, "function": _with_arguments(name, call["function"])} for call in calls]
-    return message | {"content": content, "tool_calls": called}
+def _message(name: str, message: Any) -> dict[str, Any]:
+    """Returns a message with its content as text, which templates take.
+
+    Raises:
+        RequestError: it is not a message.
+    """
+    try:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidInput(name, value=message, wanted="it must be an object with a role")
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(_is_text(part) for part in content):
+                raise InvalidInput(f"{name}.content", "has parts that are not text", "this server takes text alone")
+            content = "\n".join(part["text"] for part in content)
+        if not isinstance(content, str | None):
+            raise InvalidInput(f"{name}.content", value=content, wanted="it must be text")
+        calls = message.get("tool_calls")
+        if calls is None:
+            return message | {"content": content}
+        if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+            wanted = "it must be a list of objects with a function"
+            raise InvalidInput(f"{name}.tool_calls", value=calls, wanted=wanted)
+        called = [{**call, "function": _with_arguments(name, call["function"])} for call in calls]
+        return message | {"content": content, "tool_calls": called}
+    except InvalidInput as error:
+        raise RequestError(400, str(error), param=name) from None
 
 
 def _with_arguments(name: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Returns a called function whose arguments are an object: OpenAI's are JSON in a text, templates write objects."""
+    """Returns a called function with its arguments as an object: OpenAI has JSON in a text, templates take objects."""
     given = function.get("arguments")
     if not isinstance(given, str):
         return function
     try:
         return function | {"arguments": read_json(given, "arguments") if given.strip() else {}}
     except InvalidInput as error:
-        raise RequestError(400, f"{name}.tool_calls: {error}", param=name) from None
+        raise error.under(f"{name}.tool_calls") from None
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
 def _bias(bias: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    if bias is None:
-        return None
-    for token in bias:
+    for token in bias or ():
         # One name for each token: of "5" and "05" the later would count, as of a field that comes twice.
         if not (token.isascii() and token.isdigit() and len(token) < 10 and token == str(int(token))):
-            raise RequestError(400, f"logit_bias has {shown(token)}; its names must be token ids.", param="logit_bias")
-    return {int(token): value for token, value in bias.items()}
-
-
-def _is_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
-
-
-def _is_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in ("text", "json_object", "json_schema")
+            raise InvalidInput("logit_bias", f"has {shown(token)}", "its names must be token ids")
+    return None if bias is None else {int(token): value for token, value in bias.items()}

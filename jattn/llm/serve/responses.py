@@ -1,18 +1,21 @@
-"""OpenAI's answers: completions and chats, whole or in events, and errors."""
+"""OpenAI's answers: completions and chats, whole or in events, embeddings, and errors."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from jattn.llm.engine import CompletionOutput, Logprob, RequestOutput
 from jattn.llm.load import TextTokenizer
-from jattn.llm.serve.fields import RequestError
+from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
 
-__all__ = ["Answer", "error_body", "event", "num_characters", "usage"]
+__all__ = ["Answer", "embeddings_answer", "error_body", "event", "num_characters", "usage"]
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -26,6 +29,23 @@ def error_body(error: RequestError) -> dict[str, Any]:
 def event(body: dict[str, Any] | str) -> str:
     """Returns one server-sent event."""
     return f"data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int, *, as_base64: bool) -> dict[str, Any]:
+    """Returns OpenAI's answer.
+
+    Args:
+        vectors: float32[hidden_size] of each prompt.
+        model: the name that is served.
+        num_tokens: of all prompts.
+        as_base64: vectors are bytes of float32, little-endian, in base64; numbers otherwise.
+    """
+    data = [
+        {"object": "embedding", "index": index, "embedding": _base64(each) if as_base64 else each.tolist()}
+        for index, each in enumerate(vectors)
+    ]
+    counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": counts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,7 @@ class Answer:
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the events after the last token."""
-        if not self.request.include_usage:
+        if not (self.request.body.stream_options or {}).get("include_usage"):
             return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return [self._frame(kind, []) | {"usage": usage(outputs)}]
@@ -203,3 +223,7 @@ def _completion_logprobs(
         own.append(None if found is None else found[token].logprob)
         top.append(None if found is None else {each.decoded_token or "": each.logprob for each in found.values()})
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

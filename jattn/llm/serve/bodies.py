@@ -1,0 +1,234 @@
+"""The bodies of requests, field by field, with their types and limits; an error names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
+
+from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Choices, Limits, check_fields
+
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "DetokenizeBody",
+    "EmbeddingsBody",
+    "GenerationBody",
+    "TokenizeBody",
+    "prompts_of",
+    "read_body",
+]
+
+#: Fields that have SamplingParams' names and meaning, which checks them.
+_SAMPLING = frozenset({
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "prompt_logprobs"),
+    *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "logits_processors"),
+})  # fmt: skip
+#: Fields that clients send and that do not change the answer.
+_IGNORED = frozenset(
+    {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+)
+_FORMATS = ("text", "json_object", "json_schema")
+_B = TypeVar("_B", bound="Body")
+
+
+def _is_tokens(value: Any) -> bool:
+    """Returns whether a value is a list of whole numbers that is not empty."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _is_prompt(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    several = is_list and all(isinstance(each, str) or _is_tokens(each) for each in value)
+    return isinstance(value, str) or several or _is_tokens(value)
+
+
+def _is_stream_options(value: Any) -> bool:
+    return value.keys() <= {"include_usage"} and set(map(type, value.values())) <= {bool}
+
+
+_Flag = Annotated[bool, Limits(wanted="true or false")]
+_Whole = Annotated[int, Limits(wanted="a whole number")]
+_Text = Annotated[str, Limits(wanted="a string")]
+_List = Annotated[list[Any], Limits(wanted="a list")]
+_Object = Annotated[dict[str, Any], Limits(wanted="an object")]
+#: Fields to what they must be besides their type, and how an error says that.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_is_prompt, "it must be a string, token ids, or a list of either"),
+    "input": (_is_prompt, "it must be a string, token ids, or a list of either"),
+    "tokens": (lambda given: not given or (_is_tokens(given) and min(given) >= 0), "it must be a list of token ids"),
+    "tools": (lambda given: all(isinstance(each, dict) for each in given), "it must be a list of objects"),
+    "cache_salt": (lambda given: 0 < len(given) <= 64, "it must be 1 to 64 characters"),
+    "response_format": (lambda given: given.get("type") in _FORMATS, f"its type must be one of {', '.join(_FORMATS)}"),
+    "stream_options": (_is_stream_options, "it must be an object with include_usage, true or false"),
+    "suffix": (lambda given: False, "this server does not fill in the middle: leave it out"),
+    "dimensions": (lambda given: False, "vectors have the model's own size: leave it out"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """The fields of every body; a field that is null counts as missing.
+
+    Attributes:
+        model: the model's name, as the client knows it.
+    """
+
+    model: _Text | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in _RULES.keys() & self.__dataclass_fields__:
+            (fits, wanted), value = _RULES[name], getattr(self, name)
+            if value is not None and not fits(value):
+                raise InvalidInput(name, value=value, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationBody(Body):
+    """The fields of completions and of chats.
+
+    Attributes:
+        sampling: fields of SamplingParams, by name, as they came.
+        max_tokens, seed, logit_bias, structured_outputs: as in SamplingParams, in JSON.
+        response_format: OpenAI's form of structured_outputs.
+        stream: answer by server-sent events.
+        stream_options: `{"include_usage": true}` ends a stream with the counts of tokens.
+        cache_salt: only requests of equal salt share cached prefixes.
+        priority: lower comes first.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    max_tokens: _Whole | None = None
+    seed: _Whole | None = None
+    logit_bias: _Object | None = None
+    structured_outputs: _Object | None = None
+    response_format: _Object | None = None
+    stream: _Flag = False
+    stream_options: _Object | None = None
+    cache_salt: _Text | None = None
+    priority: _Whole = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBody(GenerationBody):
+    """The body of `/v1/completions`.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        logprobs: log-probabilities of so many tokens at each place.
+        best_of: samples of each prompt, of which the best `n` are returned.
+        echo: begin the answer with the prompt.
+    """
+
+    prompt: Any
+    max_tokens: _Whole | None = 16
+    logprobs: _Whole | None = None
+    best_of: _Whole | None = None
+    echo: _Flag = False
+    suffix: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatBody(GenerationBody):
+    """The body of `/v1/chat/completions`.
+
+    Attributes:
+        messages: the conversation.
+        max_completion_tokens: the newer name of max_tokens.
+        logprobs: return log-probabilities: of the sampled tokens and of `top_logprobs` others.
+        tools: JSON schemas of functions, for the template.
+        tool_choice: "none" leaves the tools out.
+        chat_template, chat_template_kwargs, add_generation_prompt: as in `LLM.chat`.
+    """
+
+    messages: _List
+    max_completion_tokens: _Whole | None = None
+    logprobs: _Flag = False
+    top_logprobs: Annotated[int | None, Limits(0, 20, also="")] = None
+    tools: _List | None = None
+    tool_choice: Annotated[str | None, Choices("auto", "none")] = None
+    chat_template: _Text | None = None
+    chat_template_kwargs: _Object = field(default_factory=dict)
+    add_generation_prompt: _Flag = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeBody(Body):
+    """The body of `/tokenize` with a prompt.
+
+    Attributes:
+        prompt: the text.
+        add_special_tokens: add the tokens that the tokenizer puts around a prompt.
+    """
+
+    prompt: _Text
+    add_special_tokens: _Flag = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeBody(Body):
+    """The body of `/detokenize`.
+
+    Attributes:
+        tokens: token ids.
+    """
+
+    tokens: _List
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingsBody(Body):
+    """The body of `/v1/embeddings`.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+        encoding_format: "base64" for bytes of float32, little-endian.
+        pooling, normalize: as in `LLM.embed`.
+    """
+
+    input: Any
+    encoding_format: Annotated[str, Choices("float", "base64")] = "float"
+    pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
+    normalize: _Flag = True
+    dimensions: Any = None
+
+
+def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> _B:
+    """Returns a body with its fields checked.
+
+    Args:
+        kind: the class of the body.
+        body: the JSON object.
+        defaults: values of fields that the JSON object does not have.
+
+    Raises:
+        InvalidInput: a field is missing, unknown or wrong.
+    """
+    given = dict(defaults or {}) | {name: each for name, each in body.items() if each is not None}
+    given = {name: each for name, each in given.items() if name not in _IGNORED}
+    passed = _SAMPLING & given.keys() if issubclass(kind, GenerationBody) else set()
+    for name in given.keys() - passed:
+        if name == "sampling" or name not in kind.__dataclass_fields__:
+            raise InvalidInput(name, "is not a field of this request")
+    for each in fields(kind):
+        if each.name not in given and each.default is MISSING and each.default_factory is MISSING:
+            raise InvalidInput(each.name, "is missing")
+    if passed:
+        given["sampling"] = {name: given.pop(name) for name in passed}
+    return kind(**given)
+
+
+def prompts_of(name: str, value: Any, most: int) -> list[Any]:
+    """Returns the prompts of a field that holds one or several.
+
+    Raises:
+        InvalidInput: more than `most`.
+    """
+    prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else list(value)
+    if len(prompts) > most:
+        raise InvalidInput(name, f"has {len(prompts)} entries", f"it must have {most} at most")
+    return prompts
