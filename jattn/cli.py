@@ -279,7 +279,7 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
         print(f"usage: jattn bench {{{','.join(BENCHMARKS)}}} [options]; see `jattn bench NAME --help`")
         return 0
     if arguments.name not in BENCHMARKS:
-        raise InvalidInput(f"bench {arguments.name!r} does not exist; use one of {', '.join(BENCHMARKS)}.")
+        raise InvalidInput("bench", f"{arguments.name!r} does not exist", f"use one of {', '.join(BENCHMARKS)}")
     from jattn.bench.runner import main as run_benchmark
 
     return run_benchmark(importlib.import_module(f"jattn.bench.{arguments.name.replace('-', '_')}").BENCHMARK, rest)

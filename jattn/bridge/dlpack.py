@@ -47,10 +47,10 @@ def to_torch(array: jax.Array) -> torch.Tensor:
             "jattn.bridge.call_torch inside."
         )
     if not isinstance(array, jax.Array):
-        raise InvalidInput(f"array is a {type(array).__name__}; to_torch needs a jax.Array.")
+        raise InvalidInput("array", f"is a {type(array).__name__}", "to_torch needs a jax.Array")
     if array.is_deleted():
         raise InvalidInput(
-            "array was deleted (its buffer was donated to a jitted call); use the array that the call returned."
+            "array", "was deleted (its buffer was donated to a jitted call)", "use the array that the call returned"
         )
     device, *others = array.devices()
     if others:
@@ -61,14 +61,14 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     _check_dtype("array", array.dtype.name)
     if device.platform not in ("cpu", "gpu"):
         raise Unsupported(
-            f"array is on platform {device.platform!r}; torch shares memory with 'cpu' and 'gpu' (CUDA) only."
+            "array", f"is on platform {device.platform!r}", "torch shares memory with 'cpu' and 'gpu' (CUDA) only"
         )
     if array.size == 0:
         torch_device = "cpu" if device.platform == "cpu" else f"cuda:{device.local_hardware_id}"
         return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=torch_device)
     tensor = torch.from_dlpack(array)
     if tensor.data_ptr() != array.unsafe_buffer_pointer():
-        raise Unsupported("array could not be viewed without a copy; its layout has no strided equivalent.")
+        raise Unsupported("array", "could not be viewed without a copy", "its layout has no strided equivalent")
     return tensor
 
 
@@ -94,14 +94,14 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         True
     """
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"tensor is a {type(tensor).__name__}; to_jax needs a torch.Tensor.")
+        raise InvalidInput("tensor", f"is a {type(tensor).__name__}", "to_jax needs a torch.Tensor")
     if tensor.requires_grad:
-        raise InvalidInput("tensor requires grad; JAX cannot follow torch's autograd. Pass tensor.detach().")
+        raise InvalidInput("tensor", "requires grad", "JAX cannot follow torch's autograd. Pass tensor.detach()")
     if tensor.device.type not in _ALIGNMENT:
-        raise Unsupported(f"tensor is on {tensor.device}; jattn shares memory on cpu and cuda only.")
+        raise Unsupported("tensor", f"is on {tensor.device}", "jattn shares memory on cpu and cuda only")
     _check_dtype("tensor", str(tensor.dtype).removeprefix("torch."))
     if tensor.layout is not torch.strided:
-        raise InvalidInput(f"tensor has layout {tensor.layout}; only a dense tensor has memory to share.")
+        raise InvalidInput("tensor", f"has layout {tensor.layout}", "only a dense tensor has memory to share")
     if not tensor.is_contiguous():
         raise InvalidInput(
             f"tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the row-major strides "
@@ -120,7 +120,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     else:
         array = jax.dlpack.from_dlpack(tensor)
     if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
-        raise Unsupported("tensor could not be viewed without a copy; JAX gave it memory of its own.")
+        raise Unsupported("tensor", "could not be viewed without a copy", "JAX gave it memory of its own")
     return array
 
 

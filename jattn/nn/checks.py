@@ -48,7 +48,7 @@ def checked_features(
         )
     for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
         if size is not None and size < 1:
-            raise InvalidInput(f"{name} is {size}; it must be at least 1.")
+            raise InvalidInput(name, f"is {size}", "it must be at least 1")
     if head_dim is None:
         return qkv_features
     if qkv_features not in (None, num_heads * head_dim):
@@ -60,7 +60,7 @@ def check_attention_type(attention_type: str, rope: Any) -> None:
     """Checks attention_type, and that cross attention has no rope."""
     if attention_type not in _ATTENTION_TYPES:
         raise InvalidInput(
-            f"attention_type is {attention_type!r}; use one of {', '.join(map(repr, _ATTENTION_TYPES))}."
+            "attention_type", value=attention_type, wanted=f"use one of {', '.join(map(repr, _ATTENTION_TYPES))}"
         )
     if attention_type == "encoder_decoder" and rope is not None:
         raise InvalidInput("rope is given with 'encoder_decoder'; queries and an encoder's keys share no positions.")
@@ -90,15 +90,15 @@ def check_inputs(
     arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
     for name, array in arrays.items():
         if not hasattr(array, "shape") and (array is not None or name == "inputs_q"):
-            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be an array (jnp.asarray).")
+            raise InvalidInput(name, f"is a {type(array).__name__}", "it must be an array (jnp.asarray)")
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
-        raise InvalidInput(f"inputs_q has shape {inputs_q.shape}; it must be [..., length, {module.in_features}].")
+        raise InvalidInput("inputs_q", f"has shape {inputs_q.shape}", f"it must be [..., length, {module.in_features}]")
     for name in ("inputs_k", "inputs_v"):
         array = arrays[name]
         if array is not None and (array.ndim < 2 or array.shape[-1] != module.in_kv_features):
-            raise InvalidInput(f"{name} has shape {array.shape}; it must be [..., length, {module.in_kv_features}].")
+            raise InvalidInput(name, f"has shape {array.shape}", f"it must be [..., length, {module.in_kv_features}]")
     if inputs_k is None and inputs_v is not None:
-        raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+        raise InvalidInput("inputs_v", "is given without inputs_k", "pass inputs_k alone where both are the same")
     new_keys = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
     if cached and module.attention_type == "decoder" and new_keys != inputs_q.shape[-2]:
         raise InvalidInput(
@@ -108,7 +108,7 @@ def check_inputs(
     if module.kv_sharing and (inputs_k is not None or (shared_kv is not None and cached)):
         raise InvalidInput("a layer that shares keys and values takes shared_kv without a cache, and no inputs_k.")
     if shared_kv is not None and not module.kv_sharing:
-        raise InvalidInput("shared_kv is given, and the layer was built without kv_sharing=True.")
+        raise InvalidInput("shared_kv", "is given, and the layer was built without kv_sharing=True")
 
 
 def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any]) -> None:
@@ -118,19 +118,19 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
     if cache is None:
         return
     if not isinstance(metadata, AttentionMetadata):
-        raise InvalidInput(f"metadata is a {type(metadata).__name__}; use AttentionMetadata.build.")
+        raise InvalidInput("metadata", f"is a {type(metadata).__name__}", "use AttentionMetadata.build")
     if module.attention_type == "encoder_only":
         raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
     refuse_donated("cache", cache, "use the one that the step returned.")
     if any(given is not None for given in lengths):
-        raise InvalidInput("lengths are given beside metadata, which has them; leave them out.")
+        raise InvalidInput("lengths", "are given beside metadata, which has them", "leave them out")
 
 
 def refuse_with_cache(given: Mapping[str, bool]) -> None:
     """Raises Unsupported for arguments that a call with a paged cache does not serve."""
     what = next((name for name, is_given in given.items() if is_given), None)
     if what is not None:
-        raise Unsupported(f"{what} with a cache; use lengths for padding, deterministic=True and no sow_weights.")
+        raise Unsupported(what, "with a cache", "use lengths for padding, deterministic=True and no sow_weights")
 
 
 def refuse_donated(name: str, cache: Any, fix: str) -> None:

@@ -133,9 +133,9 @@ def attention_fn(
     dropout = None
     if dropout_rate > 0.0 and not deterministic:
         if dropout_rate >= 1:
-            raise InvalidInput(f"dropout_rate is {dropout_rate}; it must be at least 0 and less than 1.")
+            raise InvalidInput("dropout_rate", f"is {dropout_rate}", "it must be at least 0 and less than 1")
         if dropout_rng is None:
-            raise InvalidInput(f"dropout_rate is {dropout_rate} and dropout_rng None; pass a jax.random key.")
+            raise InvalidInput("dropout_rate", f"is {dropout_rate} and dropout_rng None", "pass a jax.random key")
         dropout = Dropout(dropout_rng, dropout_rate, broadcast_dropout, batch_dims)
     size = math.prod(batch_dims)
     if key_lengths is None and key.shape[-3] == query.shape[-3]:
@@ -270,7 +270,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
             "[batch..., length, heads, head_size] with the same batch."
         )
     if key.shape[-3:-1] != value.shape[-3:-1]:
-        raise InvalidInput(f"key has shape {key.shape} and value {value.shape}; lengths and heads must be equal.")
+        raise InvalidInput("key", f"has shape {key.shape} and value {value.shape}", "lengths and heads must be equal")
     return query.shape[:-3]
 
 

@@ -195,7 +195,7 @@ class MultiHeadLatentAttention(nnx.Module):
         fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
         if not fits or inputs.shape[-1] != self.in_features:
             wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
-            raise InvalidInput(f"inputs has shape {inputs.shape}; it must be {wanted.format(self.in_features)}.")
+            raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(self.in_features)}")
         if metadata is not None:
             for latents in jax.tree.leaves(cache):
                 # The write refuses a cache with other axes.

@@ -92,7 +92,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         if input_positions is not None and self.rope is None:
             raise InvalidInput(POSITIONS_WITHOUT_ROPE)
         if inputs_k is None and inputs_v is not None:
-            raise InvalidInput("inputs_v is given without inputs_k; pass inputs_k alone where both are the same.")
+            raise InvalidInput("inputs_v", "is given without inputs_k", "pass inputs_k alone where both are the same")
         new_keys = inputs_q.shape[-2] if inputs_k is None else inputs_k.shape[-2]
         if self.decode and not self.is_initializing() and new_keys != inputs_q.shape[-2]:
             raise InvalidInput(

@@ -347,7 +347,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _dropout_rng(self, rngs: Any) -> jax.Array:
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise InvalidInput("dropout needs rngs, and the module was built with keep_rngs=False; pass them.")
+            raise InvalidInput("dropout", "needs rngs, and the module was built with keep_rngs=False", "pass them")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
 

@@ -63,12 +63,12 @@ def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: 
     lengths = jnp.asarray(lengths)
     if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise InvalidInput(
-            f"{name} is {lengths.dtype}{list(lengths.shape)}; it must be int32{list(batch_dims)}, one for each row."
+            name, f"is {lengths.dtype}{list(lengths.shape)}", f"it must be int32{list(batch_dims)}, one for each row"
         )
     if values is not None and ((values < 0) | (values > longest)).any():
         row = np.argmax((values < 0) | (values > longest))
         raise InvalidInput(
-            f"{name} of row {row} is {values[row]}; it must be from 0 to {longest}, the tokens of a padded row."
+            name, f"of row {row} is {values[row]}", f"it must be from 0 to {longest}, the tokens of a padded row"
         )
     return lengths.reshape(-1)
 

@@ -104,10 +104,10 @@ class PagedAttention(nnx.Module):
             )
         for name, size in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
             if size < 1:
-                raise InvalidInput(f"{name} is {size}; it must be at least 1.")
+                raise InvalidInput(name, f"is {size}", "it must be at least 1")
         if alibi_slopes is not None and len(alibi_slopes) != num_heads:
             raise InvalidInput(
-                f"alibi_slopes has {len(alibi_slopes)} numbers; it must have one for each of {num_heads} heads."
+                "alibi_slopes", f"has {len(alibi_slopes)} numbers", f"it must have one for each of {num_heads} heads"
             )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -179,12 +179,12 @@ class PagedAttention(nnx.Module):
             ("value", value, self.num_kv_heads, self.value_head_dim),
         ):
             if array is not None and (array.ndim != 3 or array.shape[1:] != (heads, size)):
-                raise InvalidInput(f"{name} has shape {array.shape}; this module needs (num_tokens, {heads}, {size}).")
+                raise InvalidInput(name, f"has shape {array.shape}", f"this module needs (num_tokens, {heads}, {size})")
         if (key is None) != (value is None):
             raise InvalidInput("one of key and value is None; give both, or none to read the cache alone.")
         if key is not None and self.causal and query.shape[0] != key.shape[0]:
             raise InvalidInput(
-                f"query has {query.shape[0]} tokens and key {key.shape[0]}; one key and value for each query token."
+                "query", f"has {query.shape[0]} tokens and key {key.shape[0]}", "one key and value for each query token"
             )
         shape = jax.tree.leaves(kv_cache)[0].shape
         # The write refuses a cache with fewer axes.

@@ -172,7 +172,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         self, num_heads: Size, in_features: Size, *, indexer: LatentIndexer, **options: Unpack[LatentOptions]
     ) -> None:
         if options.get("q_lora_rank") is None:
-            raise InvalidInput("q_lora_rank is None; the indexer's queries come from the compressed query.")
+            raise InvalidInput("q_lora_rank", value=None, wanted="the indexer's queries come from the compressed query")
         super().__init__(num_heads, in_features, **options)
         self.indexer = indexer
 

@@ -52,9 +52,9 @@ class DeepSeekRoPE:
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
-            raise InvalidInput(f"dim is {self.dim}; elements are rotated in pairs: it must be even.")
+            raise InvalidInput("dim", f"is {self.dim}", "elements are rotated in pairs: it must be even")
         if self.factor < 1:
-            raise InvalidInput(f"factor is {self.factor}; it must be at least 1.")
+            raise InvalidInput("factor", f"is {self.factor}", "it must be at least 1")
 
     @property
     def score_factor(self) -> float:
@@ -74,7 +74,7 @@ class DeepSeekRoPE:
         if x.shape[-1] != self.dim:
             size = x.shape[-1]
             raise InvalidInput(
-                f"x has heads of {size} elements and the rope is for {self.dim}; build it with dim={size}."
+                "x", f"has heads of {size} elements and the rope is for {self.dim}", f"build it with dim={size}"
             )
         weight = self._mscale(self.mscale or 1.0)
         if self.mscale and self.mscale_all_dim:

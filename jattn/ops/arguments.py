@@ -50,17 +50,17 @@ MASK_OPTIONS = tuple(name for name in inspect.signature(attention_spec).paramete
 
 def _static_float(name: str, value: float) -> float:
     if isinstance(value, Tracer):
-        raise InvalidInput(f"{name} is a tracer; it must be a static float (mark it static, or multiply query by it).")
+        raise InvalidInput(name, "is a tracer", "it must be a static float (mark it static, or multiply query by it)")
     if not isinstance(value, (int, float, np.generic)):
-        raise InvalidInput(f"{name} is {value!r}; it must be a float.")
+        raise InvalidInput(name, value=value, wanted="it must be a float")
     return float(value)
 
 
 def _static_bool(name: str, value: bool) -> bool:
     if isinstance(value, Tracer):
-        raise InvalidInput(f"{name} is a tracer; it must be a static True or False (mark it static).")
+        raise InvalidInput(name, "is a tracer", "it must be a static True or False (mark it static)")
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidInput(f"{name} is {value!r}; it must be True or False.")
+        raise InvalidInput(name, value=value, wanted="it must be True or False")
     return bool(value)
 
 
@@ -69,7 +69,7 @@ def _window(sliding_window: int | tuple[int | None, int | None] | None, causal: 
         return None, None
     if isinstance(sliding_window, tuple):
         if len(sliding_window) != 2:
-            raise InvalidInput(f"sliding_window is {sliding_window}; a tuple must be (left, right).")
+            raise InvalidInput("sliding_window", f"is {sliding_window}", "a tuple must be (left, right)")
         return sliding_window
     if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
         raise InvalidInput(

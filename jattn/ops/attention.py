@@ -16,7 +16,7 @@ from jattn.ops.arguments import MASK_OPTIONS, attention_spec
 from jattn.ops.cascade import attend_groups
 from jattn.ops.run import run
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall, cache_fields
-from torch_core.base.checks import call_named, shown
+from torch_core.base.checks import call_named
 from torch_core.base.errors import InvalidInput
 
 __all__ = [
@@ -237,7 +237,7 @@ def _name_of(out_dtype: Any) -> str:
     try:
         return jnp.dtype(out_dtype).name
     except TypeError:
-        raise InvalidInput(f"out_dtype is {shown(out_dtype)}; it must be a dtype, such as jnp.bfloat16.") from None
+        raise InvalidInput("out_dtype", value=out_dtype, wanted="it must be a dtype, such as jnp.bfloat16") from None
 
 
 def operation(

@@ -110,7 +110,7 @@ def write_kv_cache_per_token_head(
         Unsupported: the implementation cannot run here, or the cache's elements are the real values.
     """
     if k_scale_cache is None or v_scale_cache is None:
-        raise InvalidInput("k_scale_cache and v_scale_cache are needed; for scales per tensor use write_kv_cache.")
+        raise InvalidInput("k_scale_cache", "and v_scale_cache are needed", "for scales per tensor use write_kv_cache")
     call = WriteCall(
         key=key,
         value=value,

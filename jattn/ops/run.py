@@ -82,7 +82,7 @@ def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[s
     for name, array in arrays.items():
         field = array_fields(type(call))[name]
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)):
-            raise InvalidInput(f"{name} is a {type(array).__name__}; it must be a JAX array of shape {field}.")
+            raise InvalidInput(name, f"is a {type(array).__name__}", f"it must be a JAX array of shape {field}")
         if field.number:
             scales[name] = float(array) if isinstance(array, np.generic) else _one_float32(name, array)
     if not scales:
@@ -93,5 +93,5 @@ def _with_float32_scales(call: Call[jax.Array]) -> tuple[Call[jax.Array], dict[s
 
 def _one_float32(name: str, scale: jax.Array) -> jax.Array:
     if scale.size != 1:
-        raise InvalidInput(f"{name} has shape {list(scale.shape)}; it must be a number or one element.")
+        raise InvalidInput(name, f"has shape {list(scale.shape)}", "it must be a number or one element")
     return jnp.asarray(scale, jnp.float32).reshape(1)

@@ -88,12 +88,12 @@ class ExpertsCall(Call[A]):
         dtype = dtype_name(self.hidden_states)
         wide = "float64" if dtype == "float64" else "float32"
         if dtype not in (*QUERY_DTYPES, "float64"):
-            raise InvalidInput(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16. Cast it.")
+            raise InvalidInput("hidden_states", f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
         for name, array in self.arrays().items():
             wanted = {"topk_weights": wide, "topk_ids": "int32"}.get(name, dtype)
             if dtype_name(array) != wanted:
-                raise InvalidInput(f"{name} is {dtype_name(array)}; beside hidden_states of {dtype} it is {wanted}.")
+                raise InvalidInput(name, f"is {dtype_name(array)}", f"beside hidden_states of {dtype} it is {wanted}")
         if self.activation not in ACTIVATIONS:
-            raise InvalidInput(f"activation is {self.activation!r}; use one of {', '.join(ACTIVATIONS)}.")
+            raise InvalidInput("activation", value=self.activation, wanted=f"use one of {', '.join(ACTIVATIONS)}")
         if self.result_dtype not in (dtype, "float32"):
-            raise InvalidInput(f"out_dtype is {self.out_dtype!r}; it must be None, {dtype!r} or 'float32'.")
+            raise InvalidInput("out_dtype", value=self.out_dtype, wanted=f"it must be None, {dtype!r} or 'float32'")

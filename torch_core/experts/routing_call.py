@@ -78,7 +78,7 @@ class RouteCall(Call[A]):
         check_int("topk_group", self.topk_group, 1, self.n_group)
         if isinstance(self.routed_scaling_factor, bool) or not 0 < self.routed_scaling_factor < float("inf"):
             raise InvalidInput(
-                f"routed_scaling_factor is {self.routed_scaling_factor}; it must be positive and finite."
+                "routed_scaling_factor", f"is {self.routed_scaling_factor}", "it must be positive and finite"
             )
         check_bool("norm_topk_prob", self.norm_topk_prob)
 
@@ -88,13 +88,13 @@ class RouteCall(Call[A]):
             raise InvalidInput(f"kernel has shape {list(self.kernel.shape)}; no size of a router may be 0.")
         dtype = dtype_name(self.hidden_states)
         if dtype not in (*QUERY_DTYPES, "float64"):
-            raise InvalidInput(f"hidden_states is {dtype}; it must be float32, bfloat16 or float16. Cast it.")
+            raise InvalidInput("hidden_states", f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
         for name in ("kernel", "bias"):
             array = getattr(self, name)
             if array is not None and dtype_name(array) != dtype:
-                raise InvalidInput(f"{name} is {dtype_name(array)}; beside hidden_states of {dtype} it is {dtype}.")
+                raise InvalidInput(name, f"is {dtype_name(array)}", f"beside hidden_states of {dtype} it is {dtype}")
         if self.scoring_func not in SCORING_FUNCS:
-            raise InvalidInput(f"scoring_func is {self.scoring_func!r}; use one of {', '.join(SCORING_FUNCS)}.")
+            raise InvalidInput("scoring_func", value=self.scoring_func, wanted=f"use one of {', '.join(SCORING_FUNCS)}")
         size = self.num_experts // self.n_group
         if self.num_experts % self.n_group or size < (2 if self.sums_two else 1):
             raise InvalidInput(

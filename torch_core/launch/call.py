@@ -72,7 +72,7 @@ class Call(Generic[A]):
             value = getattr(self, field.name)
             if value is None:
                 if not field.optional:
-                    raise InvalidInput(f"{self.name}: {field.name} is missing; it must be {field}.")
+                    raise InvalidInput(field.name, "is missing", f"it must be {field}").under(self.name)
             elif isinstance(value, (int, float)) and field.number:
                 _check_scale(field.name, value)
             else:
@@ -195,24 +195,24 @@ def dtype_name(array: Any) -> str:
 def _check_array(field: ArrayField, array: Any, sizes: dict[str, tuple[int, str]]) -> None:
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     if shape is None or dtype is None:
-        raise InvalidInput(f"{field.name} is a {type(array).__name__}; it must be an array of shape {field}.")
+        raise InvalidInput(field.name, f"is a {type(array).__name__}", f"it must be an array of shape {field}")
     shape = tuple(shape)
     if field.number and field.dims == ("1",):
         # One element, of any rank.
         if any(size != 1 for size in shape):
-            raise InvalidInput(f"{field.name} has shape {list(shape)}; it must be a number or one element.")
+            raise InvalidInput(field.name, f"has shape {list(shape)}", "it must be a number or one element")
     elif len(shape) != len(field.dims) and "..." not in field.dims:
-        raise InvalidInput(f"{field.name} has shape {list(shape)}; it must have {len(field.dims)} axes: {field}.")
+        raise InvalidInput(field.name, f"has shape {list(shape)}", f"it must have {len(field.dims)} axes: {field}")
     else:
         for dim, size, name, expected in _bound(field, shape, sizes):
             if size != expected:
                 origin = f", that of {sizes[name][1]}" if name in sizes else ""
                 raise InvalidInput(
-                    f"{field.name} has shape {list(shape)}; it must be {field} with {dim} = {expected}{origin}."
+                    field.name, f"has shape {list(shape)}", f"it must be {field} with {dim} = {expected}{origin}"
                 )
     if field.dtypes is not None and dtype_name(array) not in field.dtypes:
         wanted = "a floating point type" if len(field.dtypes) > 2 else next(iter(field.dtypes))
-        raise InvalidInput(f"{field.name} is {dtype_name(array)}; it must be {wanted}. Cast it.")
+        raise InvalidInput(field.name, f"is {dtype_name(array)}", f"it must be {wanted}. Cast it")
 
 
 def _bound(
@@ -229,11 +229,11 @@ def _bound(
         name, more = match[1], int(match[2] or 0)
         if name not in sizes:
             if size < more:
-                raise InvalidInput(f"{field.name} has shape {list(shape)}; it must be {field}, at least [{more}].")
+                raise InvalidInput(field.name, f"has shape {list(shape)}", f"it must be {field}, at least [{more}]")
             sizes[name] = (size - more, field.name)
         yield dim, size, name, sizes[name][0] + more
 
 
 def _check_scale(name: str, scale: float) -> None:
     if isinstance(scale, bool) or not 0 < scale < float("inf"):
-        raise InvalidInput(f"{name} is {scale}; it must be positive and finite.")
+        raise InvalidInput(name, f"is {scale}", "it must be positive and finite")

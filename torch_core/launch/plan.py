@@ -170,13 +170,13 @@ class LaunchPlan:
             )
         order = [name for name in expected if name in dict(self.arguments)]
         if [name for name, _ in self.arguments] != order:
-            raise InvalidInput(f"{self.name}: arguments are out of order; the kernel's order is {order}.")
+            raise InvalidInput("arguments", "are out of order", f"the kernel's order is {order}").under(self.name)
         for axis, (size, limit) in enumerate(zip(self.grid, _MAX_GRID, strict=False)):
             if not 1 <= size <= limit:
-                raise InvalidInput(f"{self.name}: grid axis {axis} is {size}; it must be from 1 to {limit}.")
+                raise InvalidInput("grid", f"axis {axis} is {size}", f"it must be from 1 to {limit}").under(self.name)
         missing = set(self.writes) - set(self.buffers)
         if missing:
-            raise InvalidInput(f"{self.name}: writes {sorted(missing)}, but no argument points there.")
+            raise InvalidInput("writes", f"{sorted(missing)}, but no argument points there").under(self.name)
         object.__setattr__(
             self,
             "_hash",

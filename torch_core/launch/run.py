@@ -74,7 +74,7 @@ def run_all(calls: Sequence[Call[Tensor]]) -> None:
 def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
     for name, tensor in call.arrays().items():
         if tensor.device != device:
-            raise InvalidInput(f"{name} is on {tensor.device} and the other tensors on {device}; move it there.")
+            raise InvalidInput(name, f"is on {tensor.device} and the other tensors on {device}", "move it there")
     if device.type != "cpu":
         raise Unsupported(f"the tensors are on {device}; there are implementations for cpu and cuda only.")
     _check(call.map(array_spec))
@@ -86,7 +86,7 @@ def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
     recording = torch.is_grad_enabled()
     for name, tensor in arrays.items():
         if not isinstance(tensor, Tensor):
-            raise InvalidInput(f"{name} is a {type(tensor).__name__}; it must be a torch tensor.")
+            raise InvalidInput(name, f"is a {type(tensor).__name__}", "it must be a torch tensor")
         if recording and tensor.requires_grad:
             raise Unsupported(
                 f"{name} requires a gradient, which this operation cannot give; call it under torch.no_grad() or pass "

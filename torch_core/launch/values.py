@@ -19,15 +19,15 @@ def check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None) 
     """Returns the lengths between cumulative offsets."""
     starts = start_loc.tolist()
     if not starts or starts[0] != 0:
-        raise InvalidInput(f"{name} starts with {starts[:1]}; it must hold num_seqs + 1 offsets from 0 on.")
+        raise InvalidInput(name, f"starts with {starts[:1]}", "it must hold num_seqs + 1 offsets from 0 on")
     lens = [end - start for start, end in pairwise(starts)]
     if lens and min(lens) < 0:
         first = next(seq for seq, length in enumerate(lens) if length < 0)
         raise InvalidInput(
-            f"{name}[{first + 1}] is {starts[first + 1]}, less than {starts[first]} before it; offsets never fall."
+            f"{name}[{first + 1}]", f"is {starts[first + 1]}, less than {starts[first]} before it", "offsets never fall"
         )
     if starts[-1] > num_rows:
-        raise InvalidInput(f"{name}[-1] is {starts[-1]}; {name.partition('_')[0]} has only {num_rows} rows.")
+        raise InvalidInput(f"{name}[-1]", f"is {starts[-1]}", f"{name.partition('_')[0]} has only {num_rows} rows")
     if max_len is not None and lens and max(lens) > max_len:
         first = next(seq for seq, length in enumerate(lens) if length > max_len)
         raise InvalidInput(f"sequence {first} has {lens[first]} rows in {name}; the stated maximum is {max_len}.")

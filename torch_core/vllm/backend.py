@@ -163,7 +163,7 @@ class AttentionBackend(ABC):
         """Raises InvalidInput for a head size that is not served."""
         if not cls.supports_head_size(head_size):
             served = _sizes(cls.get_supported_head_sizes())
-            raise InvalidInput(f"head_size is {head_size}; {cls.get_name()} serves {served}.")
+            raise InvalidInput("head_size", f"is {head_size}", f"{cls.get_name()} serves {served}")
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -265,7 +265,7 @@ class AttentionBackend(ABC):
             if demands.pop(name, False) and not getattr(cls, question)():
                 reasons.append(f"{reason} ({name})")
         if demands:
-            raise InvalidInput(f"{next(iter(demands))} is no demand on a backend; there are {', '.join(_DEMANDS)}.")
+            raise InvalidInput(next(iter(demands)), "is no demand on a backend", f"there are {', '.join(_DEMANDS)}")
         clash = cls.supports_combination(
             head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, capability
         )

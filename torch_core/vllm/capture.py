@@ -132,7 +132,7 @@ class CommonAttentionState:
             raise InvalidInput("Nothing is being captured; do this inside `with state.graph_capture(max_batch_size)`.")
         if not 1 <= batch_size <= self._max_batch_size:
             raise InvalidInput(
-                f"batch_size is {batch_size}; this capture is for 1 to {self._max_batch_size} sequences."
+                "batch_size", f"is {batch_size}", f"this capture is for 1 to {self._max_batch_size} sequences"
             )
 
     def _captured(self, batch_size: int) -> StepBuffers:

@@ -69,7 +69,7 @@ class AttentionSelectorConfig:
             check_int("block_size", self.block_size, 1)
         if self.num_heads % self.num_kv_heads:
             raise InvalidInput(
-                f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}."
+                "num_heads", f"is {self.num_heads}", f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
             )
 
 

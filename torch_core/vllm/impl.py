@@ -27,7 +27,7 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
     if shape[1:] == (num_heads, size):
         return tensor
     if shape[1:] != (num_heads * size,):
-        raise InvalidInput(f"{name} has shape {shape}; it must be [num_tokens, {num_heads}, {size}], or flat.")
+        raise InvalidInput(name, f"has shape {shape}", f"it must be [num_tokens, {num_heads}, {size}], or flat")
     return tensor.unflatten(1, (num_heads, size))
 
 

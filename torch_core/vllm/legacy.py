@@ -82,7 +82,7 @@ def compute_slot_mapping(
     first = max(start_idx, context_len)
     if seq_len > first and len(table) * block_size < seq_len:
         raise InvalidInput(
-            f"block_tables[{seq_id}] has {len(table)} blocks of {block_size}; the sequence has {seq_len} tokens."
+            f"block_tables[{seq_id}]", f"has {len(table)} blocks of {block_size}", f"the sequence has {seq_len} tokens"
         )
     positions = np.arange(first, seq_len)
     slots = np.asarray(table, np.int64)[positions // block_size] * block_size + positions % block_size
@@ -177,7 +177,7 @@ class CommonMetadataBuilder:
             InvalidInput: there is no query; see `_add_seq_group`.
         """
         if not any(query_lens):
-            raise InvalidInput(f"query_lens is {query_lens}; a step has at least one new token.")
+            raise InvalidInput("query_lens", f"is {query_lens}", "a step has at least one new token")
         for inter_data in self.input_builder.inter_data_list:
             self._add_seq_group(inter_data, self.input_builder.chunked_prefill_enabled)
         use_captured_graph = cuda_graph_pad_size != -1
@@ -273,7 +273,7 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: Attent
         return prefill, prefill, attn_metadata.num_decode_tokens
     encoder = attn_metadata.num_encoder_tokens
     if encoder is None:
-        raise InvalidInput(f"num_encoder_tokens of the metadata is None; {kind.value} attention needs it.")
+        raise InvalidInput("num_encoder_tokens", "of the metadata is None", f"{kind.value} attention needs it")
     if kind is AttentionType.ENCODER:
         return encoder, encoder, 0
     return attn_metadata.num_prefill_tokens, encoder, attn_metadata.num_decode_tokens

@@ -64,19 +64,19 @@ class TritonMLAImpl(MLAAttentionImpl):
         }
         for name, value in refused.items():
             if value is not None:
-                raise Unsupported(f"{name} is {value!r}; latent attention is served without it: pass None.")
+                raise Unsupported(name, value=value, wanted="latent attention is served without it: pass None")
         if AttentionType(attn_type) is not AttentionType.DECODER:
-            raise Unsupported(f"attn_type is {attn_type!r}; latent attention is served in decoders only.")
+            raise Unsupported("attn_type", value=attn_type, wanted="latent attention is served in decoders only")
         known = (*CACHE_DTYPES, PACKED_LATENTS)
         if kv_cache_dtype not in known:
-            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(known)}.")
+            raise InvalidInput("kv_cache_dtype", value=kv_cache_dtype, wanted=f"it must be one of {', '.join(known)}")
         for name, found, wanted in (
             ("num_kv_heads", num_kv_heads, 1),
             ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
             ("qk_head_dim", qk_head_dim, qk_nope_head_dim + qk_rope_head_dim),
         ):
             if found != wanted:
-                raise InvalidInput(f"{name} is {found}; by the other sizes it must be {wanted}.")
+                raise InvalidInput(name, f"is {found}", f"by the other sizes it must be {wanted}")
         self.num_heads = num_heads
         self.head_size = head_size
         packed = kv_cache_dtype == PACKED_LATENTS
@@ -115,7 +115,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         expected = (self.num_heads * sum(sizes), self.kv_lora_rank)
         if tuple(weight.shape) != expected:
-            raise InvalidInput(f"kv_b_proj.weight has shape {tuple(weight.shape)}; it must be {expected}.")
+            raise InvalidInput("kv_b_proj.weight", f"has shape {tuple(weight.shape)}", f"it must be {expected}")
         by_head = weight.detach().to(act_dtype).view(self.num_heads, sum(sizes), self.kv_lora_rank)
         to_latent, to_value = by_head.split(sizes, dim=1)
         self._to_latent, self._to_value = to_latent.contiguous(), to_value.transpose(1, 2).contiguous()
@@ -159,13 +159,13 @@ class TritonMLAImpl(MLAAttentionImpl):
         k_pe = self._rotary_rows(k_pe)
         if kv_c_normed.dim() != 2 or kv_c_normed.shape[1] != self.kv_lora_rank:
             raise InvalidInput(
-                f"kv_c_normed has shape {tuple(kv_c_normed.shape)}; it must be [num_tokens, {self.kv_lora_rank}]."
+                "kv_c_normed", f"has shape {tuple(kv_c_normed.shape)}", f"it must be [num_tokens, {self.kv_lora_rank}]"
             )
         tokens = metadata.slot_mapping.shape[0]
         given = {"hidden_states_or_cq": query, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": out}
         for name, rows in given.items():
             if rows.shape[0] < tokens:
-                raise InvalidInput(f"{name} has {rows.shape[0]} rows; the metadata is for {tokens} tokens.")
+                raise InvalidInput(name, f"has {rows.shape[0]} rows", f"the metadata is for {tokens} tokens")
         if self.kv_sharing_target_layer_name is None:
             self.do_kv_cache_update(
                 kv_c_normed, k_pe, cache, metadata.slot_mapping, self.kv_cache_dtype, layer._k_scale

@@ -64,9 +64,9 @@ class PagedAttentionImpl(PagedLayer):
                 without a `dcp_group` (see `forward_with_lse`).
         """
         if output is None:
-            raise InvalidInput("output is None; pass a tensor like query, which forward writes.")
+            raise InvalidInput("output", value=None, wanted="pass a tensor like query, which forward writes")
         if output_block_scale is not None:
-            raise Unsupported("output_block_scale is given; the output can be stored with one static scale only.")
+            raise Unsupported("output_block_scale", "is given", "the output can be stored with one static scale only")
         if attn_metadata is None:
             return output.zero_()
         check_metadata(attn_metadata, PagedAttentionMetadata, self)
@@ -129,7 +129,7 @@ class PagedAttentionImpl(PagedLayer):
     ) -> None:
         if key is None or value is None:
             raise InvalidInput(
-                f"key or value is None; {self.attn_type.value} attention has no cache to read them from."
+                "key", "or value is None", f"{self.attn_type.value} attention has no cache to read them from"
             )
         ops.run(
             DenseCall(

@@ -97,12 +97,12 @@ class PagedLayer(AttentionImpl):
         if kv_cache_dtype not in CACHE_DTYPES:
             raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
         if sliding_window is not None and sliding_window < 1:
-            raise InvalidInput(f"sliding_window is {sliding_window}; it must be at least 1, or None for off.")
+            raise InvalidInput("sliding_window", f"is {sliding_window}", "it must be at least 1, or None for off")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise InvalidInput(f"sinks has shape {tuple(sinks.shape)}; it must be ({num_heads},), one per query head.")
         if alibi_slopes is not None:
             if len(alibi_slopes) != num_heads:
-                raise InvalidInput(f"alibi_slopes has {len(alibi_slopes)} entries; it must have {num_heads}.")
+                raise InvalidInput("alibi_slopes", f"has {len(alibi_slopes)} entries", f"it must have {num_heads}")
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         causal = self.attn_type is AttentionType.DECODER
         window_left = None if sliding_window is None else sliding_window - 1

@@ -134,7 +134,7 @@ class DeviceInfo:
         if device.type != "cuda":
             return cls(type=device.type)
         if not torch.cuda.is_available():
-            raise Unsupported(f"device is {device}, but torch finds no CUDA device on this machine; use 'cpu'.")
+            raise Unsupported("device", f"is {device}, but torch finds no CUDA device on this machine", "use 'cpu'")
         properties = torch.cuda.get_device_properties(device)
         capability = DeviceCapability(properties.major, properties.minor)
         return cls(type="cuda", capability=capability, num_sms=properties.multi_processor_count)

@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
             InvalidInput: another pooling.
         """
         if pooling not in ("mean", "cls", "last"):
-            raise InvalidInput(f"pooling is {pooling!r}; use 'mean', 'cls' or 'last'.")
+            raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
         *_, hidden = self.hidden_states(token_ids, lengths=lengths)
         hidden, places = hidden.astype(jnp.float32), jnp.arange(token_ids.shape[1])
         if pooling == "mean":
@@ -315,9 +315,9 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
         InvalidInput: the rate is outside [0, 1), or not 0 without a key.
     """
     if not 0.0 <= rate < 1.0:
-        raise InvalidInput(f"dropout_rate is {rate}; it must be at least 0 and less than 1.")
+        raise InvalidInput("dropout_rate", f"is {rate}", "it must be at least 0 and less than 1")
     if rate and key is None:
-        raise InvalidInput(f"dropout_rate is {rate} but dropout_key is None; pass a jax.random.key.")
+        raise InvalidInput("dropout_rate", f"is {rate} but dropout_key is None", "pass a jax.random.key")
     return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
 
 

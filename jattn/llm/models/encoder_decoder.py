@@ -35,7 +35,7 @@ class EncoderDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
         if config.encoder is None:
-            raise InvalidInput("config.encoder is None; an EncoderDecoder needs the encoder's ModelConfig.")
+            raise InvalidInput("config.encoder", value=None, wanted="an EncoderDecoder needs the encoder's ModelConfig")
         super().__init__(config, rngs=rngs, implementation=implementation)
         self.encoder = Decoder(config.encoder, rngs=rngs, implementation=implementation, embeds_tokens=False)
 
@@ -97,7 +97,7 @@ class EncoderDecoder(Decoder):
             InvalidInput: there are no encoder_token_ids, or as `Decoder.forward_dense`.
         """
         if encoder_token_ids is None:
-            raise InvalidInput("encoder_token_ids is None; a model with an encoder needs its input.")
+            raise InvalidInput("encoder_token_ids", value=None, wanted="a model with an encoder needs its input")
         dropout = checked_dropout(dropout_rate, dropout_key)
         embedded = self.embed_tokens(encoder_token_ids)
         *_, encoded = self.encoder.hidden_states(embedded, dropout, encoder_lengths)

@@ -47,7 +47,7 @@ class SparseMLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
         moe, width, dtype = config.moe, config.hidden_size, config.dtype
         if moe is None:
-            raise InvalidInput("config.moe is None; a SparseMLP needs a MoEConfig.")
+            raise InvalidInput("config.moe", value=None, wanted="a SparseMLP needs a MoEConfig")
         self.moe, self.hidden_act, self.parallel = moe, config.hidden_act, parallel
         self.num_local_experts = moe.num_experts // (1 if parallel is None else parallel.parts("experts"))
         options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}

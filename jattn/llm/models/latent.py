@@ -40,7 +40,7 @@ class _Layer:
         """Returns the layer's arguments from a config; its parts take their own."""
         latent = config.latent
         if latent is None:
-            raise InvalidInput("config.latent is None; a LatentAttention needs a LatentConfig.")
+            raise InvalidInput("config.latent", value=None, wanted="a LatentAttention needs a LatentConfig")
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
         return {
             **{name: getattr(latent, name) for name in sizes},
@@ -100,7 +100,7 @@ class SparseAttention(_Layer, SparseLatentAttention):
         if latent is None or not (
             latent.q_lora_rank and latent.index_n_heads and latent.index_head_dim and latent.index_topk
         ):
-            raise InvalidInput("config.latent has no index_n_heads; a SparseAttention needs an indexer.")
+            raise InvalidInput("config.latent", "has no index_n_heads", "a SparseAttention needs an indexer")
         indexer = LatentIndexer(
             config.hidden_size,
             latent.q_lora_rank,

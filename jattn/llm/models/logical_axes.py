@@ -95,7 +95,7 @@ def spec_of(axes: Sequence[str | None], rules: Mapping[str, str | None] = DEFAUL
     """
     unknown = [axis for axis in axes if axis is not None and axis not in rules]
     if unknown:
-        raise InvalidInput(f"rules have no axis {shown(unknown[0])}; they have {', '.join(rules)}.")
+        raise InvalidInput("rules", f"have no axis {shown(unknown[0])}", f"they have {', '.join(rules)}")
     return PartitionSpec(*(None if axis is None else rules[axis] for axis in axes))
 
 

@@ -76,7 +76,7 @@ class PagedSpec:
             check_int("sliding_window", self.sliding_window, 1, _MOST, also=", or None")
         self._check_layer_windows()
         if not isinstance(self.eos_token_ids, tuple):
-            raise InvalidInput(f"eos_token_ids is {self.eos_token_ids!r}; it must be a tuple of token ids.")
+            raise InvalidInput("eos_token_ids", value=self.eos_token_ids, wanted="it must be a tuple of token ids")
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
         if self.forced_eos_token_id is not None:
@@ -93,7 +93,7 @@ class PagedSpec:
             )
         if self.kv_lora_rank is not None and self.num_kv_heads != 1:
             raise InvalidInput(
-                f"num_kv_heads is {self.num_kv_heads}; with kv_lora_rank it is 1: all heads share a latent."
+                "num_kv_heads", f"is {self.num_kv_heads}", "with kv_lora_rank it is 1: all heads share a latent"
             )
         if self.index_head_dim is not None and (self.kv_lora_rank is None or any(self.windows)):
             raise InvalidInput(

@@ -133,10 +133,10 @@ def tensor_parallel_of(mesh: Mesh, parallel: TensorParallel | None = None) -> Te
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         axes = getattr(mesh, "shape", {})
         found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(mesh)
-        raise InvalidInput(f"mesh has no axis {axis!r}; it has {found}. Name it: jax.make_mesh(..., ({axis!r},)).")
+        raise InvalidInput("mesh", f"has no axis {axis!r}", f"it has {found}. Name it: jax.make_mesh(..., ({axis!r},))")
     size = mesh.shape[axis]
     if parallel is not None and parallel.size != size:
-        raise InvalidInput(f"tensor_parallel.size is {parallel.size}; mesh axis {axis!r} has {size} devices.")
+        raise InvalidInput("tensor_parallel.size", f"is {parallel.size}", f"mesh axis {axis!r} has {size} devices")
     return TensorParallel(size=size) if parallel is None else parallel
 
 

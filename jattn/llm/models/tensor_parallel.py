@@ -50,7 +50,7 @@ class TensorParallel:
         check_int("tensor_parallel.size", self.size, 1)
         check_int("tensor_parallel.context_size", self.context_size, 1)
         if not isinstance(self.axis, str) or not self.axis:
-            raise InvalidInput(f"tensor_parallel.axis is {shown(self.axis)}; it must be the name of a mesh axis.")
+            raise InvalidInput("tensor_parallel.axis", value=self.axis, wanted="it must be the name of a mesh axis")
         for name, to in self.rules.items():
             if name not in _SPLIT or to not in (None, self.axis):
                 raise InvalidInput(
@@ -104,7 +104,7 @@ class TensorParallel:
         if config.moe.shared_width:
             self._check_divides(config, "the shared expert's width", config.moe.shared_width, "mlp")
             if self.parts("mlp") != self.parts("experts"):
-                raise InvalidInput("rules split one of 'mlp' and 'experts'; with shared experts they go together.")
+                raise InvalidInput("rules", "split one of 'mlp' and 'experts'", "with shared experts they go together")
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Returns the config of one device's part of each layer."""

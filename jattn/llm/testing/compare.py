@@ -251,7 +251,7 @@ def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) 
     if isinstance(model, Decoder):
         config = model.config
         if dtype is not None and dtype != config.dtype:
-            raise InvalidInput(f"dtype is {dtype!r} and the Decoder's is {config.dtype!r}; leave dtype out.")
+            raise InvalidInput("dtype", f"is {dtype!r} and the Decoder's is {config.dtype!r}", "leave dtype out")
         with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
             save_model(folder, model, config)
             yield _Subject(model, None, Path(folder), f"Decoder ({num_parameters(config):,} parameters)")
@@ -270,10 +270,10 @@ def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tup
         return tuple(name for name, reason in reasons.items() if reason is None), skipped
     chosen = (implementations,) if isinstance(implementations, str) else tuple(dict.fromkeys(implementations))
     if not chosen:
-        raise InvalidInput(f"implementations is empty; name some of {', '.join(map(repr, IMPLEMENTATIONS))}.")
+        raise InvalidInput("implementations", "is empty", f"name some of {', '.join(map(repr, IMPLEMENTATIONS))}")
     for name in chosen:
         if name not in reasons:
-            raise InvalidInput(f"implementations has {name!r}; use {', '.join(map(repr, IMPLEMENTATIONS))}.")
+            raise InvalidInput("implementations", f"has {name!r}", f"use {', '.join(map(repr, IMPLEMENTATIONS))}")
         if reasons[name] is not None:
             raise Unsupported(f"implementation {name!r} cannot run here: {reasons[name]}")
     return chosen, ()
@@ -293,11 +293,11 @@ def _token_ids(
             prompts = [tokenizer.encode(prompt) for prompt in DEFAULT_PROMPTS]
         prompts = [prompt[: max(room, 1)] for prompt in prompts]
     if isinstance(prompts, str) or not prompts:
-        raise InvalidInput("prompts must be a list of at least one text or list of token ids.")
+        raise InvalidInput("prompts", "must be a list of at least one text or list of token ids")
     tokens = [_one_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
     for index, prompt in enumerate(tokens):
         if not prompt:
-            raise InvalidInput(f"prompts[{index}] is empty; it needs at least one token.")
+            raise InvalidInput(f"prompts[{index}]", "is empty", "it needs at least one token")
         outside = [place for place, token in enumerate(prompt) if not 0 <= token < config.vocab_size]
         if outside:
             raise InvalidInput(
@@ -321,11 +321,11 @@ def _token_ids(
 def _one_prompt(index: int, prompt: str | Sequence[int], tokenizer: TextTokenizer | None) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidInput(f"prompts[{index}] is a text and there is no tokenizer; pass a list of token ids.")
+            raise InvalidInput(f"prompts[{index}]", "is a text and there is no tokenizer", "pass a list of token ids")
         return tuple(tokenizer.encode(prompt))
     array = np.asarray(prompt)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise InvalidInput(f"prompts[{index}] must be a text or a flat list of ints.")
+        raise InvalidInput(f"prompts[{index}]", "must be a text or a flat list of ints")
     return tuple(array.tolist())
 
 

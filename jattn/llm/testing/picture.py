@@ -52,7 +52,7 @@ def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None
         Unsupported: matplotlib is not installed.
     """
     if not report.layers:
-        raise InvalidInput("report has no layers; make it with compare_with_torch(..., layers=True).")
+        raise InvalidInput("report", "has no layers", "make it with compare_with_torch(..., layers=True)")
     check_picture_path(path)
     panels_of: dict[str, list[LayerRow]] = {}
     for row in report.layers:

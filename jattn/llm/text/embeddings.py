@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.models import Decoder
-from torch_core.base.checks import check_bool, shown
+from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
 __all__ = ["EmbeddingOutput", "EmbeddingRequestOutput", "embed"]
@@ -72,7 +72,7 @@ def embed(
         )
     check_bool("normalize", normalize)
     if not isinstance(pooling, str):
-        raise InvalidInput(f"pooling is {shown(pooling)}; use 'mean', 'cls' or 'last'.")
+        raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
     checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
     graph, state = nnx.split(model)
     found: dict[int, np.ndarray] = {}
@@ -89,12 +89,12 @@ def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:
     tokens = list(prompt)
     longest, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     if not tokens:
-        raise InvalidInput(f"prompts[{index}] is empty; it needs at least one token.")
+        raise InvalidInput(f"prompts[{index}]", "is empty", "it needs at least one token")
     if len(tokens) > longest:
-        raise RequestTooLong(f"prompts[{index}] has {len(tokens)} tokens; the model reads {longest} at most.")
+        raise RequestTooLong(f"prompts[{index}]", f"has {len(tokens)} tokens", f"the model reads {longest} at most")
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-            raise InvalidInput(f"prompts[{index}][{place}] is {shown(token)}; token ids are 0 to {vocab_size - 1}.")
+            raise InvalidInput(f"prompts[{index}][{place}]", value=token, wanted=f"token ids are 0 to {vocab_size - 1}")
     return [int(token) for token in tokens]
 
 

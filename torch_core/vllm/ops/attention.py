@@ -72,7 +72,7 @@ def unified_attention(
     """
     if rswa_window is not None and rswa_prefix_lens is not None:
         raise Unsupported(
-            "rswa_window and rswa_prefix_lens: a prefix that escapes the window is not served; pass None."
+            "rswa_window", "and rswa_prefix_lens: a prefix that escapes the window is not served", "pass None"
         )
     refuse_4_bits(kv_quant_mode)
     left, right, chunk = _window(window_size, causal, chunk_lookback)

@@ -39,12 +39,12 @@ def triton_reshape_and_cache_flash(
     """
     if interleaved_v_pack_factor != 1:
         raise Unsupported(
-            f"interleaved_v_pack_factor is {interleaved_v_pack_factor}; values are not packed here: use 1."
+            "interleaved_v_pack_factor", f"is {interleaved_v_pack_factor}", "values are not packed here: use 1"
         )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.ndim != 4:
             raise Unsupported(
-                f"{name} has {cache.ndim} axes; only [num_blocks, block_size, num_kv_heads, head_size] is served."
+                name, f"has {cache.ndim} axes", "only [num_blocks, block_size, num_kv_heads, head_size] is served"
             )
     quantized, scales = stored_dtype(kv_cache_dtype), {}
     if quantized is not None:
@@ -75,7 +75,7 @@ def triton_reshape_and_cache_flash_diffkv(
     """
     sizes = [key.shape[-1], value.shape[-1]]
     if kv_cache.shape[-1] != sum(sizes):
-        raise InvalidInput(f"kv_cache has {kv_cache.shape[-1]} elements per head; key and value have {sizes}.")
+        raise InvalidInput("kv_cache", f"has {kv_cache.shape[-1]} elements per head", f"key and value have {sizes}")
     caches = kv_cache.split(sizes, dim=-1)
     triton_reshape_and_cache_flash(key, value, caches[0], caches[1], slot_mapping, kv_cache_dtype, k_scale, v_scale)
 

@@ -23,11 +23,11 @@ def as_int32(name: str, values: Tensor) -> Tensor:
     if values.dtype == torch.int32:
         return values
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise InvalidInput(f"{name} is {values.dtype}; it must hold integers.")
+        raise InvalidInput(name, f"is {values.dtype}", "it must hold integers")
     if values.device.type == "cpu":
         wide = (values > INT32_MAX).nonzero()
         if len(wide):
             first = wide[0].tolist()
-            raise InvalidInput(f"{name}{first} is {values[tuple(first)].item()}; it must fit an int32.")
+            raise InvalidInput(f"{name}{first}", f"is {values[tuple(first)].item()}", "it must fit an int32")
         values = values.clamp(min=-INT32_MAX)
     return values.to(torch.int32)

@@ -25,7 +25,7 @@ def one_scale(name: str, scale: Scale) -> Scale:
         Unsupported: elements that may differ.
     """
     if isinstance(scale, Tensor) and not _is_one(scale):
-        raise Unsupported(f"{name} has shape {list(scale.shape)}; one element, or a view that repeats it, is served.")
+        raise Unsupported(name, f"has shape {list(scale.shape)}", "one element, or a view that repeats it, is served")
     return scale.as_strided((1,), (1,)).to(torch.float32) if isinstance(scale, Tensor) else scale
 
 
@@ -102,7 +102,7 @@ def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
 def refuse_4_bits(kv_quant_mode: Any) -> None:
     """Raises Unsupported for vLLM's 4-bit modes."""
     if "INT4" in str(getattr(kv_quant_mode, "name", kv_quant_mode)):
-        raise Unsupported(f"kv_quant_mode is {kv_quant_mode}; caches are 8-bit or wider: use int8 or fp8.")
+        raise Unsupported("kv_quant_mode", f"is {kv_quant_mode}", "caches are 8-bit or wider: use int8 or fp8")
 
 
 def sequence_of_token(query_start_loc: Tensor, num_tokens: int) -> Tensor:
