@@ -96,7 +96,7 @@ def test_a_models_linear_layers_are_rounded_in_place() -> None:
 
 
 def test_another_module_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"^model is a Linear; it must be a decoder of jattn\.models\.$"):
+    with pytest.raises(InvalidInput, match=r"^model is a Linear; it must be a decoder of jattn\.llm\.models\.$"):
         quantize_fp8(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
