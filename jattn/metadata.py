@@ -253,7 +253,8 @@ class GroupedMetadata:
     """The metadata of a step over several cache groups, whose layers keep different parts of the past.
 
     Attributes:
-        cache_groups: of each cache group, of equal lengths and new tokens, with block tables and slots of their own.
+        cache_groups: metadata of each cache group, with equal lengths and new tokens, and its own block tables and
+            slots.
         layer_groups: the group of each layer with a cache; static.
         layer_arrays: the cache array of each: layers of different groups share one, each in the blocks of its group;
             static.

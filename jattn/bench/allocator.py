@@ -35,7 +35,7 @@ class AllocatorRow:
 
     Attributes:
         name: the timed work.
-        unit: of the numbers.
+        unit: unit of the numbers.
         median: over all repeats, in processor time of the thread.
         best: the fastest repeat.
         limit: the median's limit; None without one.

@@ -76,12 +76,12 @@ class EngineRow:
 
     Attributes:
         load: the kind of row and its sizes.
-        median: of the rounds.
-        unit: of the rounds and their median.
+        median: median of the rounds.
+        unit: unit of the rounds and their median.
         rounds: the value of each round.
-        compile_seconds: of compilation before the measured part.
-        late_seconds: of compilation within the measured part, which should be 0.
-        settings: of `EngineConfig`, as on the command line.
+        compile_seconds: seconds of compilation before the measured part.
+        late_seconds: seconds of compilation within the measured part, which should be 0.
+        settings: settings of `EngineConfig`, as on the command line.
         details: times by kernel of three steps, if they were profiled.
     """
 
@@ -115,7 +115,7 @@ def run(
     """Yields a row for each load and each group of settings, with random weights.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         decode: SEQUENCESxCONTEXT of each row: milliseconds of a decode step.
         prompt: tokens of a prompt that is alone: milliseconds to its first token.
         hits: CACHEDxNEW tokens of a prompt that is alone: milliseconds to its first token.
@@ -125,7 +125,7 @@ def run(
         new_tokens: decoded tokens of each sequence.
         rounds: timed rounds of a row, after the warm-up.
         batched_tokens: most tokens of a step.
-        settings: of EngineConfig, a group of rows for each: steps_in_flight=1,scrub_on_free=true.
+        settings: settings of EngineConfig, a group of rows for each: steps_in_flight=1,scrub_on_free=true.
         cut: devices that the weights are sharded over.
         fp8_weights: linear layers multiply in fp8.
         profile: a folder for traces; adds the kernels' times of decode rows.

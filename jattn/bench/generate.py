@@ -24,8 +24,8 @@ class GenerateRow:
     """One measured configuration.
 
     Attributes:
-        implementation: of the attention ops, or "transformers".
-        prompt_tokens, new_tokens: of each of `batch` prompts.
+        implementation: implementation of the attention ops, or "transformers".
+        prompt_tokens, new_tokens: tokens of each of `batch` prompts, and new tokens.
         tokens_per_second: median over the repeats, prefill included.
         step_ms: median milliseconds for each generated position.
         ratio: tokens per second over the peer's in the same round, median; None without a peer.
@@ -62,7 +62,7 @@ def run(
         prompt_tokens: tokens of a prompt.
         new_tokens: generated tokens of a prompt.
         repeats: rounds after one that warms up and compiles.
-        implementations: of the attention ops.
+        implementations: implementations of the attention ops.
         peer: measured in the same rounds.
 
     Raises:

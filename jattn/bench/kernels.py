@@ -23,8 +23,8 @@ class KernelTimes:
 
     Attributes:
         span: from the first one's start to the last one's end.
-        busy: of that, while something ran.
-        rows: of each kernel its name, how often it ran, and for how long altogether; the longest first.
+        busy: part of that, while something ran.
+        rows: for each kernel its name, number of runs and total time; the longest first.
     """
 
     span: float

@@ -44,8 +44,8 @@ def run(
     Eight threads read the file. "From disk" drops it from the page cache first, if the system lets it.
 
     Args:
-        shape: of the model.
-        layers: of the model; those of the shape by default.
+        shape: shape of the model.
+        layers: number of layers of the model; those of the shape by default.
         folder: on the disk to measure; a temporary one by default.
     """
     config = SHAPES[shape]

@@ -47,7 +47,7 @@ def bound_us(parts: Parts, copy: float, matmul: float, *, element_bytes: int = 2
     """Returns the microseconds that the device's ceilings allow for (sequences, new tokens, tokens before) parts.
 
     Args:
-        parts: of the batch.
+        parts: parts of the batch.
         copy: bytes per second.
         matmul: operations per second.
         element_bytes: bytes of an element of the cache.

@@ -47,7 +47,7 @@ def run(
     Args:
         batch: sequences.
         context: tokens that each sequence holds.
-        features: of 8 query and 8 key/value heads together.
+        features: width of 8 query and 8 key/value heads together.
         rounds: timed steps of each row.
         host: the host's time for a step of 32 layers instead.
     """

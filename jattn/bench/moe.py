@@ -33,7 +33,7 @@ class MoERow:
     """One number of tokens through one layer.
 
     Attributes:
-        tokens: of the step.
+        tokens: number of tokens of the step.
         experts_hit: distinct experts of these tokens, the mean over the layers.
         layer_us: microseconds of the layer as the model runs it.
         router_us: microseconds of the router alone, a part of `layer_us`.
@@ -67,10 +67,10 @@ def measure_rows(
     """Measures each number of tokens when the caller asks for its row.
 
     Args:
-        shape: of the layer: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or tiny.
-        tokens: of a step, a row for each.
+        shape: shape of the layer: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or tiny.
+        tokens: number of tokens of a step, a row for each.
         layers: chained layers, so that no cache holds all weights and one program start serves all.
-        dtype: of all arrays.
+        dtype: dtype of all arrays.
         rounds: timed rounds of a row.
         xla: also measure the layer in plain jnp, which takes long.
 

@@ -50,7 +50,7 @@ class BenchReport:
     Attributes:
         name: the benchmark and its options.
         device: the name of the device.
-        versions: of the packages that matter.
+        versions: versions of the packages that matter.
         copy_bytes_per_second: the copy ceiling, measured in the same run; None if the rows have no ceiling.
         matmul_flops: the bfloat16 matrix product ceiling, measured in the same run, or None.
         rows: `Row` or other dataclasses; see `cells`.

@@ -40,7 +40,7 @@ class ServeRow:
         rate: requests a second that arrive, in a Poisson process; inf for all at once.
         completed, failed: requests.
         duration_s: from the first arrival to the last token.
-        requests_per_second, output_tokens_per_second: of the completed ones.
+        requests_per_second, output_tokens_per_second: rates of the completed requests.
         ttft_ms: from the arrival to the first token.
         tpot_ms: per token after the first, mean of a request.
         itl_ms: between two events with text; several tokens may come in one.
@@ -94,18 +94,18 @@ def run(
     """Measures a server that runs at `url`, or one of this process with a model folder.
 
     Args:
-        url: of a running server, without a path; a server in this process by default.
+        url: URL of a running server, without a path; a server in this process by default.
         api_key: for the server at `url`.
         model: a model folder for the own server; the embedded model by default.
         rates: requests per second, a row for each; inf for all at once.
-        num_requests: of each rate.
-        prompt_tokens: of each request; prompts are random and share no prefix.
-        new_tokens: of each request.
+        num_requests: number of requests of each rate.
+        prompt_tokens: number of prompt tokens of each request; prompts are random and share no prefix.
+        new_tokens: number of new tokens of each request.
         vocab_size: prompts have token ids from 1 to below it.
-        max_num_seqs, max_num_batched_tokens: of the own server.
+        max_num_seqs, max_num_batched_tokens: sizes of the server in this process.
         ttft_goal_ms: most milliseconds to the first token of a request that counts for `goodput`.
         tpot_goal_ms: most milliseconds for each further token of such a request.
-        seed: of prompts and arrivals.
+        seed: seed of prompts and arrivals.
         watch_pool: ask the server for its metrics meanwhile, ten times a second.
 
     Raises:

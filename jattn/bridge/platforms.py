@@ -19,7 +19,7 @@ def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Call
 
     Args:
         platform: "cpu" or "cuda".
-        name: of the primitive, which a printed jaxpr shows.
+        name: name of the primitive, which a printed jaxpr shows.
         error: creates the exception; it is also raised outside jit, for an array on that platform.
     """
 

@@ -129,7 +129,7 @@ def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> 
     An operand that is whole on every device is split there, unless it is written: that would move it.
 
     Args:
-        call: of specs.
+        call: call with specs as arrays.
         mesh: the devices.
         found: how each operand is split.
 

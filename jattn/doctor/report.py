@@ -18,7 +18,7 @@ class Check:
 
     Attributes:
         section: the group of the line.
-        name: of the thing looked at.
+        name: name of the checked part.
         text: the result.
         works: False when it is broken; a thing that is merely absent, or cannot run on this machine, is not.
     """

@@ -29,7 +29,7 @@ def converse(
         llm: whose model answers.
         lines: the user's lines.
         say: takes each piece of an answer, and the newline after it.
-        params: of every answer.
+        params: sampling parameters of every answer.
         system: the system's message.
         chat_template: instead of the model's own.
 

@@ -14,8 +14,8 @@ def event(level: int, name: str, **fields: Any) -> None:
     """Logs an event: a line of text, and `record.event` and each field as attributes of the record.
 
     Args:
-        level: of the `logging` module.
-        name: of the event.
+        level: level of the `logging` module.
+        name: name of the event.
         **fields: strings, numbers, None, and lists of them.
     """
     if LOGGER.isEnabledFor(level):

@@ -58,8 +58,8 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
     Args:
         coordinator: HOST:PORT of the first process; None (for the other arguments too) if JAX detects it (SLURM,
             Kubernetes, Open MPI).
-        num_processes: of all.
-        process_id: of this one, from 0.
+        num_processes: total number of processes.
+        process_id: index of this process, from 0.
 
     Raises:
         InvalidInput: an argument that is missing or out of range, or nothing to detect.
@@ -215,7 +215,7 @@ class Channel:
     """Messages of the first process to the others, in order.
 
     Args:
-        name: of the channel, the same in all processes and of no other channel.
+        name: name of the channel, the same in all processes and of no other channel.
     """
 
     def __init__(self, name: str) -> None:
@@ -273,9 +273,9 @@ def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, nu
     """Returns the channel of an engine whose mesh has devices of several processes; None for one of its own.
 
     Args:
-        mesh: of the engine.
+        mesh: mesh of the engine.
         facts: returns the values that must be equal in all processes, in addition to versions.
-        num_host_blocks: of the engine.
+        num_host_blocks: number of host blocks of the engine.
 
     Raises:
         InvalidInput: they do not agree.

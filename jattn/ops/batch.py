@@ -36,7 +36,7 @@ def fold(
 
     Args:
         call: without its arrays.
-        arrays: of each example, those that are `batched` with the examples in front.
+        arrays: arrays of the examples; those that are `batched` have the examples as first axis.
         batched: which arrays differ from example to example.
         axis_size: the examples.
     """

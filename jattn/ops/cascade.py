@@ -42,7 +42,7 @@ def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_t
     """Splits the sequences of a call at a prefix that all of them share, for `cascade_attention`.
 
     Args:
-        call: of the whole sequences, every query after the prefix.
+        call: call of the whole sequences, every query after the prefix.
         common_prefix_len: static; tokens of the prefix in whole blocks, from
             `torch_core.metadata.common_prefix_length`.
         piece_tokens: static; queries that attend to the prefix as one sequence, from
@@ -68,7 +68,7 @@ def cascade_attention(
     That pays for many sequences with a long prefix: `torch_core.metadata.use_cascade_attention` says when.
 
     Args:
-        call: of the whole sequences; no window, chunk, ALiBi or bidirectional range.
+        call: call of the whole sequences; no window, chunk, ALiBi or bidirectional range.
         prefix: the same sequences, split by `shared_prefix`.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 

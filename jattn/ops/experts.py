@@ -45,7 +45,7 @@ def fused_experts(
         down_kernel: float[num_experts, intermediate_size, hidden_size].
         gate_up_bias: float[num_experts, 2 * intermediate_size], or None.
         down_bias: float[num_experts, hidden_size], or None.
-        activation: of the gate; one of `torch_core.experts.call.ACTIVATIONS`.
+        activation: activation of the gate; one of `torch_core.experts.call.ACTIVATIONS`.
         out_dtype: that of `hidden_states` when None, or "float32".
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
@@ -100,7 +100,7 @@ def route_experts(
             (DeepSeek-V3, arXiv:2412.19437); or None.
         scoring_func: "softmax" over all experts, or the "sigmoid" of each one.
         norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
-        routed_scaling_factor: of the weights.
+        routed_scaling_factor: factor of the weights.
         n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
             with the best two together if there is a correction bias. 1 for no groups.
         topk_group: groups of a token.

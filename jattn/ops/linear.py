@@ -34,7 +34,7 @@ def linear_map(
             the results, None if there is none. Either one may raise: it is called if JAX goes its way.
         results: results of the differentiated function; the shapes and dtypes of the tangents.
         residuals: further arrays of the two functions.
-        tangents: of the inputs.
+        tangents: tangents of the inputs.
     """
     return _linear.bind(
         *results, *residuals, *tangents,

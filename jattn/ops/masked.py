@@ -40,7 +40,7 @@ def masked_attention(
         mask: bool, broadcastable to [batch, num_heads, length, key_length]; False hides.
         bias: float, likewise, added to the scores.
         on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
-        precision: of the two products.
+        precision: precision of the two products.
         **options: how scores are masked, scaled and biased, as in `attention`.
 
     Returns:

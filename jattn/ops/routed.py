@@ -91,7 +91,7 @@ def routed_experts(
 
     Args:
         gate_up, down: the experts.
-        activation: of the gate.
+        activation: activation of the gate.
         rows: `[rows, hidden]`.
         weights: `[rows, top_k]`.
         experts: int32 `[rows, top_k]`; ids outside the experts add nothing.

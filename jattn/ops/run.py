@@ -23,7 +23,7 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
     """Runs a call; under jit it becomes part of the program.
 
     Args:
-        call: of JAX or numpy arrays.
+        call: call with JAX or numpy arrays.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:

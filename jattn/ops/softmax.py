@@ -160,7 +160,7 @@ def update(
     A completely masked run leaves the state unchanged bit by bit, so other sequences of the batch do not affect it.
 
     Args:
-        state: of shape `[..., queries]`.
+        state: state of shape `[..., queries]`.
         scores: float[..., queries, keys].
         weighted_values: the einsum of probabilities and values.
         values: the values of these keys.

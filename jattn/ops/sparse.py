@@ -45,7 +45,8 @@ def indexer_topk(
         topk: how many keys; static.
         scale: positive; static.
         k_scale: real key = stored key * k_scale.
-        implementation: of the scores: "triton", "torch", "xla", or None for the fastest that serves the call.
+        implementation: implementation of the scores: "triton", "torch", "xla", or None for the fastest that serves the
+            call.
 
     Returns:
         int32[num_tokens, topk], the highest first; -1 after the last one if there are fewer.

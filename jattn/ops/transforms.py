@@ -65,7 +65,7 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
 
     Args:
         call: without its arrays.
-        names: of the arrays, in the order in which the function takes them.
+        names: names of the arrays, in the order in which the function takes them.
         way: how it is computed.
     """
     own = xla.jax_op(call).backward

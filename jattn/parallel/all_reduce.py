@@ -102,7 +102,7 @@ def all_reduce_norm(
 
     Args:
         x: this device's part, [..., width].
-        residual: of the same shape and dtype, the same on all devices.
+        residual: array of the same shape and dtype, the same on all devices.
         weight: [width], of the same dtype.
         axis_name: the mesh axis.
         peers: this device's part of `Peers.table`.

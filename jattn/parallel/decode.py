@@ -36,7 +36,7 @@ def write_kv_cache(
     """Writes those of a step's keys and values that live on this device; runs inside `jax.shard_map`.
 
     Args:
-        call: of all new tokens and this device's cache; slots of blocks as large as all devices' together.
+        call: call with all new tokens and this device's cache; slots of blocks as large as all devices' together.
         axis_name: the mesh axis over which sequences are spread.
         interleave_size: consecutive tokens that live on one device; it divides the block size.
         group_size: neighbours on the axis that share a cache; the whole axis if None.
@@ -70,7 +70,7 @@ def paged_attention(
     fewest bytes there are, 1 / devices of them, and the layout in which the output projection wants them.
 
     Args:
-        call: of the whole sequences (the same tables, lengths and offsets on all devices) and this device's cache.
+        call: call of the whole sequences (the same tables, lengths and offsets on all devices) and this device's cache.
         axis_name: the mesh axis over which sequences are spread.
         interleave_size: consecutive tokens that live on one device.
         new: keys and values of the step's tokens, float[num_tokens, num_kv_heads, head_size]. The new tokens of a

@@ -35,7 +35,7 @@ def attend_spread(
         key, value: float[num_tokens, num_kv_heads, head_size], of the key/value heads that all of a group's queries
             belong to; None to read a cache that is complete.
         kv_cache: this device's share; consumed.
-        metadata: of the step, built for blocks of all devices' tokens together; the same on all.
+        metadata: metadata of the step, built for blocks of all devices' tokens together; the same on all.
         axis_name: the mesh axis.
         group_size: neighbours on it over which sequences are spread; all if None.
         k_scale, v_scale: dequantisation scales of a quantised cache.

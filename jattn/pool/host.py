@@ -59,7 +59,7 @@ class HostBlocks:
         """Copies blocks in the order of the swaps; returns when blocks for the host have arrived there.
 
         Args:
-            swaps: of a committed step. Run them before the step's copies and writes.
+            swaps: swaps of a committed step. Run them before the step's copies and writes.
 
         Raises:
             InvalidInput: a block or slot is out of range; nothing was copied.

@@ -379,7 +379,8 @@ class KVPool:
         Args:
             tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all of the
                 same shape and dtype.
-            kv_lora_rank: of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim), or packed.
+            kv_lora_rank: rank of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim), or
+                packed.
 
         Raises:
             InvalidInput: no tensors, tensors of different shapes or dtypes, or tensors that are not such a cache.

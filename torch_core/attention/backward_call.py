@@ -26,7 +26,7 @@ class DenseBackwardCall(DenseCall[A]):
     and rows past the last offset have no gradient, and the values of `d_out` and `d_lse` past it are never read.
 
     Attributes:
-        lse: of the forward pass; -inf in rows that saw nothing.
+        lse: log-sum-exp of the forward pass; -inf in rows that saw nothing.
         d_out: the gradient of `out`, in its dtype.
         d_lse: the gradient of `lse`; None if it is not differentiated.
     """

@@ -129,7 +129,7 @@ def cascade_attention(
     Two softmaxes over disjoint keys merge by their log-sum-exp (Hydragen, arXiv 2402.05099; FlashInfer's cascade).
 
     Args:
-        call: of the whole sequences.
+        call: call of the whole sequences.
         prefix: the same sequences, split.
         run: runs a call, as `torch_core.ops.run` does.
 

@@ -35,7 +35,8 @@ def local_call(
     more. Windows and chunks read their own blocks alone.
 
     Args:
-        call: of the whole sequences, with the cache of this rank; its sinks are left out: `merge_parts` takes them.
+        call: call of the whole sequences, with the cache of this rank; its sinks are left out: `merge_parts` takes
+            them.
         dcp_world_size, dcp_rank, interleave_size: as in `torch_core.metadata.get_dcp_local_seq_lens`.
         local_seq_lens: this rank's share of the sequences, if it is known already.
         library: `torch` or `jax.numpy`: whose arrays they are.

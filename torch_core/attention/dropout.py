@@ -53,7 +53,7 @@ def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, libr
         seeds: int32 `[..., 2]`, of sequences and heads.
         queries: int32 `[rows]`, rows of the sequence.
         keys: first and last-plus-one key.
-        rate: of those that go.
+        rate: share of dropped weights.
         library: `numpy` or `jax.numpy`, whose arrays they are.
 
     Returns:

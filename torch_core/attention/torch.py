@@ -273,7 +273,7 @@ def merge_states(
         out: like the merged output, written and returned; it may be `out_a` or `out_b`. None makes one.
         lse: the same for the merged lse.
         out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
-        out_dtype: of a new output; that of `out_a` when None.
+        out_dtype: dtype of a new output; that of `out_a` when None.
         num_tokens_a: tokens from this one on have no first state.
 
     Returns:

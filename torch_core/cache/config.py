@@ -170,7 +170,7 @@ class GroupLayout:
         """Returns the most blocks that a sequence of this many tokens holds at any time.
 
         Args:
-            num_tokens: of the whole sequence.
+            num_tokens: number of tokens of the whole sequence.
             max_step_tokens: most new tokens of one step; None for a sequence that is computed in one piece.
         """
         everything = -(-num_tokens // self.block_size)

@@ -38,7 +38,7 @@ class LayerGroups:
         """Returns the most blocks that a sequence of this many tokens holds, in all groups together.
 
         Args:
-            num_tokens: of the whole sequence.
+            num_tokens: number of tokens of the whole sequence.
             block_size: tokens of one block.
             max_step_tokens: most new tokens of one step; None for a sequence that is computed in one piece.
         """
@@ -54,7 +54,7 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
     manager (vllm/v1/core/kv_cache_utils.py).
 
     Args:
-        windows: of each layer the tokens that a query sees, its own included; None for all.
+        windows: for each layer the number of tokens that a query sees, its own included; None for all.
 
     Raises:
         InvalidInput: no layer, or a window below 1.

@@ -24,7 +24,7 @@ class RotaryWriteCall(Call[A]):
 
     Attributes:
         qkv: the heads of queries, of keys and of values, one after the other, as one matrix product makes them.
-        cos_sin: of each token the cosines of all angles and then the sines: of half as many as elements are rotated.
+        cos_sin: for each token the cosines of all angles and then the sines: of half as many as elements are rotated.
             Elements after those stay as they are. Rotation is in float32.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.

@@ -32,7 +32,7 @@ class RouteCall(Call[A]):
         top_k: experts of a token.
         scoring_func: one of SCORING_FUNCS, over all experts or of each one.
         norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
-        routed_scaling_factor: of the weights.
+        routed_scaling_factor: factor of the weights.
         n_group: groups of neighbouring experts, of which a token's are in `topk_group`: those with the best expert, or
             with the best two together if there is a correction bias.
         topk_group: groups of a token.

@@ -118,7 +118,7 @@ class LatentWriteCall(Call[A]):
         k_scale: dequantisation scale of stored elements; None for 1.
         cos_sin_cache: for each position the cosines of all angles and then the sines: of half as many as `k_pe` has
             elements. Rotation is in float32, and its result rounded to k_pe's type.
-        positions: of each token; those of tokens without a slot are not read.
+        positions: position of each token; those of tokens without a slot are not read.
         is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are, as in DeepSeek's
             models.
     """

@@ -35,7 +35,7 @@ def unpack_latents(rows: Tensor, kv_lora_rank: int, dtype: torch.dtype) -> Tenso
     Args:
         rows: uint8 `[..., bytes]`.
         kv_lora_rank: elements of a latent.
-        dtype: of the result, to which it is rounded.
+        dtype: dtype of the result, to which it is rounded.
 
     Returns:
         `[..., kv_lora_rank + rope_dim]`, on the device of the rows.

@@ -28,8 +28,8 @@ class IndexerCall(Call[A]):
     others, and of rows of padding, are -inf.
 
     Attributes:
-        query: of the indexer's heads, rotated.
-        weights: of the heads, query by query.
+        query: queries of the indexer's heads, rotated.
+        weights: weights of the heads, query by query.
         key_cache: one key for each slot, which all heads share; block 0 is the null block.
         block_tables, seq_lens, query_start_loc: as of attention.
         k_scale: dequantisation scale of a quantised key; None for 1.

@@ -142,8 +142,8 @@ class ArrayField:
     """The axes and dtypes in an array's annotation.
 
     Attributes:
-        name: of the field.
-        dims: of each axis a name, a name with "+1", or a number.
+        name: name of the field.
+        dims: for each axis a name, a name with "+1", or a number.
         dtypes: names of the allowed element types; None for any.
         optional: it may be None.
         number: it may be a number, of no axis.

@@ -59,7 +59,7 @@ def build_group_metadata(
         cache_group: index into the rows' `group_block_ids`, at least 1.
         window_left: keys before its own position that a query of the group sees: blocks wholly before may be the null
             block. None demands real blocks throughout.
-        table_cache: of this group; see `build_common_metadata`.
+        table_cache: table cache of this group; see `build_common_metadata`.
 
     Raises:
         InvalidInput: a value is wrong, as in `build_common_metadata`, or the layout has no room for the group. Nothing

@@ -113,8 +113,8 @@ def use_cascade_attention(
     Args:
         common_prefix_len: tokens of the prefix; see `common_prefix_length`.
         query_lens: int[reqs], new tokens of each sequence.
-        num_query_heads, num_kv_heads, head_size: of the layer.
-        bytes_per_element: of the cache.
+        num_query_heads, num_kv_heads, head_size: sizes of the layer.
+        bytes_per_element: bytes per element of the cache.
         num_sms: multiprocessors of the device.
         use_alibi, use_sliding_window, use_local_attention: the layer does.
         dcp_world_size: ranks that share each sequence.
@@ -172,7 +172,7 @@ def cascade_pays(
         plain_tokens: tokens of the prefixes that the plain way reads, those of each sequence.
         cascade_tokens: those that cascade reads, once for each piece.
         num_queries: whose results are merged.
-        num_pairs: of a query and a token of its prefix.
+        num_pairs: number of pairs of a query and a token of its prefix.
         num_query_heads, num_kv_heads, head_size, bytes_per_element, num_sms, costs: as `use_cascade_attention`.
     """
     token_us = 2 * num_kv_heads * head_size * bytes_per_element / costs.bytes_per_us

@@ -47,7 +47,7 @@ def prefix_groups(metadata: CommonAttentionMetadata, *, piece_tokens: int, max_p
     """Finds neighbouring sequences whose tables begin with the same blocks.
 
     Args:
-        metadata: of a step with one new token for each sequence.
+        metadata: metadata of a step with one new token for each sequence.
         piece_tokens: sequences of a piece at most.
         max_pieces: pieces at most.
 

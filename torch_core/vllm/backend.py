@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
     differences are listed in this folder's README.
 
     Attributes:
-        supported_dtypes: of queries, keys and values.
+        supported_dtypes: dtypes of queries, keys and values.
         supported_kv_cache_dtypes: names of `CACHE_DTYPES`; none for any.
         supported_attn_types: kinds of attention.
         supported_head_sizes: a range or tuple; empty for any.

@@ -27,7 +27,7 @@ class AttentionSelectorConfig:
         num_heads: query heads.
         num_kv_heads: key/value heads; divides `num_heads`.
         head_size: elements of one head.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         kv_cache_dtype: a name of `CACHE_DTYPES`.
         block_size: tokens of one block; None when it is not decided yet.
         attn_type: kind of attention of the layer.

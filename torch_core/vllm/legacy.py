@@ -103,7 +103,7 @@ class CommonMetadataBuilder:
         context_lens: tokens before the step, by sequence.
         prefill_seq_lens, curr_seq_lens: lengths of the prompts, and of the others after the step.
         block_tables: by sequence, those that attention may read.
-        slot_mapping: of all new tokens.
+        slot_mapping: slots of all new tokens.
         multimodal_placeholder_maps: by modality; of the class that the engine's are of.
     """
 
@@ -167,8 +167,8 @@ class CommonMetadataBuilder:
         """Returns the metadata of the input builder's groups, with tensors on the runner's device.
 
         Args:
-            seq_lens: of each sequence, perhaps padded.
-            query_lens: of each sequence.
+            seq_lens: lengths of each sequence, perhaps padded.
+            query_lens: lengths of each sequence.
             cuda_graph_pad_size: padding tokens, to reach a captured batch size; -1 for no graph.
             batch_size: sequences, perhaps padded; with a graph, the rows of the runner's `graph_block_tables` that are
                 written and taken.

@@ -133,7 +133,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             kv_c_normed: [num_tokens, kv_lora_rank].
             k_pe: [num_tokens, qk_rope_head_dim] or with an axis of one head, rotated.
             kv_cache: [num_blocks, block_size, head_size], written in place. An fp8 cache may be stored as uint8.
-            attn_metadata: of the step; None in a profiling run, which only clears the output.
+            attn_metadata: metadata of the step; None in a profiling run, which only clears the output.
             output: needed; [num_tokens, num_heads * v_head_dim] or with the heads apart; padding rows become 0.
             output_scale, output_block_scale: not served.
 

@@ -52,7 +52,7 @@ class PagedAttentionImpl(PagedLayer):
             value: like `key`.
             kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], written in place; None in encoders. An fp8
                 cache may be stored as uint8.
-            attn_metadata: of the step; None in a profiling run, which only clears the output.
+            attn_metadata: metadata of the step; None in a profiling run, which only clears the output.
             output: needed; like `query`, in its dtype, or e4m3 with `output_scale`; padding rows become 0.
             output_scale: the output holds `result / output_scale`.
             output_block_scale: not served.

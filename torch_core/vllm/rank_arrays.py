@@ -21,7 +21,7 @@ class RankArrays:
 
     Args:
         place: the ranks that share sequences.
-        block_size: of a rank's blocks; the batch's are as many times larger as there are ranks.
+        block_size: number of tokens of a rank's blocks; the batch's are as many times larger as there are ranks.
     """
 
     def __init__(self, place: ContextParallel, block_size: int) -> None:

@@ -104,7 +104,7 @@ class DeviceInfo:
 
     Attributes:
         type: "cpu" or "cuda".
-        capability: of a CUDA device; None otherwise.
+        capability: compute capability of a CUDA device; None otherwise.
         num_sms: multiprocessors of a CUDA device; 0 otherwise.
     """
 
@@ -201,7 +201,7 @@ class QuantKey:
     """A kind of output quantisation that may be fused into attention.
 
     Attributes:
-        dtype: of the quantised output.
+        dtype: dtype of the quantised output.
         static: the scale is known before the step.
         group: the unit with one scale: "tensor", "token" or "block".
     """

@@ -53,7 +53,7 @@ class WorkspaceManager:
         """Returns tensors that do not overlap; tensors of an earlier call may be overwritten.
 
         Args:
-            *shapes_and_dtypes: of each tensor.
+            *shapes_and_dtypes: shape and dtype of each tensor.
 
         Raises:
             InvalidInput: the buffer is locked and too small; it is as it was.

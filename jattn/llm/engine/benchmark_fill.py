@@ -28,7 +28,7 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
     Random contents, because a device draws less power for operands of zeros and runs faster.
 
     Args:
-        core: of an engine with a prefix cache; the contents of its pool are lost.
+        core: core of an engine with a prefix cache; the contents of its pool are lost.
         prompts: token ids.
 
     Raises:

@@ -27,7 +27,7 @@ class EngineState:
     Attributes:
         cache: the block allocator.
         scheduler: the queues.
-        generation: of the pool.
+        generation: generation of the pool.
         in_flight: the steps that are on the device, oldest first.
         has_residue: a block holds contents that `EngineConfig.scrub_on_free` scrubs.
     """

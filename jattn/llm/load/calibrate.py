@@ -35,9 +35,9 @@ def calibrate_kv_cache(
     longest prompt; the caches of one prompt are allocated meanwhile.
 
     Args:
-        model: of layers of `PagedAttention`, or of latents; it stays as it is.
+        model: a model with layers of `PagedAttention` or latent attention; it is not changed.
         prompts: token ids of each; eight random ones of up to 128 tokens if None.
-        seed: of the random ones.
+        seed: seed of the random tokens.
 
     Returns:
         For `EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=...)`, or to be saved.

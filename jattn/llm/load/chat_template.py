@@ -46,7 +46,7 @@ class ChatTemplate:
     The length of its source, the length of its text and its evaluated steps are limited, so it always ends.
 
     Args:
-        source: of the template.
+        source: source of the template.
         special_tokens: names (bos_token, eos_token, ...) to their texts.
 
     Raises:
@@ -85,7 +85,7 @@ class ChatTemplate:
             messages: mappings with role and content.
             tools: JSON schemas of functions, for templates that know of them.
             add_generation_prompt: end where the assistant's answer begins.
-            **variables: of the template.
+            **variables: variables of the template.
 
         Raises:
             InvalidInput: the template fails, refuses the conversation, or goes beyond a limit.

@@ -92,7 +92,7 @@ def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     that has its options.
 
     Args:
-        config: of the model.
+        config: config of the model.
         dtype: in which the weights are stored.
 
     Raises:

@@ -61,7 +61,7 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
     (`models--org--name`, or the `blobs` that all models of the cache share).
 
     Args:
-        folder: of `check_folder`.
+        folder: result of `check_folder`.
         name: a plain file name; it may come from a file that someone else wrote.
         max_bytes: refuse a larger file.
         inside: a folder of this folder, of a name of ours, in which to look.

@@ -52,7 +52,7 @@ class GenerationDefaults:
         top_k: number of the likeliest tokens to keep; 0 keeps all.
         top_p: keep the likeliest tokens up to this mass.
         min_p: keep the tokens of at least this share of the likeliest one's probability.
-        repetition_penalty: of the logits of tokens that were there before.
+        repetition_penalty: penalty of the logits of earlier tokens.
         max_tokens: new tokens at most.
         bos_token_id: the token that starts a document.
         eos_token_ids: the tokens that end a generation.

@@ -138,7 +138,7 @@ def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) 
 
     Args:
         model: stays as it is.
-        dtype: of the cache, by name.
+        dtype: dtype of the cache, by name.
         scales: dequantisation scales; None takes the model's own. Without any, the scale of fp8 is 1, and int8 is
             refused.
 

@@ -81,9 +81,9 @@ def load_model(
     Args:
         folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
             `org/name` that huggingface_hub has in its cache.
-        dtype: of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
+        dtype: dtype of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
             names, but float32 if JAX's default device is a CPU, which has no fast arithmetic for the others.
-        implementation: of the paged ops; see `Decoder`.
+        implementation: implementation of the paged ops; see `Decoder`.
         with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
         max_model_len: the longest sequence that will be computed, if it is shorter than the model's own. Models
             with "longrope" have other frequencies if this is not above the context of their first training.

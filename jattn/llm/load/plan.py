@@ -41,8 +41,8 @@ class ParameterPlan:
     """One parameter of the Flax model and the tensors that it is built from.
 
     Attributes:
-        path: of the parameter in the nnx state.
-        shape: of the parameter.
+        path: path of the parameter in the nnx state.
+        shape: shape of the parameter.
         pieces: joined in this order along the parameter's last axis. Pieces of one axis less are one expert's: those
             of the first come first, and each expert's are joined and then stacked.
         transposed: the file holds each piece as [out, in], the model as [in, out].
@@ -70,7 +70,7 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
     """Returns the plan of every parameter, from the config alone.
 
     Args:
-        config: of the model; its family names the tensors and says how they lie in the file.
+        config: config of the model; its family names the tensors and says how they lie in the file.
         prefix: replaces the family's own prefix in this file; None keeps it.
 
     Raises:
@@ -109,8 +109,8 @@ def spelled_as_found(
     """Returns the plan with the tensors' names as files of other writers spell them.
 
     Args:
-        plan: of `plan_parameters`.
-        names: of the tensors that are there.
+        plan: result of `plan_parameters`.
+        names: names of the existing tensors.
         is_whole: the file has further models; see `Family.whole`.
     """
     return tuple(

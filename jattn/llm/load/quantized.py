@@ -53,7 +53,7 @@ def kernel_and_scale(
     Args:
         piece: the planned tensor.
         read: gives a part by its name, as an array of `xp`.
-        parts: of `parts_of`.
+        parts: result of `parts_of`.
         xp: numpy or jax.numpy: where it is put in order.
         transposed: whether an E4M3 tensor is [out, in]; it is [in, out] otherwise.
     """

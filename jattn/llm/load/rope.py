@@ -25,7 +25,7 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
 
     Args:
         raw: the checked values of config.json, the family's defaults among them.
-        family: of the model.
+        family: family of the model.
         context: max_position_embeddings.
 
     Raises:

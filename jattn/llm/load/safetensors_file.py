@@ -47,9 +47,9 @@ class StoredTensor:
     """Where a tensor is in its file.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         dtype: stored dtype; None for a type that no weight has, as in buffers.
-        offset: of its first byte in the file.
+        offset: offset of its first byte in the file.
         code: the file's word for the type.
     """
 
@@ -64,7 +64,7 @@ class SafetensorsFile:
     """The checked header of one file, which is not kept open.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         tensors: by name.
         stamp: the file's inode, size and time of change when the header was checked.
     """

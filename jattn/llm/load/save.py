@@ -43,7 +43,7 @@ def save_model(
     Args:
         folder: made if it does not exist; files of the same names are replaced.
         model: its parameters go to the file one by one; of a model that is split over devices, whole ones.
-        config: of the model.
+        config: config of the model.
         tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
         dtype: in which to store the weights; None for the config's.
 

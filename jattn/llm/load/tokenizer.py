@@ -30,7 +30,7 @@ class TextTokenizer:
     """Encodes text as the model was trained on it; special tokens come from the file's own post-processor.
 
     Args:
-        tokenizer: of the `tokenizers` library; must not be changed afterwards.
+        tokenizer: tokenizer of the `tokenizers` library; must not be changed afterwards.
         chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
         special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
         tool_chat_template: the template of conversations with tools, if the folder has one of their own.

@@ -84,7 +84,7 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
     Some writers store both, some the head alone.
 
     Args:
-        tensors: of `find_weights`.
+        tensors: result of `find_weights`.
         embedding: its name.
         head: likewise.
 
@@ -127,8 +127,8 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
     """Compares the tensors of the files with those of the config.
 
     Args:
-        tensors: of `find_weights`.
-        plan: of `plan_parameters`.
+        tensors: result of `find_weights`.
+        plan: result of `plan_parameters`.
         unread: a regular expression of names that may be there and are not looked at.
 
     Raises:
@@ -195,9 +195,9 @@ def read_parameter(
     """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
 
     Args:
-        tensors: of `find_weights`.
-        parameter: of `plan_parameters`.
-        dtype: of the result, unless the parameter is float32 in all models.
+        tensors: result of `find_weights`.
+        parameter: a plan of `plan_parameters`.
+        dtype: dtype of the result, unless the parameter is float32 in all models.
         on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
             Otherwise each tensor goes to the device as it is in the file, and the host never holds a copy.
     """
@@ -287,9 +287,9 @@ def read_places(
     Quantised tensors are the exception: the needed part is cut from the whole tensor.
 
     Args:
-        tensors: of `find_weights`.
-        parameter: of `plan_parameters`.
-        axis: of the parameter; None for all of it.
+        tensors: result of `find_weights`.
+        parameter: a plan of `plan_parameters`.
+        axis: axis of the parameter; None for all of it.
         places: along the axis.
     """
     size = len(parameter.pieces) // max(parameter.num_stacked, 1)

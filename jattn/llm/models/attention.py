@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         config: the model's, or that of one device's part.
         layer: index of the layer.
         rngs: source of the initial values.
-        implementation: of the paged ops; see `jattn.ops.paged_attention`.
+        implementation: implementation of the paged ops; see `jattn.ops.paged_attention`.
         parallel: how the model is split; None for not.
     """
 

@@ -64,16 +64,17 @@ class ModelConfig:
             ("per_head": a weight for each), or over "all" heads at once; None for none.
         parallel_block: attention and feed-forward both read the layer's input, after one norm ("shared_norm") or
             one each ("two_norms"); None for one after the other.
-        hidden_act: of the feed-forward layer.
+        hidden_act: activation of the feed-forward layer.
         gated_mlp: the activation gates a second projection.
         moe: experts instead of the feed-forward layer.
         latent: attention over latents instead of keys and values of each head.
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
             (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
         position_offset: rows of a learned table before that of the first position.
-        relative_attention_num_buckets: of "relative", in both directions together if tokens see later ones.
-        relative_attention_max_distance: of "relative"; all distances from here on have one bucket.
-        alibi_scale: of ALiBi's slopes.
+        relative_attention_num_buckets: number of buckets of "relative", in both directions together if tokens see later
+            ones.
+        relative_attention_max_distance: largest distance of "relative"; all distances from here on have one bucket.
+        alibi_scale: factor of ALiBi's slopes.
         rope_theta: base of the rotary frequencies.
         rope_local_theta: base in layers with a window, without scaling; None for the same in all.
         rope_scaling: None for the default frequencies.
@@ -81,10 +82,10 @@ class ModelConfig:
         nope_layers: indices of layers that do not rotate.
         token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
         embedding_norm: a norm after the embedding.
-        embedding_multiplier: of the embedding, in the model's dtype.
+        embedding_multiplier: factor of the embedding, in the model's dtype.
         residual_multiplier: factor of each branch before it is added.
-        logits_scale: of the logits.
-        attention_scale: of the attention scores; None for head_dim ** -0.5.
+        logits_scale: factor of the logits.
+        attention_scale: factor of the attention scores; None for head_dim ** -0.5.
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: likewise of the logits.
         attention_sinks: every head has a logit without a value in its softmax.
@@ -104,7 +105,7 @@ class ModelConfig:
         layer_windows: if layers differ, the window of each; empty otherwise.
         kv_sharing_targets: if layers read the keys and values of an earlier one and have none of their own, the
             index of that layer, and None for the others; empty otherwise. `last_of_each_window` is Gemma 3n's pattern.
-        dtype: of the parameters and the computation, by name: float32, bfloat16 or float16.
+        dtype: dtype of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
         eos_token_ids: the tokens that end a generation.
         architecture: the family that the config was read as, which `save_model` writes again. It changes nothing that

@@ -23,7 +23,7 @@ class CrossAttention(nnx.Module):
     Args:
         config: the model's.
         rngs: source of the initial values.
-        implementation: of the paged ops; see `jattn.ops.paged_attention`.
+        implementation: implementation of the paged ops; see `jattn.ops.paged_attention`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:

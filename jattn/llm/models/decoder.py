@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
     Args:
         config: shapes and options.
         rngs: source of the initial values.
-        implementation: of the paged ops: None (the best for the device), "triton", "torch" or "xla".
+        implementation: implementation of the paged ops: None (the best for the device), "triton", "torch" or "xla".
         embeds_tokens: False for an encoder whose tokens are embedded by the decoder that reads it.
         parallel: one device's part of a model that is split over a mesh axis, to be called inside `jax.shard_map`; see
             `jattn.llm.models.shard_model`. None for a whole model.
@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
         """Yields the same as `hidden_states`, for packed tokens, each with the caches at that point.
 
         Args:
-            token_ids, positions, kv_caches, metadata: of a call.
+            token_ids, positions, kv_caches, metadata: arguments of a call.
         """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
 
         Args:
             token_ids: int32[batch, tokens]; every row starts at position 0.
-            dropout_rate: of the embedding and of each residual branch; 0 for off.
+            dropout_rate: share of dropped elements of the embedding and of each residual branch; 0 for off.
             dropout_key: a `jax.random.key`; needed when the rate is not 0.
 
         Raises:
@@ -254,7 +254,7 @@ class Decoder(nnx.Module):
 
         Args:
             token_ids: int32[batch, tokens], or their embeddings; every row starts at position 0.
-            dropout: of the embedding and of each residual branch; None for off.
+            dropout: dropout of the embedding and of each residual branch; None for off.
             lengths: int32[batch], real tokens of each row; None for all.
             encoded: the encoder's output for cross attention, for a model with an encoder.
         """

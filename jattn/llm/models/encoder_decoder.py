@@ -27,7 +27,7 @@ class EncoderDecoder(Decoder):
     Args:
         config: with an `encoder`.
         rngs: source of the initial values.
-        implementation: of the paged ops; see `Decoder`.
+        implementation: implementation of the paged ops; see `Decoder`.
 
     Raises:
         InvalidInput: the config has no encoder.
@@ -58,7 +58,7 @@ class EncoderDecoder(Decoder):
             token_ids: int32[tokens], below vocab_size. Padding may be any token.
             positions: int32[tokens]; the position of each token in its own input, from 0.
             kv_caches: as in a call, one array per decoder layer.
-            metadata: of a step in which every sequence has its whole input.
+            metadata: metadata of a step in which every sequence has its whole input.
 
         Returns:
             The caches with the cross keys and values of every layer in the slots of `metadata`.

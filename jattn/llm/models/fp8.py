@@ -27,7 +27,7 @@ class Fp8Linear(nnx.Module):
         weight: float8_e4m3fn[out, in].
         scale: float32[out].
         bias: [out], or None.
-        preferred_element_type: of the result; that of `x` if None.
+        preferred_element_type: dtype of the result; that of `x` if None.
     """
 
     def __init__(

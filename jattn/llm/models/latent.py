@@ -76,7 +76,7 @@ class LatentAttention(_Layer, MultiHeadLatentAttention):
         config: the model's, with `latent`, or that of one device's part.
         layer: index of the layer; all layers are equal.
         rngs: source of the initial values.
-        implementation: of the ops; see `jattn.mla_attention`.
+        implementation: implementation of the ops; see `jattn.mla_attention`.
         parallel: how the model is split; a device's heads need to know of no others.
 
     Raises:

@@ -37,7 +37,7 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
         out_features: width of the output.
         use_bias: whether there is one.
         rngs: source of the initial values.
-        **options: of `nnx.Linear`; `param_dtype` is the dtype of the parameters.
+        **options: options of `nnx.Linear`; `param_dtype` is the dtype of the parameters.
     """
     options = {"use_bias": use_bias, "kernel_init": INITIALIZER, "dot_general": _dot_general, "rngs": rngs, **options}
     return nnx.Linear(in_features, out_features, **options)
@@ -66,7 +66,7 @@ class RMSNorm(nnx.Module):
     Args:
         features: size of the last axis, or the last axes of the weight.
         epsilon: added to the mean square.
-        dtype: of the weight.
+        dtype: dtype of the weight.
         norm_type: see `ModelConfig`.
         parallel: the split of the heads, for a mean over those of all devices; None for a mean over the local heads.
     """
@@ -103,7 +103,7 @@ class RMSNorm(nnx.Module):
 
         Args:
             x: this device's part, [..., features].
-            residual: of the same shape, the same on all devices.
+            residual: array of the same shape, the same on all devices.
             axis_name: the mesh axis.
             peers: this device's part of `Peers.table`.
 

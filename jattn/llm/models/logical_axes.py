@@ -54,8 +54,8 @@ def logical_axes(path: Sequence[str | int], ndim: int) -> tuple[str | None, ...]
     """Returns the logical name of each axis of a parameter; None for an axis that is never split.
 
     Args:
-        path: of the parameter in the nnx state of a module of `jattn.nn` or `jattn.llm.models`.
-        ndim: of the parameter.
+        path: path of the parameter in the nnx state of a module of `jattn.nn` or `jattn.llm.models`.
+        ndim: number of axes of the parameter.
 
     Example:
         >>> logical_axes(("layers", 0, "mlp", "down_proj", "kernel"), 2)

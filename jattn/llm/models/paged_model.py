@@ -31,7 +31,7 @@ class PagedSpec:
             1 and head_dim that of the rotary key after a latent. None for keys and values.
         index_head_dim: elements of an indexer's key, of layers of `jattn.nn.SparseLatentAttention`: each layer has a
             second cache for them, and these come after the caches of all layers. None without.
-        dtype: of the keys and values that the layers write, by name.
+        dtype: dtype of the keys and values that the layers write, by name.
         sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
             back. None if a layer sees all.
         layer_windows: window of each layer, in tokens, if layers differ, None for a layer with full attention; empty

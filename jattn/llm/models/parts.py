@@ -28,7 +28,7 @@ class MoEConfig:
         intermediate_size: width of one expert.
         scoring_func: a token's scores are the "softmax" of its router logits over all experts, or each one's "sigmoid".
         norm_topk_prob: the weights of a token's experts sum to 1; without it they are their scores.
-        routed_scaling_factor: of those weights.
+        routed_scaling_factor: factor of those weights.
         score_correction_bias: experts are chosen by scores plus a bias of each, which is no part of their weights
             (DeepSeek-V3, arXiv:2412.19437).
         n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
@@ -152,7 +152,7 @@ def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int
     Each of them reads the keys and values of the last layer of its window that has some.
 
     Args:
-        windows: of each layer; None for all.
+        windows: windows of each layer; None for all.
         num_kv_shared_layers: the last layers, which have no keys and values of their own.
 
     Raises:

@@ -81,7 +81,7 @@ class QuantizedLinear(nnx.Module):
     Args:
         kernel, scale: as in `dequantize`.
         bias: [out], or None.
-        preferred_element_type: of the result; that of `x` if None.
+        preferred_element_type: dtype of the result; that of `x` if None.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def quantize_fp8(model: Any) -> None:
     latent attention are unchanged.
 
     Args:
-        model: of `jattn.llm.models`, whole or cut over devices.
+        model: a model of `jattn.llm.models`, whole or split over devices.
 
     Raises:
         InvalidInput: another module.
@@ -130,7 +130,7 @@ def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) ->
     Args:
         old: the module to replace.
         parts: an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
-        bias: of the old one, or None.
+        bias: bias of the old module, or None.
     """
     kernel, scale = parts
     if isinstance(parts, Fp8Kernel):

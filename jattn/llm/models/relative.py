@@ -18,7 +18,7 @@ def relative_bias(table: jax.Array, config: ModelConfig) -> jax.Array:
 
     Args:
         table: float[relative_attention_num_buckets, num_heads].
-        config: of the model.
+        config: config of the model.
     """
     return table[relative_buckets(config)].astype(jnp.float32).T
 

@@ -22,8 +22,8 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
     error of p units in the angle.
 
     Args:
-        config: of the model.
-        local: of layers with a window, if `rope_local_theta` is their own base.
+        config: config of the model.
+        local: the embedding of layers with a window, if `rope_local_theta` is their own base.
     """
     scaling = config.rope_scaling
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
@@ -66,7 +66,7 @@ def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float =
     Args:
         positions: int32[..., tokens].
         frequencies: float32[rotary_dim / 2], of `inverse_frequencies`.
-        factor: of `attention_factor`.
+        factor: factor of both; the result of `attention_factor`.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cosine, sine = jnp.cos(angles), jnp.sin(angles)

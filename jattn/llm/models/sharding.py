@@ -36,7 +36,7 @@ class ParameterShards:
     """How one parameter is split: the devices' parts, one after the other, are an array that a mesh axis splits evenly.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         axis: which is split; None for a parameter that every device has.
         order: for each element of that axis, as devices have them, its place in the parameter, -1 for a zero; None
             if they are in order.
@@ -96,7 +96,7 @@ class ParameterShards:
 
         Args:
             read: `read(axis, places)` returns those places of the parameter along an axis; all of it for None.
-            dtype: of the parameter.
+            dtype: dtype of the parameter.
             mesh: the devices.
         """
 

@@ -53,7 +53,7 @@ class ServeConfig:
         model_name: that clients ask for.
         api_keys: one of which a client must bring as its bearer token, as `KeyRing` takes them; none for no check.
         isolate_tenants: requests share cached prefixes with those of the same tenant only.
-        max_body_bytes: of a request.
+        max_body_bytes: largest body of a request, in bytes.
         max_unfinished: samples that may wait or run; beyond it the answer is 429.
         chat_template: instead of the model's.
         trust_request_chat_template: take a template from a request, too; it runs in the same sandbox.

@@ -252,7 +252,7 @@ class Submission(contextlib.AbstractContextManager):
     """The updates of some prompts, for one task; as a context manager it cancels the unfinished ones at the end.
 
     Attributes:
-        ids: of the requests that were added.
+        ids: ids of the added requests.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -20,7 +20,7 @@ class BackgroundServer(contextlib.AbstractContextManager):
 
     Args:
         llm: to serve.
-        config: of the server.
+        config: config of the server.
 
     Attributes:
         port: where it listens.

@@ -37,7 +37,7 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
     Args:
         vectors: float32[hidden_size] of each prompt.
         model: the name that is served.
-        num_tokens: of all prompts.
+        num_tokens: number of tokens of all prompts.
         as_base64: vectors are bytes of float32, little-endian, in base64; numbers otherwise.
     """
     data = [
@@ -54,10 +54,10 @@ class Answer:
 
     Attributes:
         request: the request.
-        answer_id: of the answer.
+        answer_id: id of the answer.
         model: the name that is served.
         created: seconds of Unix time.
-        tokenizer: of the model, for prompts that are echoed; None without one.
+        tokenizer: tokenizer of the model, for prompts that are echoed; None without one.
     """
 
     request: Generation

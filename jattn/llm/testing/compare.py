@@ -73,9 +73,9 @@ def compare_with_torch(
         prompts: texts or lists of token ids; a few of unequal length if None.
         torch_model: the folder that torch loads, if it is not `model`: to check that weights in memory, or
             converted ones, still are those of a checkpoint.
-        implementations: of jattn's attention ops; all that run here if None.
+        implementations: implementations of jattn's attention ops; all that run here if None.
         max_tokens: greedy tokens for each prompt.
-        dtype: of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
+        dtype: dtype of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
         torch_device: where transformers runs.
         layers: also compare the output of every layer, so that the report names the first one that differs.
 

@@ -48,11 +48,11 @@ def layer_rows(
 
     Args:
         implementation: whose states are measured.
-        found: of each sequence, [states, tokens, hidden_size], the last layer's own among them.
-        torch_found: of each sequence, transformers' states in the dtype under test.
+        found: states of each sequence, [states, tokens, hidden_size], including the last layer's.
+        torch_found: transformers' states of each sequence, in the dtype under test.
         exact: likewise in float64.
-        eps: of the dtype.
-        prefix: of the names.
+        eps: eps of the dtype.
+        prefix: prefix of the names.
 
     Example:
         >>> truth = [[np.array([[1.0, -4.0]])] * 2]

@@ -43,7 +43,7 @@ class Truth:
 
         Args:
             logits, torch_logits: see `Truth`.
-            eps: of the dtype under test.
+            eps: eps of the dtype under test.
             probe: both logits of a longer sequence, which torch's error is measured on, too.
 
         Example:

@@ -44,8 +44,8 @@ def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None
     An encoder, whose positions are others than the decoder's, has a panel of its own.
 
     Args:
-        report: of `compare_with_torch(..., layers=True)`.
-        path: of the picture; its ending says in which format (png, svg, pdf).
+        report: result of `compare_with_torch(..., layers=True)`.
+        path: path of the picture; its ending says in which format (png, svg, pdf).
 
     Raises:
         InvalidInput: the report has no layers; as `check_picture_path`.

@@ -95,7 +95,7 @@ class CrosscheckReport:
 
     Attributes:
         model: the folder's name or "Decoder", with its size.
-        dtype: of both sides.
+        dtype: dtype of both sides.
         prompt_lens: tokens of each prompt.
         max_tokens: greedy tokens of each prompt.
         jax_side: version and device.

@@ -43,7 +43,7 @@ class TorchDecoder:
     Args:
         folder: a Hugging Face folder that `jattn.llm.load.load_model` accepts.
         weight_dtype: weights are rounded to this first, so that they are those of the model under test.
-        compute_dtype: of the arithmetic, and of the logits.
+        compute_dtype: dtype of the arithmetic, and of the logits.
 
     Attributes:
         config: parsed from the folder's config.json.

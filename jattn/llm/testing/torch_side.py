@@ -68,8 +68,8 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
     Args:
         folder: a Hugging Face folder.
         config: as `parse_config` reads it.
-        dtype: of weights and computation.
-        device: of torch.
+        dtype: dtype of weights and computation.
+        device: device of torch.
         widened: compute in float64, with weights that were rounded to `dtype`.
 
     Raises:

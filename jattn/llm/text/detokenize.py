@@ -24,7 +24,7 @@ class Detokenizer:
     string is held back.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         stop: strings that end the text.
         prompt: the tokens before: they decide about a space before the first new token, and may end within a character.
         include_stop: cut after the stop string, not before it.

@@ -91,7 +91,7 @@ def chat_prompt(
     """Returns the prompt of a conversation, by the model's template or by another one.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         messages: mappings with role and content.
         chat_template: instead of the model's.
         tools, add_generation_prompt: as `ChatTemplate.render` takes them.

@@ -36,7 +36,7 @@ def context_attention_fwd(
 
     Args:
         q: [num_tokens, num_heads, head_size].
-        k, v: of the new tokens [num_tokens, num_kv_heads, head_size]; need not be in the cache.
+        k, v: keys and values of the new tokens [num_tokens, num_kv_heads, head_size]; they need not be in the cache.
         o: like q, or fp8 with fp8_out_scale; written.
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8".
         k_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], or [num_blocks, num_kv_heads, block_size,

@@ -53,7 +53,7 @@ class Device:
         num_scheduler_steps: tokens of each sequence that a program decodes at most.
         channel: to the other processes that have parts of the same model; None if all is here.
         speculation: how guesses went.
-        watchdog: of its steps.
+        watchdog: watchdog of its steps.
     """
 
     pool: KVPool
@@ -160,8 +160,8 @@ def open_device(
         config: sizes.
         mesh: the devices of this replica; None for JAX's default device.
         max_model_len: tokens of one sequence at most.
-        kv_cache_dtype: of the cache, None for the model's.
-        model_fingerprint: of the weights, in prefix keys.
+        kv_cache_dtype: dtype of the cache, None for the model's.
+        model_fingerprint: fingerprint of the weights, in prefix keys.
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.

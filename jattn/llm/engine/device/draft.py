@@ -66,7 +66,7 @@ def with_draft(model: PagedModel, config: EngineConfig, max_model_len: int) -> P
 
     Args:
         model: the engine's.
-        config: of the engine.
+        config: config of the engine.
         max_model_len: tokens of one sequence.
 
     Raises:

@@ -143,7 +143,8 @@ class Sampled(NamedTuple):
 
     Attributes:
         tokens: int32[num_samples, max_num_seqs], a column for each row; -1 after a wrong guess.
-        logprobs: of the tokens, the same leading axes; None of a plain step, and so are the hidden states.
+        logprobs: log-probabilities of the tokens, the same leading axes; None of a plain step, and so are the hidden
+            states.
         hidden: [tokens, ...], if the step was one.
     """
 
@@ -181,7 +182,7 @@ def jitted_step(
     `-1 - row` is for `last_tokens[row]`.
 
     Args:
-        graph, treedef: of the model, or of one device's part of it.
+        graph, treedef: structure of the model, or of one device's part of it.
         placement: the devices; each runs the step on its own part, and all have the results.
         layers: the cache groups.
         cache_spec: how a layer's cache is split over them.

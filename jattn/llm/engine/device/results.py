@@ -22,7 +22,7 @@ class PromptPart:
         request: whose prompt.
         start: position of the first token.
         count: number of tokens; later entries of `found` are undefined.
-        found: of the tokens.
+        found: values of the tokens.
     """
 
     request: Request
@@ -37,7 +37,8 @@ class StepResult:
 
     Attributes:
         tokens: int32[num_decode_steps, max_num_seqs], a column for each row.
-        logprobs: of the tokens, int32 and float32[num_decode_steps, num_seqs, ...]; None of a plain step.
+        logprobs: log-probabilities of the tokens, int32 and float32[num_decode_steps, num_seqs, ...]; None of a plain
+            step.
         prompts: parts of prompts.
     """
 

@@ -77,7 +77,7 @@ class VocabShards:
 
     Attributes:
         axis: the mesh axis.
-        vocab_size: of all devices together.
+        vocab_size: vocabulary size of all devices together.
         count: logits of one device.
         peers: as in `jattn.parallel.all_reduce`.
     """
@@ -114,8 +114,8 @@ class Sampler:
 
     Attributes:
         kind: the smallest kind that the batch needs.
-        num_logprobs: of the likeliest tokens that a full step reports.
-        processors: of the engine, in order.
+        num_logprobs: number of the likeliest tokens that a full step reports.
+        processors: processors of the engine, in order.
     """
 
     kind: SamplingKind
@@ -217,10 +217,10 @@ def sample_fully(
         logits, rows, sample_index: as in `sample`.
         num_tokens: int32[rows]; tokens of each sequence before the one that is sampled.
         slots: int32[rows]; where a row's tables and tokens are; the last slot is that of rows without any.
-        tables: of the slots.
+        tables: tables of the slots.
         masks: int32[rows, ceil(vocab / 32)], a bit for each token that a grammar allows.
-        num_logprobs: of the likeliest tokens to report.
-        processors: of the engine; a row takes part if its table has a number for it.
+        num_logprobs: number of the likeliest tokens to report.
+        processors: processors of the engine; a row takes part if its table has a number for it.
 
     Returns:
         int32[rows] and the log-probabilities.

@@ -66,7 +66,7 @@ class SamplerState(NamedTuple):
     """The sampler's state on the device from step to step; None in a plain step.
 
     Attributes:
-        tables: of the slots; a full step adds the tokens that it samples.
+        tables: tables of the slots; a full step adds the tokens that it samples.
         masks: int32[rows, ceil(vocab / 32)] of this step, a bit for each token that a grammar allows.
     """
 
@@ -87,7 +87,7 @@ class Slots:
     Args:
         num_slots: requests that run at once.
         max_model_len: tokens of one.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         processors: names of the engine's logits processors, in order.
         placement: the devices.
         announce: told of a request's tables before they are uploaded.

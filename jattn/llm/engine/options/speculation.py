@@ -31,7 +31,7 @@ class SpeculativeConfig:
         num_speculative_tokens: tokens of a request that are guessed at once, 1 to 64.
         model: the draft model: a folder for `load_model`, or a `PagedModel`, of the same vocabulary; None for n-grams.
         method: "draft_model" or "ngram"; by default it follows from `model`.
-        prompt_lookup_max: of n-grams, tokens that a guess goes by at most.
+        prompt_lookup_max: longest n-gram, in tokens, that is looked up.
         prompt_lookup_min: the same at least.
 
     Raises:

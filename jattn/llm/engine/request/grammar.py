@@ -25,7 +25,7 @@ class Grammar:
     Args:
         matcher: llguidance's, at its start.
         eos_token_ids: tokens that end the text.
-        num_words: of a mask.
+        num_words: number of words of a mask.
 
     Attributes:
         eos_token_ids: as given.
@@ -92,9 +92,9 @@ class GrammarCompiler:
     """Makes grammars over a model's tokens. Thread-safe.
 
     Args:
-        tokenizer: of the model; None refuses every grammar.
-        vocab_size: of the model.
-        eos_token_ids: of the model.
+        tokenizer: tokenizer of the model; None refuses every grammar.
+        vocab_size: vocabulary size of the model.
+        eos_token_ids: ids of the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

@@ -82,7 +82,7 @@ def as_dict(
 
     Args:
         token: the sampled token or the prompt's.
-        found: of this position, without leading axes.
+        found: values of this position, without leading axes.
         num_logprobs: how many of the likeliest; -1 for all that are there.
         decode: token ids to text, or None.
     """

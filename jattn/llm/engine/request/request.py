@@ -53,9 +53,9 @@ class Request:
         needs_slot: whether its tokens or tables must be on the device.
         bad_words: tokens of the words that are not generated.
         grammar: required format of the text, or None.
-        index: of the sample among those of its prompt.
+        index: index of the sample among those of its prompt.
         samples: all of them in order, itself included.
-        followers: of the first sample, those that wait to fork its prompt's blocks.
+        followers: for the first sample, the samples that wait to fork its prompt's blocks.
         encoder_token_ids: the encoder's input; empty without an encoder.
         num_encoder_slots: number of cache slots, in whole blocks, before the first token's, for the encoder's output.
         salt: only requests of equal salt share cached prefixes; None for the engine's own.

@@ -30,8 +30,8 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: of `ModelConfig`; of its `moe`, `latent` or `encoder` if it begins with that and a dot; several that
-            share a value in a tuple.
+        field: name of a field of `ModelConfig`; of its `moe`, `latent` or `encoder` if it begins with that and a dot;
+            several that share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
     """
@@ -104,7 +104,7 @@ class Family:
     Attributes:
         architecture: as config.json names it.
         model_type: likewise.
-        keys: of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
+        keys: keys of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
         defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.
         options: fields of `ModelConfig` that are so in every model of the family.
         derive: further fields, from the file's values.
@@ -124,9 +124,9 @@ class Family:
             with the prefix "encoder." applies to an encoder only. "{expert}" is the expert's index; a name of experts
             without it is one tensor of all experts, [experts, in, out].
         names_of: those that depend on the model's config.
-        prefix: of tensor names, which files of the model without its head leave out.
-        order: of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key head,
-            then that key and its value), "alternating" (gate and up alternate).
+        prefix: prefix of tensor names, which files of the model without its head leave out.
+        order: order of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key
+            head, then that key and its value), "alternating" (gate and up alternate).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub contain code that computes the same; it is not run.

@@ -84,7 +84,7 @@ def register_family(family: Family) -> None:
     """Makes `load_model` and `save_model` know a family of your own, for the rest of the process.
 
     Args:
-        family: of an architecture that is not known yet.
+        family: the new family; its architecture must be unknown so far.
 
     Raises:
         InvalidInput: it is no Family, or its architecture is known.
