@@ -29,7 +29,7 @@ def run(*, sequences: Sequence[int] = SEQUENCES, prefixes: Sequence[int] = PREFI
     """Measures by graph replay: 32 query heads, 8 key/value heads of 128, bfloat16, 64 own tokens of each sequence.
 
     Args:
-        sequences: in a batch, with one new token each.
+        sequences: number of sequences in a batch, with one new token each.
         prefixes: tokens that they share, whole blocks.
 
     Returns:

@@ -22,8 +22,8 @@ class KernelTimes:
     """Times of a device's kernels in a trace, in microseconds.
 
     Attributes:
-        span: from the first one's start to the last one's end.
-        busy: part of that, while something ran.
+        span: time from the first kernel's start to the last one's end.
+        busy: time of the span in which a kernel ran.
         rows: for each kernel its name, number of runs and total time; the longest first.
     """
 
@@ -46,7 +46,7 @@ def profiled(folder: Path, call: Callable[[], Any]) -> KernelTimes | str:
     """Traces a call and returns the times of its kernels; says so if there is no device to look at.
 
     Args:
-        folder: for the trace; made if it is missing.
+        folder: folder of the trace; created if it is missing.
         call: the function to trace.
     """
     with jax.profiler.trace(str(folder)):

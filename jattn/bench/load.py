@@ -46,7 +46,7 @@ def run(
     Args:
         shape: shape of the model.
         layers: number of layers of the model; those of the shape by default.
-        folder: on the disk to measure; a temporary one by default.
+        folder: folder on the disk to measure; a temporary one by default.
     """
     config = SHAPES[shape]
     config = config if layers is None else replace(config, num_hidden_layers=layers)

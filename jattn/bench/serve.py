@@ -39,14 +39,14 @@ class ServeRow:
     Attributes:
         rate: requests a second that arrive, in a Poisson process; inf for all at once.
         completed, failed: requests.
-        duration_s: from the first arrival to the last token.
+        duration_s: seconds from the first arrival to the last token.
         requests_per_second, output_tokens_per_second: rates of the completed requests.
-        ttft_ms: from the arrival to the first token.
+        ttft_ms: milliseconds from the arrival to the first token.
         tpot_ms: per token after the first, mean of a request.
         itl_ms: between two events with text; several tokens may come in one.
-        e2e_ms: from the arrival to the last token.
+        e2e_ms: milliseconds from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
-        error: how many requests failed, and the error of the first one.
+        error: number of failed requests, and the error of the first one.
         pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, if it was
             watched.
     """
@@ -95,7 +95,7 @@ def run(
 
     Args:
         url: URL of a running server, without a path; a server in this process by default.
-        api_key: for the server at `url`.
+        api_key: API key of the server at `url`.
         model: a model folder for the own server; the embedded model by default.
         rates: requests per second, a row for each; inf for all at once.
         num_requests: number of requests of each rate.

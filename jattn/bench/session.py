@@ -58,7 +58,7 @@ class Session:
 
         Args:
             row: the row without times.
-            columns: by name.
+            columns: functions of the columns, by name.
             batches: the columns' argument; emptied at the end, so that its memory is free for the next row.
             required: columns whose failure is raised. The failure of another one becomes a note.
             place: the row's name in notes; its label if None.

@@ -42,7 +42,7 @@ def call_torch(
             module-level function or a frozen dataclass, not a new lambda each time.
         arguments: the JAX arrays it reads.
         outputs: shape and dtype of each array it writes.
-        aliases: which argument index (key) is updated in place as which output index (value).
+        aliases: output index of each argument index that is updated in place.
         num_threads: torch's thread count during the call on CPU; None leaves it. Small work wants 1: XLA's own
             threads wait on the same cores, and a team of OpenMP threads woken for microseconds costs far more.
             A thread that first uses torch during the call starts with this count: torch passes down the latest one.

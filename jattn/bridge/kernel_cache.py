@@ -83,7 +83,7 @@ class KernelCache:
     read-only disk only costs later processes a compilation.
 
     Args:
-        directory: where to keep the kernels; created with mode 700. None keeps them in memory only.
+        directory: directory of the kernels; created with mode 700. None keeps them in memory only.
 
     Raises:
         Unsupported: the directory belongs to another user else or others may write it; the message has the command.

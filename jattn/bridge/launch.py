@@ -40,8 +40,8 @@ class KernelCode:
     """A launch as jaxlib's launcher takes it.
 
     Attributes:
-        whole: with the code.
-        named: with the name of code that `loader` has loaded, or None for a device that is not this process's.
+        whole: the attribute with the code.
+        named: the attribute with the name of code that `loader` has loaded; None for another process's device.
         loader: loads that code when it is compiled; never run.
     """
 

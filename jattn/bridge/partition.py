@@ -33,7 +33,7 @@ def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
     shard_map over all axes, and where there is one device, nothing is added.
 
     Args:
-        runtime: which runs a call on one device.
+        runtime: the function that runs a call on one device.
         opaque: XLA cannot look into it.
 
     Raises:

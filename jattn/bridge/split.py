@@ -131,7 +131,7 @@ def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> 
     Args:
         call: call with specs as arrays.
         mesh: the devices.
-        found: how each operand is split.
+        found: the sharding of each operand.
 
     Raises:
         Unsupported: along other axes, in different ways, or rows that are not even.

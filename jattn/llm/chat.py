@@ -26,7 +26,7 @@ def converse(
     last line end it.
 
     Args:
-        llm: whose model answers.
+        llm: the `LLM` that answers.
         lines: the user's lines.
         say: takes each piece of an answer, and the newline after it.
         params: sampling parameters of every answer.

@@ -125,7 +125,7 @@ def _paged(
         k_scale_cache, v_scale_cache: float32[num_blocks, block_size, num_kv_heads], such a scale for each token and
             head, as `write_kv_cache_per_token_head` stores them.
         out_dtype: of the output; the query's by default, bfloat16 for an fp8 query.
-        out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
+        out_scale: scale of an fp8 output, which then holds `result / out_scale`, saturated.
         kv_chunk_size: keys of one chunk of the split kernel, a power of two from 128: fixes a sequence's bits whatever
             the table's width.
         groups: sequences that share prefixes, for a step of one new token each: a prefix is then read once, where the

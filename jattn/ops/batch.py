@@ -37,7 +37,7 @@ def fold(
     Args:
         call: without its arrays.
         arrays: arrays of the examples; those that are `batched` have the examples as first axis.
-        batched: which arrays differ from example to example.
+        batched: whether each array differs from example to example.
         axis_size: the examples.
     """
     every = {name: x if batched[name] else jnp.broadcast_to(x, (axis_size, *x.shape)) for name, x in arrays.items()}

@@ -46,7 +46,7 @@ def fused_experts(
         gate_up_bias: float[num_experts, 2 * intermediate_size], or None.
         down_bias: float[num_experts, hidden_size], or None.
         activation: activation of the gate; one of `torch_core.experts.call.ACTIVATIONS`.
-        out_dtype: that of `hidden_states` when None, or "float32".
+        out_dtype: "float32", or None for the dtype of `hidden_states`.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:

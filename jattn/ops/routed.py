@@ -95,7 +95,7 @@ def routed_experts(
         rows: `[rows, hidden]`.
         weights: `[rows, top_k]`.
         experts: int32 `[rows, top_k]`; ids outside the experts add nothing.
-        num_experts: how many there are.
+        num_experts: number of experts.
     """
     is_expert = (experts >= 0) & (experts < num_experts)
     # After the last expert comes a group of rows without an expert.

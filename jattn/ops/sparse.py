@@ -42,7 +42,7 @@ def indexer_topk(
         weights: float32[num_tokens, index_heads].
         key_cache: [num_blocks, block_size, index_head_size], of the query's dtype or quantised to 8 bits.
         block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
-        topk: how many keys; static.
+        topk: number of keys; static.
         scale: positive; static.
         k_scale: real key = stored key * k_scale.
         implementation: implementation of the scores: "triton", "torch", "xla", or None for the fastest that serves the

@@ -66,7 +66,7 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
     Args:
         call: without its arrays.
         names: names of the arrays, in the order in which the function takes them.
-        way: how it is computed.
+        way: the computation.
     """
     own = xla.jax_op(call).backward
     function = _opaque(call, names, way) if own is None else _attention(call, names, way, own)

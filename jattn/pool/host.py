@@ -31,7 +31,7 @@ class HostBlocks:
     """Whole blocks of a pool, kept in host memory; the other half of `CacheManager.swap_out` and `swap_in`.
 
     Args:
-        pool: whose blocks; it must outlive this object.
+        pool: the pool of the blocks; it must outlive this object.
         num_host_blocks: slots to allocate, as in `CacheConfig.num_host_blocks`.
 
     Raises:

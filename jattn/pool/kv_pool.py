@@ -255,7 +255,7 @@ class KVPool:
 
         Args:
             step: `torch_core.cache.CommittedStep`.
-            host: where swapped blocks go and come from; None for a cache without host blocks.
+            host: host memory of swapped blocks; None for a cache without host blocks.
 
         Raises:
             InvalidInput: an id is not in the pool, or the step swaps and there is no `host`.

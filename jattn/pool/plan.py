@@ -121,7 +121,7 @@ def check_room(num_bytes: int, device: Any = None) -> None:
     A device that does not report its memory, as a CPU does not, is taken to have this machine's memory free.
 
     Args:
-        num_bytes: to be allocated.
+        num_bytes: number of bytes to allocate.
         device: JAX's default device if None.
 
     Raises:

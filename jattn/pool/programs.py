@@ -35,7 +35,7 @@ def copy_program(device: jax.Device, pairs: np.ndarray):  # pyright: ignore[repo
     not for a block that is read by one copy and written by another.
 
     Args:
-        device: where the arrays are.
+        device: device of the arrays.
         pairs: int32[copies, 2], each source and target.
     """
     (plain, null), *best = copy_programs(device)

@@ -27,7 +27,7 @@ class SharedPrefix(Call[A]):
         prefix_kv_lens: the tokens of the prefix, once for each piece.
         cu_prefix_query_lens: running sum of the queries of each piece: all queries of the batch, in its order.
         suffix_block_table: block ids after the prefix, for each sequence.
-        suffix_kv_lens: how many tokens that is; 0 for a padding row.
+        suffix_kv_lens: number of these tokens; 0 for a padding row.
         max_prefix_query_len: an upper bound on the queries of a piece.
     """
 
@@ -69,7 +69,7 @@ def shared_prefix(
         piece_tokens: queries that attend to the prefix as one sequence; see
             `torch_core.metadata.prefix_piece_tokens`.
         library: `torch`, `jax.numpy` or `numpy`: whose arrays they are.
-        **placement: where its `arange` puts a new array: `device=...` for torch.
+        **placement: options of its `arange`: `device=...` for torch.
     """
     blocks, pieces = common_prefix_len // block_size, -(-num_tokens // piece_tokens)
     ends = library.arange(pieces + 1, dtype=library.int32, **placement) * piece_tokens

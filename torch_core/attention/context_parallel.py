@@ -40,7 +40,7 @@ def local_call(
         dcp_world_size, dcp_rank, interleave_size: as in `torch_core.metadata.get_dcp_local_seq_lens`.
         local_seq_lens: this rank's share of the sequences, if it is known already.
         library: `torch` or `jax.numpy`: whose arrays they are.
-        **placement: where its `arange` puts a new array: `device=...` for torch.
+        **placement: options of its `arange`: `device=...` for torch.
 
     Returns:
         The call, which has an lse, and the term to add to that lse; None for no term.

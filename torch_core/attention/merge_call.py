@@ -25,9 +25,9 @@ class MergeCall(Call[A]):
         lse_a: its natural log-sum-exp.
         out_b: the result over the others.
         lse_b: its natural log-sum-exp.
-        out: where the result goes; it may be `out_a` or `out_b`. None makes a new array.
-        lse: where the merged log-sum-exp goes; None makes a new array.
-        out_scale: for an fp8 output, which then holds `result / out_scale`, saturated.
+        out: array of the result; it may be `out_a` or `out_b`. None allocates a new one.
+        lse: array of the merged log-sum-exp; None allocates a new one.
+        out_scale: scale of an fp8 output, which then holds `result / out_scale`, saturated.
         out_dtype: element type of a new output; that of `out_a` when None.
         num_tokens_a: tokens from this one on have no first state; None means that all have one.
     """

@@ -81,7 +81,7 @@ def paged_call(
         k_scale: stored key * k_scale = real key; a number or a one-element float32 tensor; None for 1.
         v_scale: the same for values.
         q_scale: the same for an fp8 query.
-        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
+        out_scale: scale of an fp8 `out`, which then holds `result / out_scale`, saturated.
         k_scale_cache: float32 `[num_blocks, block_size, num_kv_heads]`, a scale per token and head.
         v_scale_cache: the same for values.
         alibi_slopes: float `[num_heads]`.
@@ -175,7 +175,7 @@ def dense_call(
         max_query_len: an upper bound on the query lengths; it never changes a result.
         max_key_len: the same for the key lengths; None for any.
         out: like the result, written in place and returned; None makes one.
-        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
+        out_scale: scale of an fp8 `out`, which then holds `result / out_scale`, saturated.
         alibi_slopes: float `[num_heads]`.
         sinks: float `[num_heads]`, a logit without a value in every softmax; the lse includes it.
         mm_prefix_range: int32 `[num_seqs, ranges, 2]`, spans of bidirectional attention.
@@ -224,7 +224,7 @@ def attention_backward(
     Args:
         *args: the arrays that `attention` was given.
         out: its result.
-        lse: that of `attention_with_lse`.
+        lse: log-sum-exp of `attention_with_lse`.
         d_out: the gradient of the result.
         d_lse: the gradient of the log-sum-exp; None for none.
         **options: the options that `attention` was given, without `out`.
@@ -272,7 +272,7 @@ def merge_states(
         lse_b: as `lse_a`.
         out: like the merged output, written and returned; it may be `out_a` or `out_b`. None makes one.
         lse: the same for the merged lse.
-        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
+        out_scale: scale of an fp8 `out`, which then holds `result / out_scale`, saturated.
         out_dtype: dtype of a new output; that of `out_a` when None.
         num_tokens_a: tokens from this one on have no first state.
 

@@ -104,7 +104,7 @@ class CacheGroup:
     groups over one pool of equal pages is vLLM's (vllm/v1/core/kv_cache_coordinator.py).
 
     Attributes:
-        name: how messages call the group.
+        name: name of the group in messages.
         block_size: tokens of one block in this group; None takes the cache's.
         sliding_window: a query sees this many tokens, its own included; None for all.
         attention_chunk: a query sees only its own chunk of this many positions (chunked-local attention); None for all.
@@ -137,7 +137,7 @@ class GroupLayout:
     """A group with its block size filled in, and the values that follow from its window. Never changed.
 
     Attributes:
-        name: how messages call the group.
+        name: name of the group in messages.
         block_size: tokens of one block.
         reach: the sliding window or the attention chunk; None for neither.
         keeps_everything: no token of the past is ever out of sight.

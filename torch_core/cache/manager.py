@@ -86,7 +86,7 @@ class CacheManager:
 
         Args:
             seq_id: the sequence's name in errors; None leaves the name out.
-            num_prompt_tokens, max_new_tokens: how long it is, and how much longer it may grow.
+            num_prompt_tokens, max_new_tokens: its length, and the most tokens that it may grow by.
 
         Raises:
             RequestTooLong: it needs more blocks than the pool or its block table has.

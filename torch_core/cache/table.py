@@ -22,7 +22,7 @@ class SequenceTable:
     retired. Only the allocator changes a table, and only by append, tail copy-on-write and window drop.
 
     Attributes:
-        sequence: whose tokens these are.
+        sequence: the sequence of the table.
         seq_id: its id.
         blocks: for each group, the block ids in order, null if a window has passed.
         published: for each group, the number of leading blocks whose keys were published.

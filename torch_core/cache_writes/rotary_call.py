@@ -31,7 +31,7 @@ class RotaryWriteCall(Call[A]):
         k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
         is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        out: where the rotated queries go; None makes a new array. Those of tokens without a slot are rotated too.
+        out: array of the rotated queries; None allocates a new one. Those of tokens without a slot are rotated too.
     """
 
     name: ClassVar[str] = "rotate_and_write"

@@ -87,7 +87,7 @@ def rotate_and_write(
         slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
         cos_sin: `[num_tokens, rotated_dim]`, of each token the cosines and then the sines of its angles.
         is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        out: where the queries go; None makes a new tensor.
+        out: tensor of the queries; None allocates a new one.
 
     Returns:
         `[num_tokens, num_heads, head_size]`, rotated; those of tokens without a slot too.

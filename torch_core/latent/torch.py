@@ -47,7 +47,7 @@ def mla_call(
         out: like the result, written in place and returned; None makes one.
         k_scale: stored row * k_scale = real row; a number or a one-element float32 tensor; None for 1.
         q_scale: the same for an fp8 query.
-        out_scale: for an fp8 `out`, which then holds `result / out_scale`, saturated.
+        out_scale: scale of an fp8 `out`, which then holds `result / out_scale`, saturated.
         sinks: float `[num_heads]`, a logit without a value in every softmax; the lse includes it.
         kv_chunk_size: tokens of one chunk of the split kernel; see `LatentCall`.
 

@@ -41,7 +41,7 @@ def indexer_topk(
         weights: float32 `[num_tokens, index_heads]`.
         key_cache: `[num_blocks, block_size, index_head_size]`, of the query's dtype or quantised to 8 bits.
         block_tables, seq_lens, query_start_loc, max_query_len: as of `paged_attention`.
-        topk: how many keys.
+        topk: number of keys.
         scale: positive.
         k_scale: stored key * k_scale = real key.
 

@@ -28,7 +28,7 @@ def run_planned(
     Args:
         call: the call.
         arrays: `call.arrays()`.
-        device: where the first of them is.
+        device: device of the first tensor.
         workspace: see there.
     """
     found = []

@@ -37,7 +37,7 @@ def run(call: Call[Tensor], *, workspace: Workspace | None = None) -> dict[str, 
 
     Args:
         call: the call.
-        workspace: where the kernels' scratch comes from; None allocates it with the results.
+        workspace: source of the kernels' scratch; None allocates it with the results.
 
     Returns:
         The results by name, `out` and `lse`, as far as the operation has them.

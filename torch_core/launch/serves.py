@@ -34,7 +34,7 @@ def refuse_unserved(call: Call[Any], implementation: str, *, named: str | None =
 
     Args:
         call: checked.
-        implementation: whose column of the table counts.
+        implementation: column of the table.
         named: the implementation that the caller knows of, if it is another one: "torch" on CUDA.
 
     Raises:

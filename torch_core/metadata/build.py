@@ -63,7 +63,7 @@ def build_common_metadata(
             for each cache group.
         encoder_rows: the encoder tokens of each row, for cross attention; a given `layout` needs the fields of
             `encoder_layout`, and the encoder's cache has the same block size and pool.
-        layout: where to put the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
+        layout: layout of the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
             None makes one.
         buffer: the int32 buffer to write; None makes a new one. The record is valid until the buffer is written
             again: never pass one whose copy to the device may still be running (see `StepBuffers`). Extra fields are

@@ -171,7 +171,7 @@ def cascade_pays(
     Args:
         plain_tokens: tokens of the prefixes that the plain way reads, those of each sequence.
         cascade_tokens: those that cascade reads, once for each piece.
-        num_queries: whose results are merged.
+        num_queries: number of queries with merged results.
         num_pairs: number of pairs of a query and a token of its prefix.
         num_query_heads, num_kv_heads, head_size, bytes_per_element, num_sms, costs: as `use_cascade_attention`.
     """

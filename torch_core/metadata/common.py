@@ -57,7 +57,7 @@ class CommonAttentionMetadata:
         encoder: the arrays of cross attention, or None for a batch without.
         dcp_local_seq_lens: [S] or None; the share of `seq_lens` on this rank of decode context parallelism.
         packed: the one buffer that holds the arrays, or None when they were given separately.
-        layout: where each array is in `packed`.
+        layout: place of each array in `packed`.
     """
 
     query_start_loc: np.ndarray

@@ -45,7 +45,7 @@ class Table:
 
     Attributes:
         triton: the version that compiled them.
-        resources: by label.
+        resources: resources by label.
         keys: `KernelVariant.key` by label: while a variant has this one, the same version compiles it to the same code.
     """
 

@@ -25,10 +25,10 @@ class AttentionMetadataBuilder(ABC):
         kv_cache_spec: the cache of the layers.
         layer_names: the layers, for messages.
         vllm_config: the remaining configuration.
-        device: where the tensors go.
+        device: device of the tensors.
 
     Attributes:
-        _cudagraph_support: which batches can be replayed from a CUDA graph; ask `get_cudagraph_support`.
+        _cudagraph_support: batches that a CUDA graph can replay; use `get_cudagraph_support`.
         reorder_batch_threshold: the longest query that counts as a decode, when decodes must come first in the batch;
             None when the order does not matter.
         supports_update_block_table: `update_block_table` works.

@@ -28,7 +28,7 @@ class CommonAttentionState:
         builder: makes the metadata from the static tensors.
         layout_for: function from a number of sequences to the step's layout; cross attention adds the fields of
             `encoder_layout`.
-        device: where the tensors live.
+        device: device of the tensors.
 
     Example:
         >>> from torch_core.vllm import BuilderConfig, TorchAttentionMetadataBuilder
@@ -149,7 +149,7 @@ class StepGraphs:
     values. Its launches must not depend on values that it reads on the host.
 
     Args:
-        device: where the function's tensors live.
+        device: device of the function's tensors.
 
     Example:
         >>> graphs = StepGraphs("cpu")

@@ -90,7 +90,7 @@ class BuilderConfig:
         cascade_costs: cost model of cascade attention; None for the rates of an H200.
         batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
         mla_dims: the sizes of latent attention; None without it.
-        workspace: where latent attention leaves partial results; reserved for `max_num_seqs` decodes.
+        workspace: memory of latent attention's partial results; reserved for `max_num_seqs` decodes.
         max_num_seqs, max_model_len: the largest batch, and the longest sequence.
         chunked_prefill_workspace_size: cached tokens that latent attention expands at a time for prefills.
 

@@ -56,7 +56,7 @@ def merge_over_group(
         out: [num_tokens, world_size * num_heads, head_size], of this rank's keys.
         lse: float32 [num_tokens, world_size * num_heads].
         group: the ranks.
-        world_size: how many they are.
+        world_size: number of ranks.
         sinks: [num_heads], of this rank's heads.
 
     Returns:

@@ -102,9 +102,9 @@ class CommonMetadataBuilder:
         num_decode_tokens: the other sequences' new tokens, one of each.
         context_lens: tokens before the step, by sequence.
         prefill_seq_lens, curr_seq_lens: lengths of the prompts, and of the others after the step.
-        block_tables: by sequence, those that attention may read.
+        block_tables: block tables that attention may read, by sequence.
         slot_mapping: slots of all new tokens.
-        multimodal_placeholder_maps: by modality; of the class that the engine's are of.
+        multimodal_placeholder_maps: the engine's placeholder maps by modality.
     """
 
     _metadata_cls: ClassVar[Callable[..., Any]]

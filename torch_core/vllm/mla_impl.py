@@ -35,10 +35,10 @@ class TritonMLAImpl(MLAAttentionImpl):
         kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
         q_lora_rank: width of the compressed query, which is expanded before it comes here; None for none.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, qk_head_dim, v_head_dim: see `MLADims`.
-        kv_b_proj: from latents to the keys (without rotary part) and values of all heads; its `weight` is
+        kv_b_proj: projection from latents to the keys (without rotary part) and values of all heads; its `weight` is
             [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]. Its result may be a pair, as in vLLM.
         indexer: None; chosen tokens (sparse attention) are not served.
-        workspace: where partial results go; None makes room call by call.
+        workspace: memory of partial results; None allocates it for each call.
         context_parallel: this rank's place.
 
     Raises:
@@ -192,7 +192,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             q: [num_prefill_tokens, num_heads, qk_head_dim].
             kv_c_normed: [num_prefill_tokens, kv_lora_rank], their own latents.
             k_pe: [num_prefill_tokens, qk_rope_head_dim].
-            kv_c_and_k_pe_cache: where the latents of earlier tokens lie.
+            kv_c_and_k_pe_cache: cache with the latents of earlier tokens.
             attn_metadata: has the prefills.
             k_scale: dequantisation scale of an 8-bit cache.
             output: [num_prefill_tokens, num_heads, v_head_dim]; written.

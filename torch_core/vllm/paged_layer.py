@@ -42,7 +42,7 @@ class PagedLayer(AttentionImpl):
         attn_type: kind of attention of the layer.
         kv_sharing_target_layer_name: the layer whose cache this one reads, and does not write; None for its own.
         sinks: float [num_heads], a logit without a value in every softmax.
-        device: where the slopes go; that of the queries.
+        device: device of the slopes and of the queries.
         attention_chunk: positions of a local-attention chunk; None for none.
         use_alibi_sqrt: ALiBi with the square root of the distance.
         context_parallel: this rank's place.

@@ -47,11 +47,11 @@ class StepBuffers:
 
     Args:
         layout: the fields of the step.
-        device: where the tensors live.
+        device: device of the tensors.
         depth: host buffers; steps that the host may be ahead of the device.
 
     Attributes:
-        layout: as given.
+        layout: the given layout.
         arrays: the device tensors by name; valid as long as this object.
     """
 

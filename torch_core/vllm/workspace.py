@@ -20,7 +20,7 @@ class WorkspaceManager:
     Give one to the layers and builders of a device that run one after the other; nothing is looked up globally.
 
     Args:
-        device: where the memory is.
+        device: device of the memory.
 
     Example:
         >>> workspace = WorkspaceManager("cpu")

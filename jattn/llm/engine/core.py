@@ -139,7 +139,7 @@ class EngineCore:
         """Queues the samples of one prompt and returns the first.
 
         Args:
-            samples: from `Validator.requests`.
+            samples: result of `Validator.requests`.
             first_number: the number of the first one is at least this, and at least `num_added`.
 
         Raises:

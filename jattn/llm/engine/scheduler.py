@@ -29,7 +29,7 @@ class ScheduledRow:
     """One request's part of a step.
 
     Attributes:
-        request: whose tokens.
+        request: the request that has the tokens.
         start: position of the first new token.
         num_new_tokens: tokens to compute.
         num_samples: tokens that the row samples: none when it ends before the request's last token; more than one

@@ -93,7 +93,7 @@ def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
     Args:
         config: config of the model.
-        dtype: in which the weights are stored.
+        dtype: dtype of the stored weights.
 
     Raises:
         Unsupported: no supported architecture has this combination of options.

@@ -39,7 +39,7 @@ class KVCacheScales:
     `jattn.llm.engine.calibrate_kv_cache` measures them. Larger values saturate later.
 
     Attributes:
-        ranges: by the path of a layer's `PagedAttention`, the largest absolute key and value; above 0.
+        ranges: the largest absolute key and value, above 0, by the path of a layer's `PagedAttention`.
 
     Raises:
         InvalidInput: a range that is no finite number above 0.

@@ -87,8 +87,8 @@ def load_model(
         with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
         max_model_len: the longest sequence that will be computed, if it is shorter than the model's own. Models
             with "longrope" have other frequencies if this is not above the context of their first training.
-        mesh: whose axis "tp" (or that of `parallel`) cuts the model; each device's part alone is read, into its memory.
-        parallel: how to cut; see `jattn.llm.models.shard_model`.
+        mesh: mesh whose axis "tp" (or that of `parallel`) splits the model; each device reads only its own part.
+        parallel: the split; see `jattn.llm.models.shard_model`.
         progress: show a bar on stderr.
         quantization: "keep" leaves FP8 and MXFP4 weights of linear layers and experts as stored on the device, and each
             product converts them to `dtype`: this takes less memory and, with FP8, less reading in decoding. "fp8"

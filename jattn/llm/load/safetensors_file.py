@@ -65,7 +65,7 @@ class SafetensorsFile:
 
     Attributes:
         path: path of the file.
-        tensors: by name.
+        tensors: the tensors by name.
         stamp: the file's inode, size and time of change when the header was checked.
     """
 

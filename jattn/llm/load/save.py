@@ -45,7 +45,7 @@ def save_model(
         model: its parameters go to the file one by one; of a model that is split over devices, whole ones.
         config: config of the model.
         tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
-        dtype: in which to store the weights; None for the config's.
+        dtype: dtype of the stored weights; None for the config's.
 
     Raises:
         InvalidInput: dtype is not float32, bfloat16 or float16.

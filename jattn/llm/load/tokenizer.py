@@ -31,7 +31,7 @@ class TextTokenizer:
 
     Args:
         tokenizer: tokenizer of the `tokenizers` library; must not be changed afterwards.
-        chat_template: how a conversation becomes a prompt, a Jinja template; it is kept and never run here.
+        chat_template: Jinja template from a conversation to a prompt; it is kept and never run here.
         special_tokens: texts of the tokens that the model's folder names, as in {"bos_token": "<s>"}; for templates.
         tool_chat_template: the template of conversations with tools, if the folder has one of their own.
     """

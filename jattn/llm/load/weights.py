@@ -117,7 +117,7 @@ def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
     """Refuses a config whose number of tensors would take long to list, if the files have fewer.
 
     Raises:
-        InvalidInput: with both numbers.
+        InvalidInput: the config has more tensors; the message has both numbers.
     """
     if fewest > max(len(tensors), _NAMED_AT_ONCE):
         raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")

@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         layer: index of the layer.
         rngs: source of the initial values.
         implementation: implementation of the paged ops; see `jattn.ops.paged_attention`.
-        parallel: how the model is split; None for not.
+        parallel: the split of the model; None for none.
     """
 
     def __init__(

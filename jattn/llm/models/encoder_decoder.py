@@ -25,7 +25,7 @@ class EncoderDecoder(Decoder):
     attention in blocks of the decoder's own pool; `__call__` reads them through `metadata.cross`.
 
     Args:
-        config: with an `encoder`.
+        config: a config with an `encoder`.
         rngs: source of the initial values.
         implementation: implementation of the paged ops; see `Decoder`.
 

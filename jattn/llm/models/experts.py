@@ -38,7 +38,7 @@ class SparseMLP(nnx.Module):
     Args:
         config: the model's, with `moe`.
         rngs: source of the initial values.
-        parallel: how the model is split: each device has some of the experts and routes over all; None for not.
+        parallel: the split of the model: each device has some of the experts and routes over all; None for none.
 
     Raises:
         InvalidInput: the config has no experts.

@@ -77,7 +77,7 @@ class LatentAttention(_Layer, MultiHeadLatentAttention):
         layer: index of the layer; all layers are equal.
         rngs: source of the initial values.
         implementation: implementation of the ops; see `jattn.mla_attention`.
-        parallel: how the model is split; a device's heads need to know of no others.
+        parallel: the split of the model; a device's heads do not depend on other devices.
 
     Raises:
         InvalidInput: the config has no latents.

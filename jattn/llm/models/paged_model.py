@@ -40,7 +40,7 @@ class PagedSpec:
         eos_token_ids: tokens that end a generation.
         max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
             is the encoder's input then, and a generation starts with decoder_start_token_id.
-        decoder_start_token_id: that token; None without an encoder.
+        decoder_start_token_id: first token of a generation; None without an encoder.
         forced_bos_token_id: one that always follows it; None for none.
         forced_eos_token_id: the last token of a generation of max_tokens, instead of the sampled one; None for none.
 

@@ -37,10 +37,10 @@ class ParameterShards:
 
     Attributes:
         shape: shape of the whole parameter.
-        axis: which is split; None for a parameter that every device has.
+        axis: the split axis; None for a parameter that every device has.
         order: for each element of that axis, as devices have them, its place in the parameter, -1 for a zero; None
             if they are in order.
-        mesh_axis: that splits it.
+        mesh_axis: the mesh axis that splits it.
     """
 
     shape: tuple[int, ...]
@@ -167,8 +167,8 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
 
     Args:
         model: a whole decoder; its arrays stay as they are.
-        mesh: with the axis of `parallel`.
-        parallel: how to cut; over all devices of axis "tp" by Megatron's rules if None.
+        mesh: a mesh with the axis of `parallel`.
+        parallel: the split; None for all devices of axis "tp", by Megatron's rules.
 
     Raises:
         InvalidInput: the mesh lacks the axis or has it in another size, sizes that do not divide, or a model that is

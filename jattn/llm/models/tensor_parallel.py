@@ -84,7 +84,7 @@ class TensorParallel:
         """Refuses a decoder that cannot be cut so.
 
         Raises:
-            InvalidInput: with the number that does not divide.
+            InvalidInput: a size does not divide; the message has it.
             Unsupported: an encoder-decoder, or T5's positions.
         """
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:

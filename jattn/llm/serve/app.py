@@ -50,7 +50,7 @@ class ServeConfig:
     """Of one server.
 
     Attributes:
-        model_name: that clients ask for.
+        model_name: name of the model in clients' requests.
         api_keys: one of which a client must bring as its bearer token, as `KeyRing` takes them; none for no check.
         isolate_tenants: requests share cached prefixes with those of the same tenant only.
         max_body_bytes: largest body of a request, in bytes.

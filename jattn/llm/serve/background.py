@@ -19,11 +19,11 @@ class BackgroundServer(contextlib.AbstractContextManager):
     """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.
 
     Args:
-        llm: to serve.
+        llm: the `LLM` to serve.
         config: config of the server.
 
     Attributes:
-        port: where it listens.
+        port: port of the server.
         url: without a path.
 
     Raises:

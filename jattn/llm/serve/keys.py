@@ -17,7 +17,7 @@ class KeyRing:
     """The keys of a server; it keeps their digests only.
 
     Args:
-        keys: as a mapping each with its tenant's name; in a sequence each key is a tenant of its own.
+        keys: a mapping from key to tenant's name, or a sequence, in which each key is its own tenant.
 
     Example:
         >>> KeyRing({"k1": "red", "k2": "red"}).tenant("Bearer k1") == KeyRing({"k3": "red"}).tenant("bearer k3")

@@ -48,7 +48,7 @@ class Metrics:
     """One server's metrics, in a registry of their own.
 
     Args:
-        llm: whose state is shown.
+        llm: the `LLM` that the metrics show.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -76,7 +76,7 @@ def compare_with_torch(
         implementations: implementations of jattn's attention ops; all that run here if None.
         max_tokens: greedy tokens for each prompt.
         dtype: dtype of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
-        torch_device: where transformers runs.
+        torch_device: device of transformers.
         layers: also compare the output of every layer, so that the report names the first one that differs.
 
     Raises:

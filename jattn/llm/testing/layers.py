@@ -47,7 +47,7 @@ def layer_rows(
     """Yields a row for each hidden state that transformers gives.
 
     Args:
-        implementation: whose states are measured.
+        implementation: implementation that computed the states.
         found: states of each sequence, [states, tokens, hidden_size], including the last layer's.
         torch_found: transformers' states of each sequence, in the dtype under test.
         exact: likewise in float64.

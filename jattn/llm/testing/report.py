@@ -24,7 +24,7 @@ class TokenDifference:
         position: index among the new tokens.
         expected: torch's token.
         found: ours.
-        gap: how far apart the true logits of the two are.
+        gap: difference of the two tokens' true logits.
     """
 
     prompt: int

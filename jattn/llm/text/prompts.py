@@ -124,7 +124,7 @@ def check_template_kwargs(variables: Any) -> None:
     """Refuses variables of a chat template that are no mapping, or have the name of an argument.
 
     Raises:
-        InvalidInput: with that name.
+        InvalidInput: the message has the name.
     """
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidInput("chat_template_kwargs", value=variables, wanted="it must map names of variables to values")

@@ -22,7 +22,7 @@ class ResultRows:
         out: `[num_tokens, num_kv_heads, group_size, value_head_size]`, a view of the output.
         lse: float32 `[num_tokens, num_kv_heads, group_size]`, or None if the call does not ask for it.
         sinks: float32 `[num_kv_heads, group_size]`, or None.
-        factor: on every output row: value scale over output scale.
+        factor: factor of every output row: value scale over output scale.
     """
 
     out: Tensor
@@ -34,7 +34,7 @@ class ResultRows:
         """Stores computed rows.
 
         Args:
-            rows: which tokens.
+            rows: indices of the tokens.
             output: float32 `[rows, num_kv_heads, group_size, value_head_size]`.
             lse: float32 `[rows, num_kv_heads, group_size]`; -inf marks rows that saw no key, which sinks leave alone.
         """

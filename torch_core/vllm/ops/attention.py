@@ -159,7 +159,7 @@ def decode_attention_fwd(
         is_mla: `v_buffer` is the first elements of `k_buffer`'s rows, the latents of one head; it is not read.
 
     Raises:
-        Unsupported: on CUDA heads beyond 256 without `is_mla`.
+        Unsupported: heads beyond 256 on CUDA without `is_mla`.
     """
     k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
     scaled = k.dtype.itemsize == 1

@@ -68,7 +68,7 @@ def triton_reshape_and_cache_flash_diffkv(
     Args:
         key, value: [num_tokens or more, num_kv_heads, head size of either].
         kv_cache: [num_blocks, block_size, num_kv_heads, key_head_size + value_head_size].
-        slot_mapping, kv_cache_dtype, k_scale, v_scale: as there.
+        slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `triton_reshape_and_cache_flash`.
 
     Raises:
         Unsupported: another kv_cache_dtype or scale.

@@ -41,7 +41,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     Args:
         model, tokenizer: as for `Engine`; every copy has the weights.
-        config: with `data_parallel_size`; other sizes are those of one copy.
+        config: a config with `data_parallel_size`; other sizes are those of one copy.
 
     Attributes:
         engines: one for each copy.

@@ -51,8 +51,8 @@ class Device:
         in_turns: prompts and decoding have steps of their own.
         pads_rows: a step costs by its longest row times its rows.
         num_scheduler_steps: tokens of each sequence that a program decodes at most.
-        channel: to the other processes that have parts of the same model; None if all is here.
-        speculation: how guesses went.
+        channel: channel to the other processes with parts of the same model; None if this process has all of it.
+        speculation: counts of proposals.
         watchdog: watchdog of its steps.
     """
 

@@ -29,7 +29,7 @@ class Placement:
     """The devices of one replica.
 
     Attributes:
-        mesh: with the axis "tp" alone; None for JAX's default device.
+        mesh: a mesh with only the axis "tp"; None for JAX's default device.
         splits_heads: the cache's heads are dealt out over it.
     """
 
@@ -83,7 +83,7 @@ class Placement:
 
         Args:
             model: whole, or cut over the mesh.
-            mesh: with the axis "tp" alone; None for JAX's default device.
+            mesh: a mesh with only the axis "tp"; None for JAX's default device.
             context_size: neighbours on that axis over which each sequence is spread.
 
         Raises:

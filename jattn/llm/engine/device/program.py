@@ -185,8 +185,8 @@ def jitted_step(
         graph, treedef: structure of the model, or of one device's part of it.
         placement: the devices; each runs the step on its own part, and all have the results.
         layers: the cache groups.
-        cache_spec: how a layer's cache is split over them.
-        leaf_specs: how the leaves are.
+        cache_spec: partition spec of a layer's cache.
+        leaf_specs: partition specs of the leaves.
     """
     whole = PartitionSpec()
 

@@ -123,7 +123,7 @@ class Programs:
         """Compiles the missing programs of some buckets, several at once.
 
         Args:
-            buckets: whose programs.
+            buckets: buckets of the programs.
             report: called with the number that is done, that of all, and the name of the last.
         """
         missing = [bucket for bucket in buckets if bucket not in self._compiled]

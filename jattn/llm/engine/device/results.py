@@ -19,7 +19,7 @@ class PromptPart:
     """The log-probabilities of some tokens of a prompt.
 
     Attributes:
-        request: whose prompt.
+        request: the request that has the prompt.
         start: position of the first token.
         count: number of tokens; later entries of `found` are undefined.
         found: values of the tokens.

@@ -191,7 +191,7 @@ def sample(logits: jax.Array, rows: Rows, sample_index: jax.Array, shards: Vocab
         logits: float32[rows, vocab].
         rows: the rows' parameters.
         sample_index: int32[rows], the number of tokens generated before.
-        shards: which part of the vocabulary the logits are; None for all of it.
+        shards: the part of the vocabulary in the logits; None for all of it.
 
     Returns:
         int32[rows], the same on every device.

@@ -25,9 +25,9 @@ class Watchdog:
     "jattn", and again when it came after all. The thread starts with the first step and ends with this object.
 
     Args:
-        seconds: that a step may take from its dispatch on; None for no watch and no thread.
+        seconds: time limit of a step from its dispatch on; None for no watch and no thread.
         describe: returns fields of a step for the report.
-        clock: in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(

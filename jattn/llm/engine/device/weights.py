@@ -31,9 +31,9 @@ class Weights:
             later.
 
     Attributes:
-        graph, treedef: with `leaves` these make the module again.
+        graph, treedef: structure of the module, to which `leaves` belong.
         leaves: the arrays.
-        specs: how each is split over the engine's mesh.
+        specs: partition spec of each leaf over the engine's mesh.
     """
 
     def __init__(self, model: nnx.Module) -> None:

@@ -238,7 +238,7 @@ def check_config(config: object) -> None:
     """Refuses a value that is no config, before it is used; None is the default config.
 
     Raises:
-        InvalidInput: as said.
+        InvalidInput: it is no config.
     """
     if not isinstance(config, EngineConfig | None):
         raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")

@@ -28,7 +28,7 @@ class Grammar:
         num_words: number of words of a mask.
 
     Attributes:
-        eos_token_ids: as given.
+        eos_token_ids: the given ids.
     """
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_words: int) -> None:

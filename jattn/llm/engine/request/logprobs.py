@@ -83,7 +83,7 @@ def as_dict(
     Args:
         token: the sampled token or the prompt's.
         found: values of this position, without leading axes.
-        num_logprobs: how many of the likeliest; -1 for all that are there.
+        num_logprobs: number of the likeliest tokens; -1 for all.
         decode: token ids to text, or None.
     """
     count = len(found.top_ids) if num_logprobs < 0 else num_logprobs

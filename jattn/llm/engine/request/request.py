@@ -66,7 +66,7 @@ class Request:
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
             the encoder has not run: the slots that it still has to fill.
         num_pending_tokens: tokens sampled on the device and not seen yet.
-        pending_row: where the last dispatched step put its sampled token.
+        pending_row: row of its sampled token in the last dispatched step.
         logprobs: log-probabilities of the generated tokens, if requested; entries after the last token are undefined.
         prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested.
         order: rank among requests that compete; the smallest is first.

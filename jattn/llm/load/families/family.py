@@ -87,7 +87,7 @@ class Whole:
     """An architecture that has a model of the family, and reads pictures besides.
 
     Attributes:
-        architecture: as config.json names it; its text_config has the keys of the family's own file.
+        architecture: name in config.json; its text_config has the keys of the family's own file.
         model_type: likewise.
         defaults: values of keys that text_config may leave out.
     """
@@ -102,7 +102,7 @@ class Family:
     """The differences of one architecture. Everything is data, except a few small functions of the file's values.
 
     Attributes:
-        architecture: as config.json names it.
+        architecture: name in config.json.
         model_type: likewise.
         keys: keys of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
         defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.

@@ -106,7 +106,7 @@ def nearest_family(architecture: str, unread: Callable[[Family], int]) -> Family
 
     Args:
         architecture: a name that is not known.
-        unread: how many keys of the file a family does not read.
+        unread: function that counts the file's keys that a family does not read.
     """
     stem = _stem(architecture)
     likeness = {name: difflib.SequenceMatcher(None, stem, _stem(name)).ratio() for name in _FAMILIES}
