@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from jattn.bench import measure, mla_prefill, peers
+from jattn.bench import dense, measure, mla_prefill, peers
 from jattn.bench.batch import HEADS, dense_call, random_batch
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.prefill import LENGTHS, TOTAL_TOKENS, check_lengths
@@ -67,10 +67,10 @@ def run(
         columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(_any_order(call), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
     if peers:
-        columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], _cudnn)
+        columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], dense.cudnn)
         columns["FA2 SDPA"] = lambda calls: step.sdpa("flash", calls[0])
         columns["cuDNN SDPA"] = lambda calls: step.sdpa("cudnn", calls[0])
-    columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], _attend)
+    columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], dense.attend)
     heads, value_size = HEADS, head_size
     if head_size == mla_prefill.KEY_SIZE:
         heads, value_size = mla_prefill.HEADS, mla_prefill.VALUE_SIZE
@@ -179,17 +179,6 @@ def _any_order(call: DenseCall[torch.Tensor]) -> DenseCall[torch.Tensor]:
 def _dropping(call: DenseCall[torch.Tensor], rate: float) -> DenseCall[torch.Tensor]:
     seeds = torch.randint(-(1 << 31), 1 << 31, (call.num_seqs, call.num_heads, 2), device="cuda", dtype=torch.int32)
     return dataclasses.replace(call, dropout_rate=rate, dropout_seeds=seeds)
-
-
-def _attend(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
-    from jattn import ops
-
-    return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")
-
-
-def _cudnn(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
-    rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-    return peers.cudnn(*rows).reshape(*query.shape[:2], -1)
 
 
 BENCHMARK = Benchmark("backward", __doc__, run, draw=draw_fractions)

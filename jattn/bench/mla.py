@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,18 +29,6 @@ _RANK, _ROPE, _BLOCK = 512, 64, 64
 _SCALE = 192**-0.5
 # Bytes of a token by the format of the cache.
 _ROW_BYTES = {"bfloat16": 2 * (_RANK + _ROPE), "fp8": _RANK + _ROPE, "packed": packed_latent_bytes(_RANK, _ROPE)}
-
-
-@dataclass(frozen=True, slots=True)
-class Latents:
-    """One decode step: a query row for each sequence, blocks of 64 in random order after the null block 0."""
-
-    query: torch.Tensor
-    latent_cache: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    starts: torch.Tensor
-    out: torch.Tensor
 
 
 def run(
@@ -87,72 +74,61 @@ def run(
     )
 
 
-def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> Latents:
+def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> LatentCall[torch.Tensor]:
+    """Returns one decode step: a query row for each sequence, blocks of 64 in random order after the null block 0."""
     blocks = num_seqs * -(-tokens // _BLOCK)
     query = torch.randn(num_seqs, num_heads, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
     latents = torch.randn(blocks + 1, _BLOCK, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
     if cache == "packed":
         latents = pack_latents(*latents.flatten(0, 1).split([_RANK, _ROPE], dim=-1)).unflatten(0, (-1, _BLOCK))
-    return Latents(
+    return LatentCall(
         query=query,
         latent_cache=latents.to(torch.float8_e4m3fn) if cache == "fp8" else latents,
+        kv_lora_rank=_RANK,
         block_tables=(torch.randperm(blocks, device="cuda").int() + 1).view(num_seqs, -1),
         seq_lens=torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
-        starts=torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
+        query_start_loc=torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
+        spec=AttentionSpec(scale=_SCALE),
+        max_query_len=1,
         out=torch.empty_like(query[..., :_RANK]).contiguous(),
+        k_scale=torch.ones(1, device="cuda") if cache == "fp8" else None,
     )
 
 
 def _columns(found: Any, cache: str, jax_columns: bool) -> dict[str, Column]:
-    columns = {OURS: in_graph(lambda batch: _ours(batch, cache == "fp8"))}
+    columns = {OURS: in_graph(lambda call: lambda: run_call(call))}
     if found is not None and cache == "bfloat16":
-        columns["FlashMLA"] = in_graph(lambda batch: _flash_mla(found, batch))
+        columns["FlashMLA"] = in_graph(lambda call: _flash_mla(found, call))
     if found is not None and cache != "packed":
-        columns["vLLM Triton"] = in_graph(lambda batch: _vllm(found, batch))
+        columns["vLLM Triton"] = in_graph(lambda call: _vllm(found, call))
     if jax_columns:
         columns[f"{OURS} in JAX"] = _ours_in_jax
     return columns
 
 
-def _ours(batch: Latents, fp8: bool) -> Callable[[], Any]:
-    call = LatentCall(
-        query=batch.query,
-        latent_cache=batch.latent_cache,
-        kv_lora_rank=_RANK,
-        block_tables=batch.block_tables,
-        seq_lens=batch.seq_lens,
-        query_start_loc=batch.starts,
-        spec=AttentionSpec(scale=_SCALE),
-        max_query_len=1,
-        out=batch.out,
-        k_scale=torch.ones(1, device="cuda") if fp8 else None,
-    )
-    return lambda: run_call(call)
-
-
-def _flash_mla(found: Any, batch: Latents) -> Callable[[], Any]:
-    query, cache = batch.query[:, None], batch.latent_cache[:, :, None]
+def _flash_mla(found: Any, call: LatentCall[torch.Tensor]) -> Callable[[], Any]:
+    query, cache = call.query[:, None], call.latent_cache[:, :, None]
     # It plans its work by the first call's lengths and is told to keep that plan.
     plan, _ = found.get_mla_metadata()
     return lambda: found.flash_mla(
-        query, cache, batch.block_tables, batch.seq_lens, _RANK, plan, softmax_scale=_SCALE, causal=False
+        query, cache, call.block_tables, call.seq_lens, _RANK, plan, softmax_scale=_SCALE, causal=False
     )
 
 
-def _vllm(found: Any, batch: Latents) -> Callable[[], Any]:
-    num_seqs, num_heads, _ = batch.query.shape
-    num_sms = torch.cuda.get_device_properties(batch.query.device).multi_processor_count
-    splits = compute_num_kv_splits(int(batch.seq_lens[0]), num_sms)
+def _vllm(found: Any, call: LatentCall[torch.Tensor]) -> Callable[[], Any]:
+    num_seqs, num_heads, _ = call.query.shape
+    num_sms = torch.cuda.get_device_properties(call.query.device).multi_processor_count
+    splits = compute_num_kv_splits(int(call.seq_lens[0]), num_sms)
     logits = torch.empty(num_seqs, num_heads, splits, _RANK + 1, device="cuda", dtype=torch.float32)
     lse, one = torch.empty(num_seqs, num_heads, device="cuda"), torch.ones(1, device="cuda")
-    cache = batch.latent_cache[:, :, None]
+    cache = call.latent_cache[:, :, None]
     return lambda: found.vllm_mla(
-        batch.query, cache, cache[..., :_RANK], batch.out, lse, batch.block_tables, batch.seq_lens, logits, splits,
+        call.query, cache, cache[..., :_RANK], call.out, lse, call.block_tables, call.seq_lens, logits, splits,
         _SCALE, _BLOCK, k_scale=one, v_scale=one, is_mla=True,
     )  # fmt: skip
 
 
-def _ours_in_jax(batches: list[Latents]) -> float:
+def _ours_in_jax(calls: list[LatentCall[torch.Tensor]]) -> float:
     from jattn import ops
 
     def attend(query: Any, *arrays: Any) -> Any:
@@ -160,9 +136,9 @@ def _ours_in_jax(batches: list[Latents]) -> float:
             query, *arrays, kv_lora_rank=_RANK, max_query_len=1, scale=_SCALE, implementation="triton"
         )
 
-    arrays = [(b.latent_cache, b.block_tables, b.seq_lens, b.starts) for b in batches]
-    rotations = max(1, 16 // len(batches))
-    return measure.chained_us(measure.fed(attend), batches[0].query, arrays, rotations=rotations)
+    arrays = [(call.latent_cache, call.block_tables, call.seq_lens, call.query_start_loc) for call in calls]
+    rotations = max(1, 16 // len(calls))
+    return measure.chained_us(measure.fed(attend), calls[0].query, arrays, rotations=rotations)
 
 
 BENCHMARK = Benchmark(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from jattn.bench import chunks, measure, mixed, peers
+from jattn.bench import chunks, dense, mixed, peers
 from jattn.bench.batch import HEADS, Batch, dense_call, fa3, ours, packed, random_batch, vllm_triton
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport
 from jattn.bench.runner import Benchmark, Mode
 from jattn.bench.session import Column, Session, in_graph
-from torch_core import ops
 from torch_core.base.errors import InvalidInput
 
 __all__ = ["BENCHMARK", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "run"]
@@ -86,39 +84,26 @@ def _compared(fp8: bool) -> Callable[[str], str | None]:
 
 def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
     calls: dict[str, Callable[[Batch], Callable[[], Any]]] = {
-        f"{OURS} dense": _dense,
+        f"{OURS} dense": lambda batch: dense.ours(dense_call(batch)),
         f"{OURS} paged": ours,
-        "cuDNN SDPA dense": lambda batch: _sdpa("cudnn", batch),
-        "FA2 SDPA dense": lambda batch: _sdpa("flash", batch),
+        "cuDNN SDPA dense": lambda batch: dense.sdpa("cudnn", dense_call(batch)),
+        "FA2 SDPA dense": lambda batch: dense.sdpa("flash", dense_call(batch)),
     }
     if found is not None:
-        calls["FA3 dense"] = lambda batch: _fa3_dense(found, batch)
+        calls["FA3 dense"] = lambda batch: dense.fa3(found, dense_call(batch))
         calls["FA3 block 16"] = lambda batch: fa3(found, batch)
         calls["vLLM dense"] = lambda batch: _vllm_dense(found, batch)
         calls["vLLM paged"] = lambda batch: vllm_triton(found, batch, split=False)
     columns = {name: in_graph(call) for name, call in calls.items()}
     if jax_columns:
-        columns[f"{OURS} dense in JAX"] = _dense_in_jax
-        columns["cuDNN in JAX dense"] = functools.partial(_cudnn_in_jax, attend=peers.cudnn)
-        columns["cuDNN e4m3 in JAX dense"] = functools.partial(_cudnn_in_jax, attend=peers.cudnn_fp8)
+        columns[f"{OURS} dense in JAX"] = _in_jax(dense.attend)
+        columns["cuDNN in JAX dense"] = _in_jax(dense.cudnn)
+        columns["cuDNN e4m3 in JAX dense"] = _in_jax(functools.partial(dense.cudnn, call=peers.cudnn_fp8))
     return columns
 
 
-def _dense(batch: Batch) -> Callable[[], Any]:
-    call = replace(dense_call(batch), out=batch.out)
-    return lambda: ops.run(call)
-
-
-def _sdpa(backend: str, batch: Batch) -> Callable[[], Any]:
-    attend = peers.sdpa(backend)
-    rows = [x.unflatten(0, (-1, batch.max_key_len)).transpose(1, 2) for x in (batch.query, *packed(batch))]
-    return lambda: attend(*rows, causal=True)
-
-
-def _fa3_dense(found: Any, batch: Batch) -> Callable[[], Any]:
-    key, value = packed(batch)
-    bounds = {"cu_q": batch.starts, "cu_k": batch.starts, "max_q": batch.max_query_len, "max_k": batch.max_key_len}
-    return lambda: found.fa3(batch.query, key, value, out=batch.out, **bounds)
+def _in_jax(attend: Callable[..., Any]) -> Column:
+    return lambda batches: dense.in_jax(attend)([dense_call(batch) for batch in batches])
 
 
 def _vllm_dense(found: Any, batch: Batch) -> Callable[[], Any]:
@@ -126,32 +111,6 @@ def _vllm_dense(found: Any, batch: Batch) -> Callable[[], Any]:
     return lambda: found.vllm_dense(
         batch.query, key, value, batch.out, batch.starts[:-1], batch.seq_lens, batch.max_query_len, True
     )
-
-
-def _dense_in_jax(batches: list[Batch]) -> float:
-    from jattn import ops
-
-    length = batches[0].max_query_len
-
-    def attend(query: Any, key: Any, value: Any, starts: Any) -> Any:
-        return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")
-
-    return _chained(attend, batches)
-
-
-def _cudnn_in_jax(batches: list[Batch], attend: Callable[..., Any]) -> float:
-    length = batches[0].max_query_len
-
-    def causal(query: Any, key: Any, value: Any, starts: Any) -> Any:
-        rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
-        return attend(*rows).reshape(query.shape)
-
-    return _chained(causal, batches)
-
-
-def _chained(attend: Callable[..., Any], batches: list[Batch]) -> float:
-    tensors = [(*packed(batch), batch.starts) for batch in batches]
-    return measure.chained_us(attend, batches[0].query, tensors, rotations=4, rounds=5)
 
 
 _REASON = "--mixed and --chunks have lengths of their own and heads of 128"
