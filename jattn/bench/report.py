@@ -145,7 +145,8 @@ def package_versions() -> dict[str, str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        # Four digits, without an exponent.
+        return f"{value:.4f}" if 0 < abs(value) < 1 else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, dict):
         return "/".join(map(_text, value.values()))
     if isinstance(value, list | tuple):
