@@ -16,10 +16,11 @@ from typing import Any
 from jattn import __version__
 from jattn.bench import NAMES as BENCHMARKS
 from jattn.llm.arguments import (
-    add_device_arguments,
+    add_engine_arguments,
     add_implementation,
     add_loading_arguments,
-    device_settings,
+    add_process_arguments,
+    engine_config,
     join_processes,
     loading_options,
     tell_processes,
@@ -31,7 +32,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""
-    parser = _parser()
+    parser = _parser(argv)
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command not in ("bench", "serve"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX and Flax.")
     parser.add_argument("--version", action="version", version=f"jattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -66,10 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (1)")
     generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
     add_loading_arguments(generate)
-    generate.add_argument(
-        "--speculative-config", metavar="JSON", help='guess tokens: {"model": DIR, "num_speculative_tokens": 4}'
-    )
-    add_device_arguments(generate)
+    add_process_arguments(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
     generate.set_defaults(run=_generate)
 
@@ -100,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve OpenAI's HTTP interface; see `jattn serve --help`", add_help=False)
     serve.set_defaults(run=_serve)
 
+    # Their flags are an engine's fields, for which jax is imported: only if one of them is run.
+    given = sys.argv[1:] if argv is None else argv
+    if "generate" in given[:1]:
+        add_engine_arguments(generate, without=["seed"])
+    if "chat" in given[:1]:
+        add_engine_arguments(chat)
+
     bench = commands.add_parser("bench", help="measure; see `jattn bench NAME --help`", add_help=False)
     bench.add_argument("name", nargs="?", help=f"one of {', '.join(BENCHMARKS)}")
     bench.set_defaults(run=_bench)
@@ -110,7 +115,7 @@ _DEFAULT_PROMPT = "The for statement is used to"
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.llm.engine import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+    from jattn.llm.engine import LLM, SamplingParams
 
     join_processes(arguments)
     prompts = arguments.prompt or [_DEFAULT_PROMPT]
@@ -124,12 +129,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
         for index in range(len(prompts))
     ]
-    speculative = arguments.speculative_config
-    config = EngineConfig(
-        max_num_seqs=max(8, min(len(prompts), 64)),
-        **device_settings(arguments),
-        speculative_config=speculative and SpeculativeConfig.from_json(speculative),
-    )
+    config = engine_config(arguments, max_num_seqs=max(8, min(len(prompts), 64)))
     with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         if not llm.engine.follow():
             _tell(llm, prompts, params, as_json=arguments.json)
@@ -177,14 +177,14 @@ def _tell(llm: Any, prompts: list[str], params: list[Any], *, as_json: bool) -> 
 
 def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
     from jattn.llm.chat import converse
-    from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+    from jattn.llm.engine import LLM, SamplingParams
     from jattn.llm.load.folder import read_given
 
     template = None
     if arguments.chat_template is not None:
         template = read_given("chat_template", arguments.chat_template)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
-    config = EngineConfig(max_num_seqs=1)
+    config = engine_config(arguments, max_num_seqs=1)
     with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)

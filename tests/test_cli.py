@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jattn import cli
+from jattn.llm.engine import EngineConfig
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -108,3 +110,23 @@ def test_the_package_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys
         runpy.run_module("jattn", run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out.startswith("jattn ")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_every_field_of_the_engine_is_a_flag(command, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+
+    flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    names = EngineConfig.__dataclass_fields__.keys() - {"mesh", "logits_processors"}
+    assert {f"--{name.replace('_', '-')}" for name in names} - flags == set()
+
+
+def test_flags_and_engine_config_mean_the_same(folder, capsys) -> None:
+    command = ["generate", "--model", str(folder), "--prompt", "abc", "--max-tokens", "2", "--json"]
+    blocks = []
+    for more in (["--num-blocks", "9", "--no-enable-prefix-caching"], ["--engine-config", '{"num_blocks": 9}']):
+        assert cli.main([*command, *more]) == 0
+        blocks.append(json.loads(capsys.readouterr().out)["num_blocks"])
+
+    assert blocks == [9, 9]

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from torch_core.base.checks import shown
+from torch_core.base.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from jattn.llm.engine.options.config import EngineConfig
 
 __all__ = [
-    "add_device_arguments",
+    "add_engine_arguments",
     "add_implementation",
     "add_loading_arguments",
-    "device_settings",
+    "add_process_arguments",
+    "engine_config",
     "join_processes",
     "loading_options",
     "tell_processes",
 ]
+
+#: Fields of `EngineConfig` that no text spells.
+_NO_FLAGS = {"mesh", "logits_processors"}
+_METAVARS = {"speculative_config": "JSON", "kv_cache_scales": "FILE"}
+# Before the name of a field in the namespace of all arguments.
+_DEST = "engine."
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,23 +69,67 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options | {"hf_overrides": read_json(arguments.hf_overrides, "--hf-overrides")}
 
 
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that `device_settings` reads."""
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that the model is cut over (1)")
-    parser.add_argument(
-        "--decode-context-parallel-size",
-        type=int,
-        default=1,
-        help="of these, neighbours that deal out each sequence's tokens where they would have copies of them (1)",
-    )
-    parser.add_argument("--data-parallel-size", type=int, default=1, help="copies of the model (1)")
+def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """Adds a flag for each field of `EngineConfig`, such as --max-num-seqs, and --engine-config; see `engine_config`.
+
+    Args:
+        parser: of a command.
+        without: fields without a flag, where the command has another argument of that name.
+    """
+    from jattn.llm.engine.options.config import EngineConfig
+
+    group = parser.add_argument_group("engine", "fields of jattn.EngineConfig")
+    group.add_argument("--engine-config", metavar="JSON", help='several fields at once, as {"scrub_on_free": true}')
+    hints, texts = get_type_hints(EngineConfig), _attribute_texts(EngineConfig)
+    for field in fields(EngineConfig):
+        if field.name in _NO_FLAGS or field.name in without:
+            continue
+        kinds = set(get_args(hints[field.name])) or {hints[field.name]}
+        default = "" if field.default is None else f" ({field.default})"
+        options: dict[str, Any] = {"dest": _DEST + field.name, "default": argparse.SUPPRESS}
+        options["help"] = texts[field.name] + default
+        if bool in kinds:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = next((kind for kind in (int, float) if kind in kinds), str)
+            options["metavar"] = _METAVARS.get(field.name, options["type"].__name__.upper())
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """Returns the config of the flags and of --engine-config, which mean the same.
+
+    Args:
+        arguments: with those of `add_engine_arguments`.
+        defaults: values of fields that are given by neither.
+
+    Raises:
+        InvalidInput: a value out of range; a field that is unknown or given twice; bad JSON.
+    """
+    from jattn.llm.engine.options.config import EngineConfig
+    from jattn.llm.load.folder import read_json
+
+    given = _given(arguments)
+    text = arguments.engine_config
+    more = {} if text is None else read_json(text, "--engine-config")
+    known = EngineConfig.__dataclass_fields__.keys() - _NO_FLAGS
+    for name in more:
+        if name not in known:
+            raise InvalidInput(f"--engine-config has {shown(name)}; it may have {', '.join(sorted(known))}.")
+        if name in given:
+            raise InvalidInput(f"--engine-config has {name!r}, which is given as --{name.replace('_', '-')}, too.")
+    return EngineConfig(**{**defaults, **more, **given})
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `join_processes` reads."""
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0, where several processes hold one model; 'auto' for what JAX detects (SLURM, Kubernetes)",
+        help="of process 0, if several processes hold one model; 'auto' for JAX's detection (SLURM, Kubernetes)",
     )
-    parser.add_argument("--num-processes", type=int, help="that run this same command")
-    parser.add_argument("--process-id", type=int, help="of this one, from 0, which takes the requests")
+    parser.add_argument("--num-processes", type=int, help="number of processes that run this same command")
+    parser.add_argument("--process-id", type=int, help="of this process, from 0, which takes the requests")
 
 
 def join_processes(arguments: argparse.Namespace) -> None:
@@ -83,7 +143,9 @@ def join_processes(arguments: argparse.Namespace) -> None:
 
     join(**({} if arguments.coordinator == "auto" else found))
     # A process with a model of its own would not even ask.
-    check_agreement(device_settings(arguments))
+    given = _given(arguments)
+    sizes = ("tensor_parallel_size", "decode_context_parallel_size", "data_parallel_size")
+    check_agreement({name: given.get(name, 1) for name in sizes})
 
 
 def tell_processes(error: Exception) -> None:
@@ -94,7 +156,19 @@ def tell_processes(error: Exception) -> None:
         tell_failure(str(error) or type(error).__name__)
 
 
-def device_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of `EngineConfig` that they mean."""
-    sizes = ("tensor_parallel_size", "decode_context_parallel_size", "data_parallel_size")
-    return {name: getattr(arguments, name) for name in sizes}
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `EngineConfig` that have been given as flags."""
+    from jattn.llm.engine.options.speculation import SpeculativeConfig
+    from jattn.llm.load.kv_scales import KVCacheScales
+
+    read = {"speculative_config": SpeculativeConfig.from_json, "kv_cache_scales": KVCacheScales.load}
+    given = {name.removeprefix(_DEST): value for name, value in vars(arguments).items() if name.startswith(_DEST)}
+    return {name: read[name](value) if name in read else value for name, value in given.items()}
+
+
+def _attribute_texts(config: type) -> dict[str, str]:
+    """Returns the first clause of each attribute in a class's docstring, for a command's help."""
+    section = (config.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    texts = {name: re.split(r"[.;:](?: |$)", " ".join(text.split()))[0] for name, text in found}
+    return {name: texts.get(name, "").replace("%", "%%") for name in config.__dataclass_fields__}

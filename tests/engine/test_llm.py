@@ -402,3 +402,10 @@ def test_a_folder_that_asks_for_what_is_not_served_is_loaded_with_a_warning(tmp_
     named = r"^generation_config\.json has num_beams, whose effect is missing here\.$"
     with pytest.warns(UserWarning, match=named), LLM(folder, config=config):
         pass
+
+
+def test_the_documentation_of_an_llm_names_every_option_of_its_engine() -> None:
+    assert LLM.__doc__ is not None
+    options = LLM.__doc__.partition("engine_options:")[2]
+
+    assert [name for name in EngineConfig.__dataclass_fields__ if name not in options] == []

@@ -78,8 +78,8 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
         (["--engine-config", "[]"], "jattn: --engine-config holds a JSON list; it must be an object."),
         (["--engine-config", '{"scrub_on_free": 1}'], "jattn: scrub_on_free is 1; it must be True or False."),
         (
-            ["--engine-config", '{"max_num_seqs": 1}'],
-            "jattn: --engine-config has 'max_num_seqs'; give it as --max-num-seqs.",
+            ["--engine-config", '{"max_num_seqs": 1}', "--max-num-seqs", "2"],
+            "jattn: --engine-config has 'max_num_seqs', which is given as --max-num-seqs, too.",
         ),
         (
             ["--engine-config", '{"mesh": 1}'],

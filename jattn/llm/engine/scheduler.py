@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from jattn.llm.engine.ngram import guesses_of
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.log import event
 from torch_core.base.errors import OutOfBlocks
@@ -121,7 +120,7 @@ class Scheduler:
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
-        self._guesses = guesses_of(SpeculativeConfig.of(config.speculative_config))
+        self._guesses = guesses_of(config.speculation)
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
         self._num_torn = 0

@@ -14,21 +14,22 @@ import jax
 import uvicorn
 
 from jattn.llm.arguments import (
-    add_device_arguments,
+    add_engine_arguments,
     add_loading_arguments,
-    device_settings,
+    add_process_arguments,
+    engine_config,
     join_processes,
     loading_options,
 )
-from jattn.llm.engine import LLM, EngineConfig, KVCacheScales, SpeculativeConfig
+from jattn.llm.engine import LLM
 from jattn.llm.engine.options.config import SERVING_SIZES
 from jattn.llm.load import ChatTemplate, embedded_model_folder
-from jattn.llm.load.folder import read_given, read_json
+from jattn.llm.load.folder import read_given
 from jattn.llm.serve import access
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
 from jattn.llm.serve.keys import read_keys
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
 __all__ = ["main"]
@@ -62,25 +63,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
     parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
     add_loading_arguments(parser)
-    rows, tokens = SERVING_SIZES["max_num_seqs"], SERVING_SIZES["max_num_batched_tokens"]
-    parser.add_argument("--max-num-seqs", type=int, default=rows, help=f"sequences of one step ({rows})")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=tokens, help=f"new tokens of one step ({tokens})")
-    parser.add_argument("--max-model-len", type=int, help="tokens of one sequence (default: the model's)")
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="fp8, fp8_e5m2, int8 or fp8_ds_mla; the model's own by default"
-    )
-    parser.add_argument("--kv-cache-scales", metavar="FILE", help="of an 8-bit cache, as KVCacheScales.save writes it")
-    parser.add_argument("--speculative-config", metavar="JSON", help='as {"model": DIR, "num_speculative_tokens": 4}')
-    parser.add_argument(
-        "--engine-config", metavar="JSON", help='other fields of jattn.EngineConfig, as {"scrub_on_free": true}'
-    )
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
-    parser.add_argument(
-        "--kv-cache-bytes",
-        type=int,
-        help="of each device, for the cache (nine tenths of what a GPU has free, else 1 GiB)",
-    )
-    add_device_arguments(parser)
+    add_engine_arguments(parser)
+    add_process_arguments(parser)
     arguments = parser.parse_args(argv)
     join_processes(arguments)
     check_int("drain_seconds", arguments.drain_seconds, 0)
@@ -102,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
     )
-    engine = _engine_config(arguments)
+    engine = engine_config(arguments, **SERVING_SIZES)
     # The host has a stream to write for each sequence, too, however large the model is.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     llm = LLM(
@@ -131,33 +116,6 @@ def main(argv: Sequence[str]) -> int:
         access_log=False,
     )
     return 0
-
-
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Returns the engine's sizes: those of options, and those of --engine-config.
-
-    Raises:
-        InvalidInput: a value out of range; a field that is unknown, an option of its own, or none that JSON can spell.
-    """
-    speculative, scales = arguments.speculative_config, arguments.kv_cache_scales
-    options = {
-        "max_num_seqs": arguments.max_num_seqs,
-        "max_num_batched_tokens": arguments.max_num_batched_tokens,
-        "max_model_len": arguments.max_model_len,
-        "kv_cache_bytes": arguments.kv_cache_bytes,
-        **device_settings(arguments),
-        "kv_cache_dtype": arguments.kv_cache_dtype,
-        "kv_cache_scales": scales and KVCacheScales.load(scales),
-        "speculative_config": speculative and SpeculativeConfig.from_json(speculative),
-    }
-    more = {} if arguments.engine_config is None else read_json(arguments.engine_config, "--engine-config")
-    others = EngineConfig.__dataclass_fields__.keys() - options.keys() - {"mesh", "logits_processors"}
-    for name in more:
-        if name in options:
-            raise InvalidInput(f"--engine-config has {name!r}; give it as --{name.replace('_', '-')}.")
-        if name not in others:
-            raise InvalidInput(f"--engine-config has {shown(name)}; it may have {', '.join(sorted(others))}.")
-    return EngineConfig(**options, **more)
 
 
 def _check_address(host: str, port: int) -> None:

@@ -56,7 +56,12 @@ class LLM(contextlib.AbstractContextManager):
             tokens per step.
         use_generation_config: use the sampling parameters of the folder's generation_config.json for requests without
             their own.
-        engine_options: fields of `EngineConfig` instead of `config`, as in vLLM: `LLM(folder, max_num_seqs=4)`.
+        engine_options: fields of `EngineConfig` instead of a `config`, as in vLLM (`LLM(folder, max_num_seqs=4)`):
+            block_size, max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, kv_cache_bytes,
+            num_scheduler_steps, steps_in_flight, enable_prefix_caching, num_host_blocks,
+            disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
+            speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
+            kv_cache_dtype, kv_cache_scales, step_timeout_seconds, seed, max_logprobs, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.

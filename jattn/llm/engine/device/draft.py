@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load import load_model
 from jattn.llm.models import PagedModel, PagedSpec, TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -72,7 +71,7 @@ def with_draft(model: PagedModel, config: EngineConfig, max_model_len: int) -> P
     Raises:
         InvalidInput: a draft that is no model, cannot be loaded, or does not fit.
     """
-    speculative = SpeculativeConfig.of(config.speculative_config)
+    speculative = config.speculation
     if speculative is None or speculative.model is None:
         return model
     given, draft = speculative.model, speculative.model

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, cast
 
 from jax.sharding import Mesh
 
 from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load.kv_scales import KVCacheScales
-from torch_core.base.checks import check_bool, check_int, shown
+from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, check_fields
 
 __all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
 
@@ -19,15 +20,7 @@ __all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
 MAX_SIZE = (1 << 31) - 1
 #: Default of a server, and of an engine on a GPU without a given value.
 SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-_MAX_BYTES = (1 << 63) - 1
 _MOST_DEVICES = 1 << 16
-# A step's uploads and results grow with its sequences and tokens, at any size of the pool.
-_SIZES = {
-    "block_size": MAX_SIZE,
-    "max_num_seqs": 1 << 16,
-    "max_num_batched_tokens": 1 << 24,
-    "steps_in_flight": MAX_SIZE,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,100 +92,88 @@ class EngineConfig:
         16
     """
 
-    block_size: int = 16
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
-    max_model_len: int | None = None
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    num_scheduler_steps: int | None = None
-    steps_in_flight: int = 2
+    block_size: Annotated[int, Limits(1, MAX_SIZE)] = 16
+    # A step's uploads and results grow with its sequences and tokens, at any size of the pool.
+    max_num_seqs: Annotated[int, Limits(1, 1 << 16)] = 8
+    max_num_batched_tokens: Annotated[int, Limits(1, 1 << 24)] = 512
+    max_model_len: Annotated[int | None, Limits(1, MAX_SIZE)] = None
+    num_blocks: Annotated[int | None, Limits(2, MAX_SIZE)] = None
+    kv_cache_bytes: Annotated[int | None, Limits(1, (1 << 63) - 1)] = None
+    num_scheduler_steps: Annotated[int | None, Limits(1, MAX_SIZE)] = None
+    steps_in_flight: Annotated[int, Limits(1, MAX_SIZE)] = 2
     enable_prefix_caching: bool = True
-    num_host_blocks: int = 0
+    num_host_blocks: Annotated[int, Limits(0, MAX_SIZE)] = 0
     disable_hybrid_kv_cache_manager: bool = False
     scrub_on_free: bool = False
     batch_invariant: bool = False
     enable_cascade_attention: bool | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
-    tensor_parallel_size: int = 1
-    decode_context_parallel_size: int = 1
-    data_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
+    decode_context_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
+    data_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
     mesh: Mesh | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_scales: KVCacheScales | None = field(default=None, hash=False)
-    step_timeout_seconds: float | None = 60.0
-    seed: int = 0
-    max_logprobs: int = 20
+    kv_cache_dtype: Annotated[str, Limits(wanted="a name, 'auto' for the model's")] = "auto"
+    kv_cache_scales: Annotated[
+        KVCacheScales | None, Limits(wanted="KVCacheScales, which load() reads from a file, or None")
+    ] = field(default=None, hash=False)
+    step_timeout_seconds: Annotated[
+        float | None, Limits(above=0, below=1e6, wanted="a number above 0 and below 1e6, or None")
+    ] = 60.0
+    seed: Annotated[int, Limits(0, (1 << 32) - 1)] = 0
+    max_logprobs: Annotated[int, Limits(-1, 1 << 10, also=" (-1 for the whole vocabulary)")] = 20
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name, most in _SIZES.items():
-            check_int(name, getattr(self, name), 1, most)
-        if self.kv_cache_bytes is not None:
-            check_int("kv_cache_bytes", self.kv_cache_bytes, 1, _MAX_BYTES, also=", or None")
-        check_int("num_host_blocks", self.num_host_blocks, 0, MAX_SIZE)
-        for name, low in (("max_model_len", 1), ("num_blocks", 2), ("num_scheduler_steps", 1)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low, MAX_SIZE, also=", or None")
-        for name in (
-            "enable_prefix_caching",
-            "disable_hybrid_kv_cache_manager",
-            "scrub_on_free",
-            "batch_invariant",
-        ):
-            check_bool(name, getattr(self, name))
-        if self.enable_cascade_attention is not None:
-            check_bool("enable_cascade_attention", self.enable_cascade_attention)
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        self._take_sizes_of_mesh()
+        named = {} if self.logits_processors is None else self.logits_processors
+        if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
+            raise InvalidInput("logits_processors", value=named, wanted="it must map names to functions, or be None")
+        check_fields(self)
+        tokens = self.max_num_batched_tokens
         if self.steps_in_flight > 2:
             raise InvalidInput(
-                f"steps_in_flight is {self.steps_in_flight}; a step reads the tokens of the one before "
-                "it on the device, so at most 2 can be in flight."
+                "steps_in_flight",
+                value=self.steps_in_flight,
+                wanted="a step reads the tokens of the one before it on the device, so at most 2 can be in flight",
             )
-        if (self.num_scheduler_steps or 1) > self.max_num_batched_tokens:
+        of_one = f"max_num_batched_tokens ({tokens}), the tokens that a sequence may get in one step"
+        if (self.num_scheduler_steps or 1) > tokens:
             raise InvalidInput(
-                f"num_scheduler_steps is {self.num_scheduler_steps}; it must not be above max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+                "num_scheduler_steps", value=self.num_scheduler_steps, wanted=f"it must not be above {of_one}"
             )
-        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
-        if not isinstance(self.kv_cache_scales, KVCacheScales | None):
+        if self.num_speculative_tokens >= tokens:
             raise InvalidInput(
-                f"kv_cache_scales is {shown(self.kv_cache_scales)}; it must be KVCacheScales, which load() reads from "
-                "a file, or None."
+                "num_speculative_tokens", value=self.num_speculative_tokens, wanted=f"it must be below {of_one}"
             )
-        if self.num_speculative_tokens >= self.max_num_batched_tokens:
+        if tokens < self.max_num_seqs:
             raise InvalidInput(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be below max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}), the tokens that a sequence may get in one step."
+                "max_num_batched_tokens",
+                value=tokens,
+                wanted=f"it must be at least max_num_seqs ({self.max_num_seqs}), one token for each sequence of a "
+                "decode step",
+            )
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise InvalidInput(
+                "decode_context_parallel_size",
+                value=self.decode_context_parallel_size,
+                wanted=f"it must divide tensor_parallel_size ({self.tensor_parallel_size}), whose devices share the "
+                "sequences",
             )
         if self.num_speculative_tokens:
             object.__setattr__(self, "steps_in_flight", 1)
             object.__setattr__(self, "num_scheduler_steps", 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InvalidInput(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs "
-                f"({self.max_num_seqs}), one token for each sequence of a decode step."
-            )
-        if not isinstance(self.kv_cache_dtype, str):
-            raise InvalidInput(
-                f"kv_cache_dtype is {shown(self.kv_cache_dtype)}; it must be a name, 'auto' for the model's."
-            )
-        self._check_mesh()
-        limit = self.step_timeout_seconds
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e6):
-            raise InvalidInput(
-                f"step_timeout_seconds is {shown(limit)}; it must be a number above 0 and below 1e6, or None."
-            )
-        check_int("seed", self.seed, 0, (1 << 32) - 1)
-        check_int("max_logprobs", self.max_logprobs, -1, 1 << 10, also=" (-1 for the whole vocabulary)")
-        named = {} if self.logits_processors is None else self.logits_processors
-        if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
-            raise InvalidInput(f"logits_processors is {shown(named)}; it must map names to functions, or be None.")
 
     @property
     def num_speculative_tokens(self) -> int:
         """Tokens of a request that are guessed at once; 0 without speculation."""
-        speculative = SpeculativeConfig.of(self.speculative_config)
+        speculative = self.speculation
         return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config` as a `SpeculativeConfig`."""
+        return cast("SpeculativeConfig | None", self.speculative_config)
 
     @property
     def most_scheduler_steps(self) -> int:
@@ -204,33 +185,25 @@ class EngineConfig:
         """Tokens of a block on all devices that share a sequence: the unit of the allocator and of block tables."""
         return self.block_size * self.decode_context_parallel_size
 
-    def _check_mesh(self) -> None:
-        self._check_sizes_of_mesh()
-        tensor, context = self.tensor_parallel_size, self.decode_context_parallel_size
-        check_int("decode_context_parallel_size", context, 1, _MOST_DEVICES)
-        if tensor % context:
-            raise InvalidInput(
-                f"decode_context_parallel_size is {context}; it must divide tensor_parallel_size ({tensor}), whose "
-                "devices share the sequences."
-            )
-
-    def _check_sizes_of_mesh(self) -> None:
-        sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
-        for name in sizes.values():
-            check_int(name, getattr(self, name), 1, _MOST_DEVICES)
+    def _take_sizes_of_mesh(self) -> None:
+        """Takes the numbers of devices from the mesh, if there is one."""
         if self.mesh is None:
             return
+        sizes = {"tp": "tensor_parallel_size", "dp": "data_parallel_size"}
         axes = dict(self.mesh.shape) if isinstance(self.mesh, Mesh) else {}
         if "tp" not in axes or not axes.keys() <= sizes.keys():
             found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(self.mesh)
             raise InvalidInput(
-                f"mesh has the axes {found}; an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), "
-                "('dp', 'tp'))."
+                "mesh",
+                f"has the axes {found}",
+                "an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), ('dp', 'tp'))",
             )
         for axis, name in sizes.items():
             size = axes.get(axis, 1)
             if getattr(self, name) not in (1, size):
-                raise InvalidInput(f"{name} is {getattr(self, name)}; axis {axis!r} of the mesh has {size} devices.")
+                raise InvalidInput(
+                    name, value=getattr(self, name), wanted=f"axis {axis!r} of the mesh has {size} devices"
+                )
             object.__setattr__(self, name, size)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from torch_core.base.checks import INT32_MAX, check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, check_fields
 
 __all__ = [
     "LIMITS",
@@ -32,7 +33,6 @@ PACKED_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presenc
 PACKED_SEED = len(PACKED_FLOATS) + 1
 
 _MAX_STOP_STRINGS = 16
-_MAX_TOP_K = 1 << 20
 #: The largest float32: logits are divided by the temperature on the device.
 _MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 _MAX_CHOICES = 1024
@@ -173,95 +173,70 @@ class SamplingParams:
         ('end',)
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    n: Annotated[int, Limits(1, 1024)] = 1
+    temperature: Annotated[float, Limits(0, _MAX_FLOAT32, wanted="a finite float32 of at least 0")] = 1.0
+    top_k: Annotated[int, Limits(-1, 1 << 20, also=" (0 or -1 for all)")] = 0
+    top_p: Annotated[float, Limits(above=0, high=1, wanted="above 0 and at most 1")] = 1.0
+    min_p: Annotated[float, Limits(0, 1, wanted="from 0 to 1")] = 0.0
+    repetition_penalty: Annotated[float, Limits(above=0, high=_MAX_FLOAT32, wanted="a finite float32 above 0")] = 1.0
+    presence_penalty: Annotated[float, Limits(-2, 2, wanted="from -2 to 2")] = 0.0
+    frequency_penalty: Annotated[float, Limits(-2, 2, wanted="from -2 to 2")] = 0.0
+    seed: Annotated[int | None, Limits(0, (1 << 32) - 1)] = None
+    max_tokens: Annotated[int | None, Limits(1, INT32_MAX, also="")] = 16
+    min_tokens: Annotated[int, Limits(0, INT32_MAX)] = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
+    prompt_logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Annotated[StructuredOutputsParams | None, Limits(wanted="StructuredOutputsParams, or None")] = (
+        None
+    )
     logits_processors: Mapping[str, float] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        check_int("n", self.n, 1, 1024)
-        self._check_number("temperature", lambda value: value >= 0, "a finite float32 of at least 0")
-        check_int("top_k", self.top_k, -1, _MAX_TOP_K, also=" (0 or -1 for all)")
-        self._check_number("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
-        self._check_number("min_p", lambda value: 0 <= value <= 1, "from 0 to 1")
-        self._check_number("repetition_penalty", lambda value: value > 0, "a finite float32 above 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check_number(name, lambda value: -2 <= value <= 2, "from -2 to 2")
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, INT32_MAX)
-        check_int("min_tokens", self.min_tokens, 0, INT32_MAX)
+        for name in PACKED_FLOATS:
+            object.__setattr__(self, name, _as_float(name, getattr(self, name)))
+        self._convert_collections()
+        check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInput(
                 "min_tokens", value=self.min_tokens, wanted=f"it must not be above max_tokens ({self.max_tokens})"
             )
-        for name, low, high in (
-            ("seed", 0, (1 << 32) - 1),
-            ("logprobs", -1, INT32_MAX),
-            ("prompt_logprobs", -1, INT32_MAX),
-            ("truncate_prompt_tokens", -1, INT32_MAX),
-        ):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low, high, also=", or None")
         if self.truncate_prompt_tokens == 0:
             raise InvalidInput("truncate_prompt_tokens", value=0, wanted="it must be -1, at least 1, or None")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            check_bool(name, getattr(self, name))
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidInput("output_kind", value=self.output_kind, wanted="it must be a RequestOutputKind")
-        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise InvalidInput(
-                "structured_outputs",
-                value=self.structured_outputs,
-                wanted="it must be StructuredOutputsParams, or None",
-            )
-        self._check_collections()
-
-    def _check_number(self, name: str, fits: Callable[[float], bool], wanted: str) -> None:
-        value = _as_float(name, getattr(self, name))
-        if not (fits(value) and abs(value) <= _MAX_FLOAT32):
-            raise InvalidInput(name, value=value, wanted=f"it must be {wanted}")
-        object.__setattr__(self, name, value)
-
-    def _check_collections(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _strings("stop", stop, _MAX_STOP_STRINGS))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, LIMITS.bad_words // 2))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise InvalidInput("allowed_token_ids", "is empty", "name at least one token, or pass None for all")
-        object.__setattr__(self, "logit_bias", _numbers("logit_bias", self.logit_bias))
-        object.__setattr__(self, "logits_processors", _numbers("logits_processors", self.logits_processors))
-        for token in self.logit_bias or ():
-            check_int("a token of logit_bias", token, 0, INT32_MAX)
-        for name, most in (("stop_token_ids", LIMITS.stop_tokens), ("logit_bias", LIMITS.logit_bias)):
-            if len(getattr(self, name) or ()) > most:
-                raise InvalidInput(name, f"has {len(getattr(self, name))} entries", f"it must have {most} at most")
         if self.stop and not self.detokenize:
             raise InvalidInput("stop", "is given and detokenize is False", "stop strings are found in the text")
+
+    def _convert_collections(self) -> None:
+        """Stores each collection as a tuple or a dict, and checks its elements."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        converted = {
+            "stop": _strings("stop", stop, _MAX_STOP_STRINGS),
+            "bad_words": _strings("bad_words", self.bad_words, LIMITS.bad_words // 2),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "logit_bias": _numbers("logit_bias", self.logit_bias),
+            "logits_processors": _numbers("logits_processors", self.logits_processors),
+        }
+        if self.allowed_token_ids is not None:
+            converted["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not converted["allowed_token_ids"]:
+                raise InvalidInput("allowed_token_ids", "is empty", "name at least one token, or pass None for all")
+        for token in converted["logit_bias"] or ():
+            check_int("a token of logit_bias", token, 0, INT32_MAX)
+        for name, most in (("stop_token_ids", LIMITS.stop_tokens), ("logit_bias", LIMITS.logit_bias)):
+            if len(converted[name] or ()) > most:
+                raise InvalidInput(name, f"has {len(converted[name])} entries", f"it must have {most} at most")
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)
 
 
 def pack_sampling(params: SamplingParams, seed: int, num_prompt_tokens: int) -> np.ndarray:
