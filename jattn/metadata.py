@@ -27,7 +27,7 @@ class PrefixGroups:
         prefix_lens: int32[num_seqs]; tokens that a sequence shares with its group, whole blocks; 0 outside of groups.
         piece_starts: int32[pieces + 1]; first sequence of each piece, running up to the number of real sequences. A
             piece is within one group, or outside of all.
-        piece_tokens: sequences of a piece at most; static.
+        piece_tokens: most sequences of a piece; static.
     """
 
     prefix_lens: jax.Array
@@ -59,9 +59,9 @@ class AttentionMetadata:
 
     Attributes:
         block_tables: int32[num_seqs, max_blocks]; the blocks of each sequence in order. Entries past
-            `ceil(seq_len / block_size)` may hold anything and are never followed.
+            `ceil(seq_len / block_size)` may hold anything and are never read.
         seq_lens: int32[num_seqs]; tokens of each sequence after this step's were written.
-        query_start_loc: int32[num_seqs + 1]; running sum of the query lengths, starting with 0.
+        query_start_loc: int32[num_seqs + 1]; cumulative sum of the query lengths, starting with 0.
         slot_mapping: int32[num_tokens]; `block * block_size + offset` for each new token, -1 for padding.
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
@@ -232,7 +232,7 @@ class AttentionMetadata:
             )
 
     def positions(self, num_tokens: int) -> jax.Array:
-        """Returns int32[num_tokens], where each new token is in its sequence; that of padding means nothing.
+        """Returns int32[num_tokens], the position of each new token in its sequence; values of padding are undefined.
 
         Example:
             >>> from torch_core.metadata import SequenceRow

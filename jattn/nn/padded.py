@@ -18,7 +18,7 @@ class Packing(NamedTuple):
     """The real tokens of a padded batch, and their order when packed.
 
     Attributes:
-        start_loc: int32[batch + 1], running sum of the lengths.
+        start_loc: int32[batch + 1], cumulative sum of the lengths.
         order: int32[batch * length], the padded index of each packed token; None if all tokens are real: packing
             is then a reshape and costs nothing.
         real: bool[batch * length], the real tokens; None if all are real.

@@ -64,8 +64,8 @@ class KVPool:
 
     Args:
         spec: the layout of one layer: keys and values, or latents.
-        num_layers: arrays to allocate of it.
-        further: layouts of further layers, after those and in blocks of as many tokens: a draft model's.
+        num_layers: number of arrays to allocate.
+        further: layouts of further layers with the same block size, such as a draft model's.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool

@@ -25,7 +25,7 @@ class SharedPrefix(Call[A]):
     Attributes:
         prefix_block_table: the blocks of the prefix, once for each piece.
         prefix_kv_lens: the tokens of the prefix, once for each piece.
-        cu_prefix_query_lens: running sum of the queries of each piece: all queries of the batch, in its order.
+        cu_prefix_query_lens: cumulative sum of the queries of each piece: all queries of the batch, in its order.
         suffix_block_table: block ids after the prefix, for each sequence.
         suffix_kv_lens: number of these tokens; 0 for a padding row.
         max_prefix_query_len: an upper bound on the queries of a piece.

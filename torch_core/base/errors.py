@@ -167,7 +167,7 @@ class OutOfBlocks(JattnError, RuntimeError):
 
 
 class CacheCorruption(JattnError, RuntimeError):
-    """An invariant of the block allocator does not hold: a bug of ours, or memory that someone else wrote.
+    """An invariant of the block allocator does not hold: a bug, or memory that other code wrote.
 
     Attributes:
         report: one sentence for each broken invariant, with the ids of the blocks involved.

@@ -41,7 +41,7 @@ class CommonAttentionMetadata:
     the record holds device tensors, here the device side is made from `packed` with one copy.
 
     Attributes:
-        query_start_loc: [S + 1]; running sum of the query lengths from 0; flat over padding rows.
+        query_start_loc: [S + 1]; cumulative sum of the query lengths from 0; flat over padding rows.
         seq_lens: [S]; tokens of each sequence when the step's own are written; 0 for padding.
         block_tables: [S, max_blocks]; unused entries are 0, the null block.
         slot_mapping: [T]; `block * block_size + offset` of each new token, -1 for none.

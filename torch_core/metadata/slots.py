@@ -15,7 +15,7 @@ def compute_positions(query_start_loc: np.ndarray, num_computed_tokens: np.ndarr
     """Returns int32[T]: the position in its sequence of each new token.
 
     Args:
-        query_start_loc: int32[S + 1], running sum of the query lengths.
+        query_start_loc: int32[S + 1], cumulative sum of the query lengths.
         num_computed_tokens: int32[S], tokens before the step.
 
     Example:
