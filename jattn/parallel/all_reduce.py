@@ -1,7 +1,7 @@
-"""Sums over the devices of one process by a kernel of our own, which XLA captures in a step's CUDA graph.
+"""Sums over the devices of one process by a kernel of jattn, which XLA captures in a step's CUDA graph.
 
 XLA ends a command buffer at each of its own collectives, so a step with two sums a layer is launched piece by piece,
-and each device waits in every sum for the other's late launch. These sums are launches like all others.
+and each device waits in every sum for the other's late launch. These sums are ordinary launches.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Peers", "all_reduce", "all_reduce_norm", "exchange"]
 class Peers:
     """The memory of a mesh axis's devices for sums of small arrays; each device writes to all of it.
 
-    The table holds addresses and the object the memory: keep it for as long as a program that has the table may run.
+    The table holds addresses, and the object holds the memory: keep it as long as a program with the table may run.
 
     Attributes:
-        table: int32[devices * words], split over the axis: where a device finds all others' memory. Give each its part
-            in `jax.shard_map`.
+        table: int32[devices * words], split over the axis: addresses of the other devices' memory. Pass each device its
+            part in `jax.shard_map`.
     """
 
     table: jax.Array
@@ -42,7 +42,7 @@ class Peers:
 
         Args:
             mesh: the devices.
-            axis_name: the only axis of the mesh that has more than one.
+            axis_name: the only axis of the mesh with more than one device.
         """
         devices = list(mesh.devices.ravel())
         world = mesh.shape[axis_name]
@@ -107,8 +107,8 @@ def all_reduce_norm(
         axis_name: the mesh axis.
         peers: this device's part of `Peers.table`.
         epsilon: added to the mean square of a row.
-        round_first: the norm is rounded before it is multiplied by the weight, too.
-        add_one: it is multiplied by 1 + weight.
+        round_first: also round the norm before it is multiplied by the weight.
+        add_one: multiply by 1 + weight.
     """
     from torch_core.all_reduce.plan import plan_all_reduce_norm, sums_and_norms
 

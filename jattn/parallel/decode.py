@@ -1,4 +1,4 @@
-"""Decode context parallelism: the keys of each sequence are dealt out over devices, whose results are merged.
+"""Decode context parallelism: the keys of each sequence are distributed over devices, and their results are merged.
 
 Blocks are shared: of a block of `block_size * devices` tokens each device keeps `block_size` in its own block of that
 id (`torch_core.metadata.context_parallel`). Build a step's metadata with that large block size; it is the same
@@ -33,20 +33,21 @@ def write_kv_cache(
     group_size: int | None = None,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
-    """Writes those of a step's keys and values that live on this device; runs inside `jax.shard_map`.
+    """Writes this device's share of a step's keys and values; runs inside `jax.shard_map`.
 
     Args:
-        call: call with all new tokens and this device's cache; slots of blocks as large as all devices' together.
+        call: call with all new tokens and this device's cache; its slots refer to blocks of all devices' tokens
+            together.
         axis_name: the mesh axis over which sequences are spread.
-        interleave_size: consecutive tokens that live on one device; it divides the block size.
-        group_size: neighbours on the axis that share a cache; the whole axis if None.
+        interleave_size: number of consecutive tokens on one device; it must divide the block size.
+        group_size: number of neighbours on the axis that share a cache; None for the whole axis.
         implementation: as in `jattn.ops.run`.
 
     Returns:
         The new values of the arrays that the call writes, by name.
 
     Raises:
-        InvalidInput: the call does not hold together, runs do not fill blocks, or groups not the axis.
+        InvalidInput: the call is inconsistent, runs do not fill blocks, or groups do not fill the axis.
     """
     place = _place(axis_name, interleave_size, group_size)
     slots = get_dcp_local_slots(jnp.asarray(call.slot_mapping), block_size=call.block_size, **place)
@@ -65,28 +66,28 @@ def paged_attention(
 ) -> dict[str, jax.Array]:
     """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
 
-    With whole heads one all-gather moves each device's output and lse to all others. With split heads, as tensor
-    parallelism has them, queries are gathered, and one all-to-all sends each head's parts to where the head is: the
-    fewest bytes there are, 1 / devices of them, and the layout in which the output projection wants them.
+    With whole heads one all-gather moves each device's output and lse to all others. With split heads, as in tensor
+    parallelism, queries are gathered, and one all-to-all sends each head's parts to the device of the head. This sends
+    the fewest bytes (1 / devices of them), and the result has the layout of the output projection.
 
     Args:
         call: call of the whole sequences (the same tables, lengths and offsets on all devices) and this device's cache.
         axis_name: the mesh axis over which sequences are spread.
-        interleave_size: consecutive tokens that live on one device.
+        interleave_size: number of consecutive tokens on one device.
         new: keys and values of the step's tokens, float[num_tokens, num_kv_heads, head_size]. The new tokens of a
-            sequence attend to each other from these, and to the cache as one row of queries: the way of prompts and
-            chunks. None reads all from the cache, a token at a time: the way of decode and of few tokens.
-        split_heads: the query has this device's heads, in the order of devices, and so has the output.
-        group_size: neighbours on the axis over which a sequence is spread, and their heads with it; the whole axis if
-            None. Every group has sequences of its own, or heads of its own of the same ones.
+            sequence attend to each other through these, and to the cache as one row of queries: use this for prompts
+            and chunks. None reads all keys from the cache, token by token: use this for decode and for few tokens.
+        split_heads: query and output have only this device's heads, in the order of devices.
+        group_size: number of neighbours on the axis over which a sequence and its heads are spread; None for the whole
+            axis. Every group has its own sequences, or its own heads of the same sequences.
         implementation: as in `jattn.ops.run`.
 
     Returns:
         `out` and `lse`, of every head or of this device's; equal bit by bit on all devices if they are whole.
 
     Raises:
-        InvalidInput: the call does not hold together, or groups do not fill the axis.
-        Unsupported: a mask that one device's share does not tell; see `torch_core.attention.context_parallel`.
+        InvalidInput: the call is inconsistent, or groups do not fill the axis.
+        Unsupported: a mask that one device's share does not determine; see `torch_core.attention.context_parallel`.
     """
     place = _place(axis_name, interleave_size, group_size)
     groups = _groups(axis_name, group_size)
@@ -132,11 +133,11 @@ def merge_over_axis(
     """Merges attention to disjoint keys over a mesh axis by one collective, output and lse in one message.
 
     Args:
-        out: float[num_tokens, num_heads, head_size], of each device's keys.
+        out: float[num_tokens, num_heads, head_size], the result over each device's keys.
         lse: float32[num_tokens, num_heads]; -inf if a device saw nothing.
         axis_name: the mesh axis.
-        sinks: float[num_heads], of the heads that come out.
-        split_heads: each device keeps its part of the heads (all-to-all) rather than all (all-gather).
+        sinks: float[num_heads], sinks of the resulting heads.
+        split_heads: each device keeps its part of the heads (all-to-all) instead of all heads (all-gather).
         group_size: as in `paged_attention`.
 
     Returns:

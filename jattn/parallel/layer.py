@@ -31,23 +31,23 @@ def attend_spread(
     """The counterpart of `jattn.nn.PagedAttention` for spread sequences; runs inside `jax.shard_map`.
 
     Args:
-        query: float[num_tokens, num_heads, head_size], of this device's heads, in the order of devices.
-        key, value: float[num_tokens, num_kv_heads, head_size], of the key/value heads that all of a group's queries
-            belong to; None to read a cache that is complete.
-        kv_cache: this device's share; consumed.
+        query: float[num_tokens, num_heads, head_size], queries of this device's heads, in the order of devices.
+        key, value: float[num_tokens, num_kv_heads, head_size], of the key/value heads of the group's queries; None to
+            read a complete cache.
+        kv_cache: this device's share of the cache; consumed.
         metadata: metadata of the step, built for blocks of all devices' tokens together; the same on all.
         axis_name: the mesh axis.
-        group_size: neighbours on it over which sequences are spread; all if None.
+        group_size: number of neighbours on the axis over which sequences are spread; None for all.
         k_scale, v_scale: dequantisation scales of a quantised cache.
         implementation: as in `jattn.ops.run`.
-        **options: further ones of `jattn.paged_attention`.
+        **options: further options of `jattn.paged_attention`.
 
     Returns:
-        The output of this device's heads, and its cache with the new tokens in it.
+        The output of this device's heads, and its cache with the new tokens.
 
     Raises:
         InvalidInput: shapes do not fit.
-        Unsupported: a mask that one device's share does not tell; see `torch_core.attention.context_parallel`.
+        Unsupported: a mask that one device's share does not determine; see `torch_core.attention.context_parallel`.
     """
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
     place: dict[str, Any] = {"group_size": group_size, "implementation": implementation}

@@ -1,7 +1,7 @@
 """Attention of long sequences whose tokens are split over a mesh axis: a ring of keys, or keys gathered.
 
-Under the causal mask the last tokens see the most keys. So a sequence is split into two chunks for each device, and a
-device takes one from the front and its mirror image from the back: all have the same work, in every step of the ring.
+Under the causal mask the last tokens see the most keys. So a sequence is split into two chunks per device, and a device
+takes one from the front and its mirror image from the back: all devices have the same work in every step of the ring.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_s
 
 
 def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
-    """Returns int64[num_tokens]: which token is at each place, so that equal parts are the devices' chunks.
+    """Returns int64[num_tokens], the token at each position, so that equal parts are the devices' chunks.
 
     `x[:, order]` is a batch to be split along its tokens, and `np.argsort(order)` undoes it.
 
     Raises:
-        InvalidInput: a size out of range, or tokens that do not fall into two equal chunks for each device.
+        InvalidInput: a size is out of range, or the tokens do not form two equal chunks per device.
 
     Example:
         >>> zigzag_order(8, 2).tolist()
@@ -67,11 +67,11 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attends while keys and values go round the devices of a mesh axis; runs inside `jax.shard_map`.
+    """Attends while keys and values are passed around the devices of a mesh axis; runs inside `jax.shard_map`.
 
-    Each device holds its own keys and its neighbour's, never all. The derivative goes round likewise, with the
-    gradients of keys and values in tow (Ring Attention, arXiv 2310.01889; zigzag as in Llama 3's and
-    TransformerEngine's). With grouped heads the fewer key/value heads travel.
+    Each device holds its own keys and its neighbour's, never all. The derivative passes the keys around again, together
+    with the gradients of keys and values (Ring Attention, arXiv 2310.01889; zigzag as in Llama 3 and
+    TransformerEngine). With grouped heads only the key/value heads are sent.
 
     Args:
         query: float[batch, tokens, num_heads, head_size], this device's tokens: two chunks of `zigzag_order`.
@@ -82,13 +82,13 @@ def ring_attention(
         scale: factor on the scores; head_size ** -0.5 by default.
         sliding_window: refused: most steps of the ring would carry keys that no query sees.
         logits_soft_cap: as in `jattn.attention`.
-        implementation: as in `jattn.ops.run`, for the derivative too.
+        implementation: as in `jattn.ops.run`, also for the derivative.
 
     Returns:
         float[batch, tokens, num_heads, value_head_size].
 
     Raises:
-        InvalidInput: shapes do not fit, or tokens are no two chunks.
+        InvalidInput: shapes do not fit, or the tokens do not form two chunks.
         Unsupported: a window.
     """
     _check_chunks(query, key, value)
@@ -115,18 +115,18 @@ def all_gather_attention(
 ) -> jax.Array:
     """Attends to all devices' keys and values, gathered first; runs inside `jax.shard_map`.
 
-    One all-gather of keys and one of values; reduce-scatters of their gradients. The device holds all keys for a
-    while, and every mask and bias that is told by a query's distance to a key is served.
+    One all-gather of keys and one of values; reduce-scatters of their gradients. The device holds all keys for a while.
+    Every mask and bias that depends on the distance between query and key is supported.
 
     Args:
         query, key, value, axis_name, causal: as in `ring_attention`.
-        **options: further ones of `jattn.attention`.
+        **options: further options of `jattn.attention`.
 
     Returns:
         float[batch, tokens, num_heads, value_head_size].
 
     Raises:
-        InvalidInput: shapes do not fit, or tokens are no two chunks.
+        InvalidInput: shapes do not fit, or the tokens do not form two chunks.
         Unsupported: options that count a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`), and, without
             the causal mask, windows, chunks and other options that depend on distances.
     """

@@ -79,14 +79,14 @@ def load_model(
     to `dtype` there, or stay as stored.
 
     Args:
-        folder: with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name like
-            `org/name` that huggingface_hub has in its cache.
+        folder: a folder with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name
+            like `org/name` that is in huggingface_hub's cache.
         dtype: dtype of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
             names, but float32 if JAX's default device is a CPU, which has no fast arithmetic for the others.
         implementation: implementation of the paged ops; see `Decoder`.
-        with_tokenizer: whether to read tokenizer.json; None is returned in its place otherwise.
-        max_model_len: the longest sequence that will be computed, if it is shorter than the model's own. Models
-            with "longrope" have other frequencies if this is not above the context of their first training.
+        with_tokenizer: whether to read tokenizer.json; if False, the returned tokenizer is None.
+        max_model_len: length of the longest sequence, in tokens, if it is shorter than the model's limit. Models with
+            "longrope" use other frequencies if it does not exceed the context of their first training.
         mesh: mesh whose axis "tp" (or that of `parallel`) splits the model; each device reads only its own part.
         parallel: the split; see `jattn.llm.models.shard_model`.
         progress: show a bar on stderr.
@@ -99,11 +99,11 @@ def load_model(
             not change the model's results.
 
     Returns:
-        The model, on JAX's default device or cut over the mesh, its config (with the dtype in use) and its tokenizer.
+        The model, on JAX's default device or split over the mesh, its config (with the dtype in use) and its tokenizer.
 
     Raises:
-        InvalidInput: a file is missing, broken or contradicts another, or a model that cannot be cut so.
-        Unsupported: a valid model that this build does not serve.
+        InvalidInput: a file is missing or broken or contradicts another, or the model cannot be split this way.
+        Unsupported: the model is valid, but this build does not serve it.
 
     Example:
         >>> model, config, tokenizer = load_model(embedded_model_folder())

@@ -37,14 +37,16 @@ def save_model(
 ) -> None:
     """Writes a folder that `load_model` and transformers read: config, weights and, if given, the tokenizer.
 
-    Each file is written under another name and then renamed, so a reader never sees half of one. Of weights on a
-    device the host holds one tensor at a time. Those that are kept quantised are written as numbers of `dtype`.
+    Each file is written under another name and then renamed, so a reader never sees half of one. The host holds one
+    tensor of a device's weights at a time. Quantised weights are written as numbers of `dtype`.
 
     Args:
-        folder: made if it does not exist; files of the same names are replaced.
-        model: its parameters go to the file one by one; of a model that is split over devices, whole ones.
+        folder: the folder to write, created if it does not exist; files of the same names are replaced.
+        model: the model, whose parameters are written one by one; parameters that are split over devices are written
+            whole.
         config: config of the model.
-        tokenizer: written as tokenizer.json, with a tokenizer_config.json for transformers, and its chat template.
+        tokenizer: tokenizer to write as tokenizer.json, with a tokenizer_config.json for transformers and its chat
+            template.
         dtype: dtype of the stored weights; None for the config's.
 
     Raises:

@@ -79,41 +79,41 @@ class ModelConfig:
         rope_local_theta: base in layers with a window, without scaling; None for the same in all.
         rope_scaling: None for the default frequencies.
         partial_rotary_factor: share of a head's elements that are rotated, the first ones.
-        nope_layers: indices of layers that do not rotate.
-        token_types: rows of an embedding of the kind of a token, of which the first is added to all; 0 for none.
+        nope_layers: indices of layers without rotary embedding.
+        token_types: rows of an embedding of token types, of which the first is added to all tokens; 0 for none.
         embedding_norm: a norm after the embedding.
         embedding_multiplier: factor of the embedding, in the model's dtype.
         residual_multiplier: factor of each branch before it is added.
         logits_scale: factor of the logits.
         attention_scale: factor of the attention scores; None for head_dim ** -0.5.
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
-        final_logit_softcapping: likewise of the logits.
-        attention_sinks: every head has a logit without a value in its softmax.
+        final_logit_softcapping: cap on the logits; None for none.
+        attention_sinks: whether every head has a sink, a logit without a value in its softmax.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
         final_norm: there is a norm after the last layer.
         encoder: the encoder that each layer's cross attention (after the self-attention) reads; it has the same
             embedding. None for a model without.
         decoder_start_token_id: the token that every generation starts with, in a model with an encoder.
-        forced_bos_token_id: one that always follows it there; None for none.
-        forced_eos_token_id: the last one of a text that is as long as it may be; None for none.
+        forced_bos_token_id: the token that always follows it; None for none.
+        forced_eos_token_id: the last token of a text of the largest length; None for none.
         logits_bias: the logits have a bias.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
         attention_output_bias: the output projection of attention has one.
         mlp_bias: the feed-forward projections have one.
-        sliding_window: tokens that a query sees in every layer, its own included; None for all.
-        layer_windows: if layers differ, the window of each; empty otherwise.
-        kv_sharing_targets: if layers read the keys and values of an earlier one and have none of their own, the
-            index of that layer, and None for the others; empty otherwise. `last_of_each_window` is Gemma 3n's pattern.
+        sliding_window: number of tokens that a query sees in every layer, including its own; None for all.
+        layer_windows: window of each layer, if layers differ; empty otherwise.
+        kv_sharing_targets: for each layer, the index of the earlier layer whose keys and values it reads, or None if it
+            has its own; empty if no layer shares. `last_of_each_window` is Gemma 3n's pattern.
         dtype: dtype of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
         eos_token_ids: the tokens that end a generation.
-        architecture: the family that the config was read as, which `save_model` writes again. It changes nothing that
-            is computed and is not compared.
+        architecture: the family that the config was read as, which `save_model` writes again. It does not affect
+            results and is not compared.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
-        Unsupported: an option of another name.
+        Unsupported: an option has an unknown name.
 
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

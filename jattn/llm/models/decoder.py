@@ -28,8 +28,8 @@ __all__ = ["Decoder", "checked_dropout"]
 class Decoder(nnx.Module):
     """A decoder-only language model: `hidden, caches = model(token_ids, positions, caches, metadata)`.
 
-    The caches go in and come out explicitly, one array per layer, so that a jitted step can donate them; the module
-    itself never changes after it was built. It works in nnx's graph and tree mode.
+    The caches are explicit arguments and results, one array per layer, so that a jitted step can donate them; the
+    module itself never changes. It works in nnx's graph and tree mode.
 
     Args:
         config: shapes and options.
@@ -40,7 +40,7 @@ class Decoder(nnx.Module):
             `jattn.llm.models.shard_model`. None for a whole model.
 
     Raises:
-        InvalidInput: a model that cannot be cut so, with the number that does not divide.
+        InvalidInput: the model cannot be split this way; the message has the size that does not divide.
     """
 
     def __init__(

@@ -47,20 +47,20 @@ _CLIENT_GONE = 499
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Of one server.
+    """The configuration of one server.
 
     Attributes:
         model_name: name of the model in clients' requests.
-        api_keys: one of which a client must bring as its bearer token, as `KeyRing` takes them; none for no check.
-        isolate_tenants: requests share cached prefixes with those of the same tenant only.
+        api_keys: keys in the form of `KeyRing`; a client must send one of them as its bearer token. Empty for no check.
+        isolate_tenants: requests share cached prefixes only with requests of the same tenant.
         max_body_bytes: largest body of a request, in bytes.
-        max_unfinished: samples that may wait or run; beyond it the answer is 429.
-        chat_template: instead of the model's.
-        trust_request_chat_template: take a template from a request, too; it runs in the same sandbox.
-        default_sampling: fields of requests that do not bring them, by name.
+        max_unfinished: most samples that wait or run; beyond it the answer is 429.
+        chat_template: template instead of the model's.
+        trust_request_chat_template: also accept a template from a request; it runs in the same sandbox.
+        default_sampling: default values of requests' fields, by name.
 
     Raises:
-        InvalidInput: a size out of range, or tenants without keys.
+        InvalidInput: a size is out of range, or there are tenants without keys.
     """
 
     model_name: str
@@ -120,7 +120,7 @@ class _Server:
         self._embeds, self._num_embedded, self._num_arriving = asyncio.Lock(), 0, 0
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wraps a route: the key is checked, and every error becomes OpenAI's."""
+        """Wraps a route: checks the key, and converts every error to OpenAI's form."""
 
         async def handle_or_refuse(request: Request) -> Response:
             try:
@@ -355,7 +355,7 @@ class _Server:
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
-    """Awaits work, and drops it when the client goes away."""
+    """Awaits work, and drops it when the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: requests from any task or thread, and their tokens as the engine's thread brings them."""
+"""`AsyncLLM`: requests from any task or thread, and their tokens as the engine's thread delivers them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Update:
     """The result of one step for one sample of a request.
 
     Attributes:
-        new: its new text and tokens; the reason, if it ended.
-        finished: all samples ended.
+        new: its new text and tokens, and the finish reason if it ended.
+        finished: whether all samples ended.
         output: the part that `SamplingParams.output_kind` asks for: the whole request so far, or the new tokens; None
             if it asks only for the final output.
     """
@@ -47,7 +47,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
     """An `LLM` for asyncio and for threads. Any method may be called from any task or thread.
 
     Args:
-        llm: closed with this one.
+        llm: the `LLM` to run; it is closed together with this object.
 
     Example:
         >>> async def answer() -> str:
@@ -67,7 +67,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that wait or run."""
+        """Number of samples that wait or run."""
         return sum(len(entry.request.samples) for entry in list(self._entries.values()))
 
     @property
@@ -89,12 +89,12 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
         Args:
             prompt, params: as in `LLM.generate`.
-            deliver: called with each update; see `Deliver`.
+            deliver: function called with each update; see `Deliver`.
             request_id, salt, priority: as in `Engine.add`.
 
         Raises:
-            InvalidInput: a bad argument, or closed; nothing was queued, and nothing is delivered.
-            RequestTooLong: it can never fit.
+            InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
+            RequestTooLong: the request can never fit.
         """
         token_ids, text = encoded(prompt, self.llm.tokenizer)
         engine, outbox = self.llm.engine, Outbox()
@@ -117,7 +117,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         return request.request_id
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request with all its samples soon, without waiting; one that has ended is left alone."""
+        """Ends a request with all its samples soon, without waiting; a finished request does not change."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self.end(entry)
@@ -146,7 +146,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> Submission:
-        """Queues prompts with the same parameters, and `add`'s other options; all or, if one is refused, none.
+        """Queues prompts with the same parameters, and `add`'s other options. If one is refused, none is queued.
 
         Raises:
             InvalidInput, RequestTooLong: as `add`.
@@ -191,7 +191,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the request's output as `SamplingParams.output_kind` says; else as `stream`."""
+        """Yields the request's outputs of the kind `SamplingParams.output_kind`; otherwise like `stream`."""
         async with contextlib.aclosing(self.stream(prompt, params, **options)) as updates:
             async for update in updates:
                 if update.output is not None:
@@ -214,7 +214,7 @@ class AsyncLLM(contextlib.AbstractContextManager):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A request whose caller has not seen its end."""
+    """A request whose end the caller has not seen."""
 
     llm: AsyncLLM
     request: Request
@@ -222,7 +222,7 @@ class _Entry:
     deliver: Deliver
 
     def receive(self, news: list[TokenDelta] | BaseException) -> None:
-        """Turns deltas into updates; on the engine's thread."""
+        """Converts deltas to updates, on the engine's thread."""
         if isinstance(news, BaseException):
             self.llm.note_step(news)
             return
@@ -263,7 +263,7 @@ class Submission(contextlib.AbstractContextManager):
         self._num_finished = 0
 
     def deliver(self, index: int, update: Update | BaseException) -> None:
-        """Takes an update of a prompt; on any thread."""
+        """Receives an update of a prompt, on any thread."""
         self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
 
     def cancel(self) -> None:
@@ -276,7 +276,7 @@ class Submission(contextlib.AbstractContextManager):
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        """Yields each update with the place of its prompt; raises the error that ended a request."""
+        """Yields each update with the index of its prompt; raises the error that ended a request."""
         while self._num_finished < len(self.ids):
             index, update = await self._updates.get()
             if isinstance(update, BaseException):

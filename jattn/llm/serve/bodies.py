@@ -92,13 +92,13 @@ class GenerationBody(Body):
     """The fields of completions and of chats.
 
     Attributes:
-        sampling: fields of SamplingParams, by name, as they came.
+        sampling: fields of SamplingParams, by name, unchanged.
         max_tokens, seed, logit_bias, structured_outputs: as in SamplingParams, in JSON.
         response_format: OpenAI's form of structured_outputs.
         stream: answer by server-sent events.
         stream_options: `{"include_usage": true}` ends a stream with the counts of tokens.
-        cache_salt: only requests of equal salt share cached prefixes.
-        priority: lower comes first.
+        cache_salt: only requests with equal salts share cached prefixes.
+        priority: a lower value runs first.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class CompletionBody(GenerationBody):
 
     Attributes:
         prompt: a text, token ids, or a list of either.
-        logprobs: log-probabilities of so many tokens at each place.
-        best_of: samples of each prompt, of which the best `n` are returned.
+        logprobs: number of log-probabilities at each position.
+        best_of: number of samples of each prompt; the best `n` are returned.
         echo: begin the answer with the prompt.
     """
 
@@ -162,7 +162,7 @@ class TokenizeBody(Body):
 
     Attributes:
         prompt: the text.
-        add_special_tokens: add the tokens that the tokenizer puts around a prompt.
+        add_special_tokens: add the tokenizer's special tokens around a prompt.
     """
 
     prompt: _Text

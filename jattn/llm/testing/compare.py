@@ -71,17 +71,17 @@ def compare_with_torch(
         model: a Hugging Face folder, a `Decoder` (its weights are written to a temporary folder for torch), or None
             for the embedded model.
         prompts: texts or lists of token ids; a few of unequal length if None.
-        torch_model: the folder that torch loads, if it is not `model`: to check that weights in memory, or
-            converted ones, still are those of a checkpoint.
+        torch_model: the folder that torch loads, if it is not `model`: use it to check that weights in memory, or
+            converted weights, equal those of a checkpoint.
         implementations: implementations of jattn's attention ops; all that run here if None.
-        max_tokens: greedy tokens for each prompt.
+        max_tokens: number of greedy tokens for each prompt.
         dtype: dtype of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
         torch_device: device of transformers.
         layers: also compare the output of every layer, so that the report names the first one that differs.
 
     Raises:
-        InvalidInput: nothing to compare: no prompts, an empty one, a token outside the vocabulary, an unknown
-            implementation, a dtype that is not the Decoder's, or a folder that cannot be loaded.
+        InvalidInput: there are no prompts, an empty prompt, a token outside the vocabulary, an unknown implementation,
+            a dtype other than the Decoder's, or a folder that cannot be loaded.
         RequestTooLong: a prompt and its new tokens exceed the model's context.
         Unsupported: a named implementation cannot run here, or transformers is needed and not installed.
 
