@@ -228,7 +228,7 @@ def _check_of(annotation: Any, classes: dict[type, Any]) -> _Check | None:
     elif kind in (int, float):
         check = functools.partial(_check_number, kind is int, classes[kind], limits, may_be_none)
     elif get_origin(kind) is tuple:
-        check = _check_of_tuple([_check_of(element, classes) for element in get_args(kind)])
+        check = _check_of_tuple([_check_of(element, classes) for element in get_args(kind)], limits)
     else:
         check = _check_of_classes(kinds, limits, may_be_none)
     return _unless_none(check) if may_be_none and check is not None else check
@@ -260,14 +260,14 @@ def _check_choice(choices: Choices, name: str, value: Any) -> None:
     raise choices.error(argument=name, value=value, wanted=wanted)
 
 
-def _check_of_tuple(elements: list[_Check | None]) -> _Check:
+def _check_of_tuple(elements: list[_Check | None], limits: Limits) -> _Check:
     # The check of the Ellipsis in tuple[int, ...] is None.
     repeated = len(elements) == 2 and elements[1] is None
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, tuple) or not (repeated or len(value) == len(elements)):
-            size = "" if repeated else f" of {len(elements)} elements"
-            raise InvalidInput(argument=name, value=value, wanted=f"it must be a tuple{size}")
+            wanted = limits.wanted or "a tuple" + (not repeated) * f" of {len(elements)} elements"
+            raise InvalidInput(argument=name, value=value, wanted=f"it must be {wanted}")
         for index, element in enumerate(value):
             check_element = elements[0 if repeated else index]
             if check_element is not None:

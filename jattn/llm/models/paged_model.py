@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import jax
 
 from jattn.metadata import AttentionMetadata
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import INT32_MAX, check_int, shown
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, check_fields
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 __all__ = ["EncoderModel", "PagedModel", "PagedSpec"]
 
-_MOST = (1 << 31) - 1
+Window: TypeAlias = Annotated[int | None, Limits(1, INT32_MAX)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +54,29 @@ class PagedSpec:
         (10, 2, 4, 2, 8)
     """
 
-    vocab_size: int
-    max_model_len: int
-    num_layers: int
+    vocab_size: Annotated[int, Limits(1, INT32_MAX)]
+    max_model_len: Annotated[int, Limits(1, INT32_MAX)]
+    num_layers: Annotated[int, Limits(1, INT32_MAX)]
     num_kv_heads: int
     head_dim: int
     kv_lora_rank: int | None = None
     index_head_dim: int | None = None
     dtype: str = "float32"
-    sliding_window: int | None = None
-    layer_windows: tuple[int | None, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    max_encoder_len: int = 0
+    sliding_window: Window = None
+    layer_windows: tuple[Window, ...] = ()
+    eos_token_ids: Annotated[tuple[int, ...], Limits(wanted="a tuple of token ids")] = ()
+    max_encoder_len: Annotated[int, Limits(0, INT32_MAX)] = 0
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_model_len", "num_layers"):
-            check_int(name, getattr(self, name), 1, _MOST)
-        if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, 1, _MOST, also=", or None")
+        check_fields(self)
         self._check_layer_windows()
-        if not isinstance(self.eos_token_ids, tuple):
-            raise InvalidInput("eos_token_ids", value=self.eos_token_ids, wanted="it must be a tuple of token ids")
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
         if self.forced_eos_token_id is not None:
             check_int("forced_eos_token_id", self.forced_eos_token_id, 0, self.vocab_size - 1)
-        check_int("max_encoder_len", self.max_encoder_len, 0, _MOST)
         if self.max_encoder_len:
             check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
             if self.forced_bos_token_id is not None:
@@ -133,7 +128,7 @@ class PagedSpec:
 
     def _check_layer_windows(self) -> None:
         windows = self.layer_windows
-        if not isinstance(windows, tuple) or len(windows) not in (0, self.num_layers):
+        if len(windows) not in (0, self.num_layers):
             raise InvalidInput(
                 f"layer_windows is {shown(windows)}; it must be a tuple of one entry for each of the {self.num_layers} "
                 "layers, or empty."
@@ -143,9 +138,6 @@ class PagedSpec:
                 f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
                 "second where they differ: leave one out."
             )
-        for index, window in enumerate(windows):
-            if window is not None:
-                check_int(f"layer_windows[{index}]", window, 1, _MOST, also=", or None")
 
 
 class PagedModel(Protocol):
