@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader went away (as in `jattn generate | head`); there is nobody to tell, at exit either.
+        # The reader closed the pipe (as in `jattn generate | head`); avoid a message at exit too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -60,39 +60,41 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="generate text from one or more prompts")
     generate.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
-    generate.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     generate.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt (64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    generate.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 for all (0)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass (1)")
-    generate.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+    generate.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (0)")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability (1)"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="seed of the random numbers (0)")
     add_loading_arguments(generate)
     add_process_arguments(generate)
-    generate.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal; /clear forgets, /exit ends")
     chat.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
-    chat.add_argument("--system", metavar="TEXT", help="the system's message")
-    chat.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
-    chat.add_argument("--max-tokens", type=int, default=512, help="of one answer (512)")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--chat-template", metavar="FILE", help="template to use instead of the model's own")
+    chat.add_argument("--max-tokens", type=int, default=512, help="most tokens of one answer (512)")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)")
     add_loading_arguments(chat)
     chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
     crosscheck.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
-    crosscheck.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    crosscheck.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     crosscheck.add_argument("--max-tokens", type=int, default=32, help="greedy tokens to compare (32)")
     crosscheck.add_argument(
         "--layers", action="store_true", help="compare every layer, and name the first that differs"
     )
     crosscheck.add_argument("--picture", metavar="FILE", help="draw the error by layer and position (needs matplotlib)")
-    crosscheck.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
+    crosscheck.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_implementation(crosscheck)
     crosscheck.set_defaults(run=_crosscheck)
 
-    doctor = commands.add_parser("doctor", help="say what works on this machine and why the rest does not")
+    doctor = commands.add_parser("doctor", help="list the features that work on this machine, and why others do not")
     doctor.set_defaults(run=_doctor)
 
     serve = commands.add_parser("serve", help="serve OpenAI's HTTP interface; see `jattn serve --help`", add_help=False)
@@ -105,7 +107,7 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     if "chat" in given[:1]:
         add_engine_arguments(chat)
 
-    bench = commands.add_parser("bench", help="measure; see `jattn bench NAME --help`", add_help=False)
+    bench = commands.add_parser("bench", help="run a benchmark; see `jattn bench NAME --help`", add_help=False)
     bench.add_argument("name", nargs="?", help=f"one of {', '.join(BENCHMARKS)}")
     bench.set_defaults(run=_bench)
     return parser
@@ -137,7 +139,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _tell(llm: Any, prompts: list[str], params: list[Any], *, as_json: bool) -> None:
-    """Prints what a model says to some prompts as it comes, and then how long that took."""
+    """Prints a model's answers to some prompts as they are generated, and then the time."""
     started = time.monotonic()
     results: dict[int, Any] = {}
     shown: list[str] = [""] * len(prompts)
@@ -192,7 +194,7 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _typed() -> Iterator[str]:
-    """What comes from stdin, with a prompt and line editing where somebody types it."""
+    """The lines of stdin, with a prompt and line editing in a terminal."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -26,7 +26,7 @@ __all__ = [
     "tell_processes",
 ]
 
-#: Fields of `EngineConfig` that no text spells.
+#: Fields of `EngineConfig` without a form in text.
 _NO_FLAGS = {"mesh", "logits_processors"}
 _METAVARS = {"speculative_config": "JSON", "kv_cache_scales": "FILE"}
 # Before the name of a field in the namespace of all arguments.
@@ -35,22 +35,24 @@ _DEST = "engine."
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `loading_options` reads."""
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and computation")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of weights and computation")
     add_implementation(parser)
     parser.add_argument(
         "--quantization",
         choices=("keep", "fp8"),
-        help="keep FP8 and MXFP4 weights as they are stored, or have linear layers multiply in FP8",
+        help="keep: FP8 and MXFP4 weights stay as stored; fp8: linear layers multiply in FP8",
     )
     parser.add_argument(
-        "--hf-overrides", metavar="JSON", help='in the place of config.json\'s values: {"some_key": null}'
+        "--hf-overrides", metavar="JSON", help='values that replace those of config.json: {"some_key": null}'
     )
 
 
 def add_implementation(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names who computes attention."""
+    """Adds the argument for the implementation of attention."""
     parser.add_argument(
-        "--implementation", choices=("triton", "torch", "xla"), help="of the attention ops (default: the fastest here)"
+        "--implementation",
+        choices=("triton", "torch", "xla"),
+        help="implementation of attention (default: the fastest)",
     )
 
 
@@ -58,12 +60,12 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of loading as keywords of `LLM`.
 
     Raises:
-        InvalidInput: overrides that are no JSON object.
+        InvalidInput: the overrides are not a JSON object.
     """
     options = {name: getattr(arguments, name) for name in ("dtype", "implementation", "quantization")}
     if arguments.hf_overrides is None:
         return options
-    # Here, so that a command's help does not wait for jax.
+    # Imported here, so that a command's help does not wait for jax.
     from jattn.llm.load.folder import read_json
 
     return options | {"hf_overrides": read_json(arguments.hf_overrides, "--hf-overrides")}
@@ -73,13 +75,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
     """Adds a flag for each field of `EngineConfig`, such as --max-num-seqs, and --engine-config; see `engine_config`.
 
     Args:
-        parser: of a command.
-        without: fields without a flag, where the command has another argument of that name.
+        parser: parser of a command.
+        without: fields without a flag, because the command has another argument of that name.
     """
     from jattn.llm.engine.options.config import EngineConfig
 
     group = parser.add_argument_group("engine", "fields of jattn.EngineConfig")
-    group.add_argument("--engine-config", metavar="JSON", help='several fields at once, as {"scrub_on_free": true}')
+    group.add_argument(
+        "--engine-config", metavar="JSON", help='several fields at once, for example {"scrub_on_free": true}'
+    )
     hints, texts = get_type_hints(EngineConfig), _attribute_texts(EngineConfig)
     for field in fields(EngineConfig):
         if field.name in _NO_FLAGS or field.name in without:
@@ -97,11 +101,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """Returns the config of the flags and of --engine-config, which mean the same.
+    """Returns the config from the flags and from --engine-config.
 
     Args:
-        arguments: with those of `add_engine_arguments`.
-        defaults: values of fields that are given by neither.
+        arguments: the parsed arguments, including those of `add_engine_arguments`.
+        defaults: values of fields that are given in neither way.
 
     Raises:
         InvalidInput: a value out of range; a field that is unknown or given twice; bad JSON.
@@ -126,30 +130,30 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0, if several processes hold one model; 'auto' for JAX's detection (SLURM, Kubernetes)",
+        help="address of process 0, if several processes hold one model; 'auto': JAX detects it (SLURM, Kubernetes)",
     )
     parser.add_argument("--num-processes", type=int, help="number of processes that run this same command")
-    parser.add_argument("--process-id", type=int, help="of this process, from 0, which takes the requests")
+    parser.add_argument("--process-id", type=int, help="index of this process; process 0 takes the requests")
 
 
 def join_processes(arguments: argparse.Namespace) -> None:
-    """Makes this process one of several if it was told so; to be called before anything asks for a device."""
+    """Joins other processes if the arguments ask for it; call it before any use of a device."""
     found = {"coordinator": arguments.coordinator}
     found |= {"num_processes": arguments.num_processes, "process_id": arguments.process_id}
     if all(value is None for value in found.values()):
         return
-    # Here, so that a command's help does not wait for jax.
+    # Imported here, so that a command's help does not wait for jax.
     from jattn.llm.processes import check_agreement, join
 
     join(**({} if arguments.coordinator == "auto" else found))
-    # A process with a model of its own would not even ask.
+    # A process with its own model would not ask the others.
     given = _given(arguments)
     sizes = ("tensor_parallel_size", "decode_context_parallel_size", "data_parallel_size")
     check_agreement({name: given.get(name, 1) for name in sizes})
 
 
 def tell_processes(error: Exception) -> None:
-    """Tells the others, if there are any, that this process ends with an error."""
+    """Tells the other processes, if there are any, that this process ends with an error."""
     if "jattn.llm.processes" in sys.modules:
         from jattn.llm.processes import tell_failure
 

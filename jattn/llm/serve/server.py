@@ -39,29 +39,37 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a signal; returns 0."""
     parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
     parser.add_argument("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen at (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="to listen at; 0 for any that is free (8000)")
-    parser.add_argument("--served-model-name", help="that clients ask for (default: the folder's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port (8000)")
+    parser.add_argument("--served-model-name", help="name of the model in requests (default: the folder's name)")
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="one key a line, of which clients must bring one, and behind a space its tenant's name (on all lines or "
-        "on none); # for comments",
+        help="file with one key per line, of which clients must send one, and after a space its tenant's name (on all "
+        "lines or on none); # starts a comment",
     )
     parser.add_argument(
-        "--isolate-tenants", action="store_true", help="no cached prefix is shared beyond a tenant (default: a key)"
+        "--isolate-tenants",
+        action="store_true",
+        help="share cached prefixes only within a tenant (without names: within a key)",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="instead of the model's own")
+    parser.add_argument("--chat-template", metavar="FILE", help="template to use instead of the model's own")
     parser.add_argument(
-        "--trust-request-chat-template", action="store_true", help="take chat_template from requests, in the sandbox"
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept chat_template from requests; it runs in the sandbox",
     )
-    parser.add_argument("--no-access-log", action="store_true", help="no line of JSON on stdout for each request")
     parser.add_argument(
-        "--ignore-generation-config", action="store_true", help="defaults of sampling are OpenAI's, not the folder's"
+        "--no-access-log", action="store_true", help="do not write a line of JSON to stdout for each request"
     )
-    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="of one request (4 MiB)")
-    parser.add_argument("--max-unfinished", type=int, default=1024, help="samples that may wait or run (1024)")
-    parser.add_argument("--drain-seconds", type=int, default=60, help="for what runs when a signal comes (60)")
+    parser.add_argument(
+        "--ignore-generation-config", action="store_true", help="use OpenAI's defaults of sampling, not the folder's"
+    )
+    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
+    parser.add_argument("--max-unfinished", type=int, default=1024, help="most samples that wait or run (1024)")
+    parser.add_argument(
+        "--drain-seconds", type=int, default=60, help="seconds for running requests to finish after a signal (60)"
+    )
     add_loading_arguments(parser)
     parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     add_engine_arguments(parser)
@@ -88,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         trust_request_chat_template=arguments.trust_request_chat_template,
     )
     engine = engine_config(arguments, **SERVING_SIZES)
-    # The host has a stream to write for each sequence, too, however large the model is.
+    # The host also writes a stream for each sequence, for a model of any size.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     llm = LLM(
         folder,
@@ -100,14 +108,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if llm.generates and not arguments.no_warmup:
-        # Minutes on a CPU, and a progress bar is for terminals alone.
-        sys.stderr.write("jattn: compiling what any request can need; --no-warmup serves at once\n")
+        # This takes minutes on a CPU, and a progress bar is for terminals only.
+        sys.stderr.write("jattn: compiling all programs; --no-warmup serves at once\n")
         llm.engine.warmup()
     if not arguments.no_access_log:
-        # A stream of its own: lines of JSON and nothing else.
+        # A separate stream, with lines of JSON only.
         access.log.addHandler(logging.StreamHandler(sys.stdout))
         access.log.setLevel(logging.INFO)
-    # uvicorn stops to listen at SIGTERM and SIGINT, and waits for the answers that run.
+    # uvicorn stops listening at SIGTERM and SIGINT, and waits for running answers.
     uvicorn.run(
         create_app(AsyncLLM(llm), config),
         host=arguments.host,
@@ -119,10 +127,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Refuses an address that nothing can listen at, before minutes of compiling.
+    """Refuses an address that cannot be listened on, before minutes of compiling.
 
     Raises:
-        InvalidInput: it is in use, or none of this machine's.
+        InvalidInput: the address is in use, or not of this machine.
     """
     check_int("port", port, 0, 65535)
     try:
