@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from torch_core.attention.call import AttentionCall, PagedCall, TableCall
-from torch_core.attention.operands import count, make_launch, output
-from torch_core.attention.partials import PARTIALS, Chunks
+from torch_core.attention.call import AttentionCall, TableCall
+from torch_core.attention.operands import output
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
-from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan
+from torch_core.launch.plan import Descriptor, DeviceLimits
 
 __all__ = [
     "Matrix",
     "array_matrix",
+    "box_descriptor",
     "byte_matrix",
-    "copied_launch",
     "copy_box",
     "copy_descriptor",
     "dense_matrix",
@@ -54,91 +51,6 @@ class Matrix:
     block_rows: int
     head_stride: int
     value_row: int = 0
-
-
-def copied_launch(
-    kernel: Any,
-    call: AttentionCall[ArraySpec],
-    limits: DeviceLimits,
-    tile: Any,
-    constexprs: Mapping[str, Any],
-    *,
-    rows: int,
-    pack: int,
-    block_n: int,
-    kv_heads: int,
-    query: Descriptor,
-    query_rest: Argument = ABSENT,
-    min_query: int,
-    chunks: Chunks | None = None,
-) -> LaunchPlan | None:
-    """Plans a persistent kernel that loads keys and values by boxes; None if the copy engine cannot follow them.
-
-    Args:
-        kernel: the kernel.
-        call: the call.
-        limits: the device.
-        tile: the kernel's, a dataclass; its fields are constexprs of the same name.
-        constexprs: others that only this kernel has.
-        rows: query rows of a tile.
-        pack: heads side by side in a tile.
-        block_n: keys of one step.
-        kv_heads: key/value heads worked on side by side, at most.
-        query: the query's descriptor.
-        query_rest: its descriptor for the elements that queries and keys have more than values, if they have any.
-        min_query: query rows from which on a sequence is served.
-        chunks: each of them is an item of its own, for `combine_launch` to finish; None for whole rows.
-    """
-    # An array that the kernel has no parameter for does something that it cannot do.
-    known = {*kernel.arg_names, *call.buffers(), "out"}
-    if not call.arrays().keys() <= known:
-        return None
-    key, value = (array_matrix(call, name, block_n) for name in ("key", "value"))
-    items = (call.num_tokens // (rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
-    splitting: dict[str, Argument] = dict.fromkeys((*PARTIALS, "chunk", "max_chunks", "max_query"), ABSENT)
-    if chunks is not None:
-        items *= chunks.number
-        splitting = {**chunks.arguments(), "chunk": count(chunks.size), "max_query": count(chunks.max_query)}
-    if key is None or value is None or key.block_rows != value.block_rows or items >= 2**31:
-        return None
-    key_name, value_name = call.buffers()
-    size, rest_size, box = call.value_head_size, call.head_size - call.value_head_size, copy_box(call, block_n)
-    key_dtype = call.keys().dtype
-    # The key/value heads worked on side by side are as many as divide all of them.
-    together = max(i for i in range(1, min(call.num_kv_heads, kv_heads) + 1) if call.num_kv_heads % i == 0)
-    return make_launch(
-        kernel,
-        call,
-        (min(items, limits.num_sms),),
-        {
-            **{name.upper(): value for name, value in asdict(tile).items()},
-            **constexprs,
-            "NUM_HEADS": call.num_heads,
-            "GROUP": call.group,
-            "HEAD_SIZE": size,
-            "REST_SIZE": rest_size,
-            "HEADS_TOGETHER": call.group * together // pack,
-            "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
-            "BLOCK_ROWS": key.block_rows,
-            "BOX": box,
-            "MIN_QUERY": min_query,
-            "KEY_STRIDE": key.head_stride,
-            "VALUE_STRIDE": value.head_stride,
-            "VALUE_ROW": value.value_row,
-            "OUT_STRIDES": output(call).element_strides[:2],
-        },
-        arguments={
-            **splitting,
-            "query": query,
-            "key_cache": _box_descriptor(call, key_name, key, (box, size), key_dtype),
-            "value_cache": _box_descriptor(call, value_name, value, (box, size), call.values().dtype),
-            "query_rest": query_rest,
-            "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
-        },
-        writes=() if chunks is None else chunks.buffers,
-        # Not hot: a few bytes of state outside the loops are spilled.
-        num_warps=4,
-    )
 
 
 def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, rest_size: int = 0) -> bool:
@@ -234,7 +146,7 @@ def query_descriptor(
     return Descriptor("query", call.query.shape, strides, (rows // pack, pack, width), layout)
 
 
-def _box_descriptor(
+def box_descriptor(
     call: AttentionCall[ArraySpec], buffer: str, matrix: Matrix, box: tuple[int, int], dtype: str
 ) -> Descriptor:
     """Returns the descriptor of keys or values; one whose boxes are whole blocks, see `device.hopper_tiles`, if it may.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch_core.attention.call import AttentionCall, PagedCall
-from torch_core.attention.copies import array_matrix, copied_launch, copy_descriptor, query_descriptor
-from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.attention.copies import array_matrix, box_descriptor, copy_box, copy_descriptor, query_descriptor
+from torch_core.attention.operands import count, make_launch, output
+from torch_core.attention.partials import PARTIALS, Chunks, combine_launch
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, power_of_two
-from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
+from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan
 
 __all__ = [
     "MIN_PACKED_ROWS",
@@ -71,32 +73,70 @@ def prefill_launch(
         kernel: the kernel.
         call: the call.
         limits: the device.
-        tile: the kernel's tile, a dataclass with `rows`.
+        tile: the kernel's tile, a dataclass with `rows`; its fields are constexprs of the same name.
         block_n: keys of one step.
         pack: query heads side by side in a tile.
         kv_heads: key/value heads worked on side by side, at most, if a tile holds one head.
         min_query: query rows from which on a sequence is served.
         chunks: chunks of keys that are work items of their own; None for whole rows.
     """
-    query = array_matrix(call, "query", block_n)
-    boxes = None if query is None else query_descriptor(call, query, (WARPGROUP_ROWS, call.value_head_size), pack)
-    if query is None or boxes is None:
+    # An array that the kernel has no parameter for does something that it cannot do.
+    known = {*kernel.arg_names, *call.buffers(), "out"}
+    if not call.arrays().keys() <= known:
         return None
-    rest = (WARPGROUP_ROWS, call.head_size - call.value_head_size)
-    return copied_launch(
+    query, key, value = (array_matrix(call, name, block_n) for name in ("query", "key", "value"))
+    items = (call.num_tokens // (tile.rows // pack) + call.num_seqs + 1) * (call.num_heads // pack)
+    splitting: dict[str, Argument] = dict.fromkeys((*PARTIALS, "chunk", "max_chunks", "max_query"), ABSENT)
+    if chunks is not None:
+        items *= chunks.number
+        splitting = {**chunks.arguments(), "chunk": count(chunks.size), "max_query": count(chunks.max_query)}
+    if query is None or key is None or value is None or key.block_rows != value.block_rows or items >= 2**31:
+        return None
+    boxes = query_descriptor(call, query, (WARPGROUP_ROWS, call.value_head_size), pack)
+    if boxes is None:
+        return None
+    key_name, value_name = call.buffers()
+    size, rest_size, box = call.value_head_size, call.head_size - call.value_head_size, copy_box(call, block_n)
+    key_dtype = call.keys().dtype
+    # The number of key/value heads worked on side by side divides that of all of them.
+    most = min(call.num_kv_heads, kv_heads) if pack == 1 else call.num_kv_heads
+    together = max(i for i in range(1, most + 1) if call.num_kv_heads % i == 0)
+    return make_launch(
         kernel,
         call,
-        limits,
-        tile,
-        {"PACK": pack, "PAGED": isinstance(call, PagedCall), "QUERY_STRIDE": query.head_stride if pack == 1 else 0},
-        rows=tile.rows,
-        pack=pack,
-        block_n=block_n,
-        kv_heads=kv_heads if pack == 1 else call.num_kv_heads,
-        query=boxes,
-        query_rest=copy_descriptor("query", query, rest, call.query.dtype) if rest[1] else ABSENT,
-        min_query=min_query,
-        chunks=chunks,
+        (min(items, limits.num_sms),),
+        {
+            **{name.upper(): value for name, value in asdict(tile).items()},
+            "PACK": pack,
+            "PAGED": isinstance(call, PagedCall),
+            "QUERY_STRIDE": query.head_stride if pack == 1 else 0,
+            "NUM_HEADS": call.num_heads,
+            "GROUP": call.group,
+            "HEAD_SIZE": size,
+            "REST_SIZE": rest_size,
+            "HEADS_TOGETHER": call.group * together // pack,
+            "BLOCK_SIZE": call.block_size if isinstance(call, PagedCall) else 1,
+            "BLOCK_ROWS": key.block_rows,
+            "BOX": box,
+            "MIN_QUERY": min_query,
+            "KEY_STRIDE": key.head_stride,
+            "VALUE_STRIDE": value.head_stride,
+            "VALUE_ROW": value.value_row,
+            "OUT_STRIDES": output(call).element_strides[:2],
+        },
+        arguments={
+            **splitting,
+            "query": boxes,
+            "key_cache": box_descriptor(call, key_name, key, (box, size), key_dtype),
+            "value_cache": box_descriptor(call, value_name, value, (box, size), call.values().dtype),
+            "query_rest": copy_descriptor("query", query, (WARPGROUP_ROWS, rest_size), call.query.dtype)
+            if rest_size
+            else ABSENT,
+            "key_rest": copy_descriptor(key_name, key, (box, rest_size), key_dtype) if rest_size else ABSENT,
+        },
+        writes=() if chunks is None else chunks.buffers,
+        # Not hot: a few bytes of state outside the loops are spilled.
+        num_warps=4,
     )
 
 

@@ -82,12 +82,7 @@ def read_item(items, turn):
 def words_of(told):
     """The eight words that every thread has, one by one."""
     fields = gl.arange(0, 8, layout=told.type.layout)
-    a = gl.sum(gl.where(fields == 0, told, 0), 0)
-    b = gl.sum(gl.where(fields == 1, told, 0), 0)
-    c = gl.sum(gl.where(fields == 2, told, 0), 0)
-    d = gl.sum(gl.where(fields == 3, told, 0), 0)
-    e = gl.sum(gl.where(fields == 4, told, 0), 0)
-    f = gl.sum(gl.where(fields == 5, told, 0), 0)
-    g = gl.sum(gl.where(fields == 6, told, 0), 0)
-    h = gl.sum(gl.where(fields == 7, told, 0), 0)
-    return a, b, c, d, e, f, g, h
+    words = ()
+    for i in gl.static_range(8):
+        words = words + (gl.sum(gl.where(fields == i, told, 0), 0),)  # noqa: RUF005 - no starred tuples here
+    return words

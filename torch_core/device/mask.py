@@ -74,30 +74,16 @@ def visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES: tl.constexpr
     low = num_keys * 0
     high = num_keys
     if NUM_RANGES == 0:
-        if bounds.window_left is not None:
-            low = tl.maximum(low, first_pos - bounds.window_left)
-        if bounds.window_right is not None:
-            high = tl.minimum(high, last_pos + bounds.window_right + 1)
-        if bounds.attention_chunk is not None:
-            chunk = bounds.attention_chunk
-            low = tl.maximum(low, tl.maximum(first_pos, 0) // chunk * chunk)
-            high = tl.minimum(high, (tl.maximum(last_pos, 0) // chunk + 1) * chunk)
+        low, high = _bounded(first_pos, last_pos, low, high, bounds.window_left, bounds.window_right, bounds)
     return low, tl.maximum(high, low)
 
 
 @triton.jit
 def fully_visible_keys(first_pos, last_pos, num_keys, bounds):
     """The range [low, high) of keys visible to all the positions first_pos..last_pos; empty when high <= low."""
-    low = num_keys * 0
-    high = num_keys
-    if bounds.window_left is not None:
-        low = tl.maximum(low, last_pos - bounds.window_left)
-    if bounds.window_right is not None:
-        high = tl.minimum(high, first_pos + bounds.window_right + 1)
+    low, high = _bounded(last_pos, first_pos, num_keys * 0, num_keys, bounds.window_left, bounds.window_right, bounds)
     if bounds.attention_chunk is not None:
-        chunk = bounds.attention_chunk
-        low = tl.maximum(low, tl.maximum(last_pos, 0) // chunk * chunk)
-        high = tl.where(first_pos < 0, 0, tl.minimum(high, (first_pos // chunk + 1) * chunk))
+        high = tl.where(first_pos < 0, 0, high)
     return low, high
 
 
@@ -107,30 +93,27 @@ def visible_queries(first_key, last_key, first_pos, end_pos, bounds, NUM_RANGES:
     low = first_pos
     high = end_pos
     if NUM_RANGES == 0:
-        if bounds.window_right is not None:
-            low = tl.maximum(low, first_key - bounds.window_right)
-        if bounds.window_left is not None:
-            high = tl.minimum(high, last_key + bounds.window_left + 1)
-        if bounds.attention_chunk is not None:
-            chunk = bounds.attention_chunk
-            low = tl.maximum(low, first_key // chunk * chunk)
-            high = tl.minimum(high, (last_key // chunk + 1) * chunk)
+        low, high = _bounded(first_key, last_key, low, high, bounds.window_right, bounds.window_left, bounds)
     return low, tl.maximum(high, low)
 
 
 @triton.jit
 def fully_visible_queries(first_key, last_key, first_pos, end_pos, bounds):
     """The range [low, high) of those that see all of the keys first_key..last_key; empty when high <= low."""
-    low = first_pos
-    high = end_pos
-    if bounds.window_right is not None:
-        low = tl.maximum(low, last_key - bounds.window_right)
-    if bounds.window_left is not None:
-        high = tl.minimum(high, first_key + bounds.window_left + 1)
+    return _bounded(last_key, first_key, first_pos, end_pos, bounds.window_right, bounds.window_left, bounds)
+
+
+@triton.jit
+def _bounded(first, last, low, high, before, after, bounds):
+    """Cuts [low, high) to `before` places below `first`, `after` above `last`, and their chunks of attention."""
+    if before is not None:
+        low = tl.maximum(low, first - before)
+    if after is not None:
+        high = tl.minimum(high, last + after + 1)
     if bounds.attention_chunk is not None:
         chunk = bounds.attention_chunk
-        low = tl.maximum(low, last_key // chunk * chunk)
-        high = tl.minimum(high, (first_key // chunk + 1) * chunk)
+        low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
+        high = tl.minimum(high, (tl.maximum(last, 0) // chunk + 1) * chunk)
     return low, high
 
 

@@ -127,17 +127,9 @@ def through_queries(
 ):  # fmt: skip
     """Takes keys of a tile through all queries of the group that see them, the last queries first.
 
-    Args:
-        STEP: adds a tile of queries to the sums: STEP(sums, given, step, bound, OWN, EDGE, SHAPE, S_LAYOUT). `bound` is
-            the first or the last query that sees each key, at that EDGE of the mask.
-        sums: the sums, a tuple.
-        given: further arguments of STEP.
-        item: the Item of the program.
-        rows: the keys, counted from the tile's first.
-        low, high: the `full_tiles` of the keys.
-        OWN: number of the role.
-        SHAPE: the Sizes.
-        S_LAYOUT: the layout of scores.
+    STEP(sums, given, step, bound, OWN, EDGE, SHAPE, S_LAYOUT) adds a tile of queries to the sums, a tuple. `bound` is
+    the first or the last query that sees each key, at that EDGE of the mask. `rows` are the keys, counted from the
+    tile's first; [low, high) are their `full_tiles`.
 
     Returns:
         (sums, number of steps).

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.hopper_latents import BLOCK_N, ROPE, Results, Sizes, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
+from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP, GROUPS, Room, Source
 from torch_core.latent.kernels.mla_few.warpgroups import attend
-from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS, Room, Source
 
 __all__ = ["few_latent_kernel"]
 

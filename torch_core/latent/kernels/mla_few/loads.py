@@ -1,6 +1,8 @@
-"""The loads of the kernel for few rows: tiles by the copy engine, the query as e4m3 terms."""
+"""Shared memory of the kernel for few rows, and its loads: tiles by the copy engine, the query as e4m3 terms."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,14 +10,61 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_latents import BLOCK_N, ROPE
-from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS
 
-__all__ = ["load_query", "load_scales", "load_tile", "zero_behind"]
+__all__ = ["COLUMNS", "GROUP", "GROUPS", "Room", "Source", "load_query", "load_scales", "load_tile", "zero_behind"]
 
+#: Rows (query token, head) of a program.
+COLUMNS = gl.constexpr(16)
+#: Elements of a latent that are copied and converted together, and the number of these groups.
+GROUP = gl.constexpr(128)
+GROUPS = gl.constexpr(4)
 # Of a packed row: all bytes, and where its scales and its rotary key start.
 _PACKED_BYTES = gl.constexpr(656)
 _SCALE_OFFSET = gl.constexpr(512)
 _ROPE_OFFSET = gl.constexpr(528)
+
+
+class Room(NamedTuple):
+    """Shared memory.
+
+    Attributes:
+        codes: groups of tiles as the cache holds them: group g of a slot is number `GROUPS * slot + g`.
+        ropes: rotary keys, a slot for each tile.
+        query: groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
+        query_rope: its rotary part: like `query`, for packed rows in bfloat16.
+        weights: of a tile, for each warpgroup; for packed rows those of each group.
+        states: maxima and sums of the second warpgroup; the unit of each row's scores.
+        full: barriers: the tile of a slot has come.
+        ready: a barrier: the query is there.
+        other: a barrier: the second warpgroup's results are there for the first.
+    """
+
+    codes: Any
+    ropes: Any
+    query: Any
+    query_rope: Any
+    weights: Any
+    states: Any
+    full: Any
+    ready: Any
+    other: Any
+
+
+class Source(NamedTuple):
+    """Where rows are copied from.
+
+    Attributes:
+        query: the query.
+        latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys.
+        packed: the cache's bytes where its rows are packed, else None.
+        table: the sequence's blocks.
+    """
+
+    query: Any
+    latent_cache: Any
+    latent_rope: Any
+    packed: Any
+    table: Any
 
 
 @gluon.jit

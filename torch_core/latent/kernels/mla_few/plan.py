@@ -7,7 +7,7 @@ from torch_core.base.specs import ArraySpec
 from torch_core.device.hopper_latents import BLOCK_N, ROPE
 from torch_core.latent.call import LatentCall
 from torch_core.latent.kernels.mla_few.kernel import few_latent_kernel
-from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP
+from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP
 from torch_core.latent.operands import LatentKernel, is_hopper_latent
 from torch_core.launch.plan import ABSENT, DeviceLimits, Pointer
 

@@ -14,8 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_core.device.gluon_names import reinterpret, thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, ROPE, boxes_of, slots_of, store_sums, visible_latents
 from torch_core.device.mask import LOG2E
-from torch_core.latent.kernels.mla_few.loads import load_query, load_scales, load_tile, zero_behind
-from torch_core.latent.kernels.mla_few.work import COLUMNS, GROUP, GROUPS
+from torch_core.latent.kernels.mla_few.loads import (
+    COLUMNS,
+    GROUP,
+    GROUPS,
+    load_query,
+    load_scales,
+    load_tile,
+    zero_behind,
+)
 
 __all__ = ["attend"]
 

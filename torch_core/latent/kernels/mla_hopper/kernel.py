@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, Results, Sizes, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
+from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, Room, Source
 from torch_core.latent.kernels.mla_hopper.warpgroups import make_weights, weigh_latents
-from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS, Room, Source
 
 __all__ = ["hopper_latent_kernel"]
 

@@ -7,7 +7,7 @@ from torch_core.base.specs import ArraySpec
 from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE
 from torch_core.latent.call import LatentCall
 from torch_core.latent.kernels.mla_hopper.kernel import hopper_latent_kernel
-from torch_core.latent.kernels.mla_hopper.work import ROWS
+from torch_core.latent.kernels.mla_hopper.loads import ROWS
 from torch_core.latent.operands import LatentKernel, is_hopper_latent
 from torch_core.launch.plan import DeviceLimits
 

@@ -15,8 +15,7 @@ from torch_core.device.gluon_names import thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF, boxes_of, slots_of, store_sums, visible_latents
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
-from torch_core.latent.kernels.mla_hopper.loads import load_half, load_query, slot_of
-from torch_core.latent.kernels.mla_hopper.work import ROPES, ROWS, SLOTS
+from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, load_half, load_query, slot_of
 
 __all__ = ["make_weights", "weigh_latents"]
 
