@@ -1,4 +1,4 @@
-"""How the copy engine of a Hopper device sees an attention call: arrays as rows of matrices, copied box by box."""
+"""The arrays of an attention call as the copy engine of a Hopper device sees them: matrices, copied box by box."""
 
 from __future__ import annotations
 

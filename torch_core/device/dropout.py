@@ -1,4 +1,4 @@
-"""Which softmax weights of a tile dropout leaves; generator and counters are those of torch_core.attention.dropout."""
+"""Dropout of the softmax weights of a tile, with the generator and counters of torch_core.attention.dropout."""
 
 from __future__ import annotations
 

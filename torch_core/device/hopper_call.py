@@ -11,7 +11,7 @@ __all__ = ["Batch", "Call", "Shape", "Split"]
 
 
 class Batch(NamedTuple):
-    """Where the sequences of a batch stand.
+    """The sequences of a batch: their rows, lengths and tables.
 
     Attributes:
         query_start_loc: first query row of each sequence, and the end of the last one.

@@ -93,7 +93,7 @@ class Work(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where rows go: finished ones, or with other chunks of their sequence the running softmax.
+    """The destinations of rows: of finished ones, or of the running softmax of a chunk.
 
     Attributes:
         output: a hopper_rows.Output.
@@ -217,7 +217,7 @@ def store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE: gl.constexp
 
 @gluon.jit
 def slots_of(work, tokens, heads, results, SHAPE: gl.constexpr):
-    """Where attention_combine_kernel looks for the rows of a chunk."""
+    """The places of a chunk's rows in scratch, for attention_combine_kernel."""
     row = work.seq.to(gl.int64) * SHAPE.MAX_QUERY + tokens
     return (row * results.max_chunks + work.index) * SHAPE.NUM_HEADS + heads
 

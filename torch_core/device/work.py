@@ -1,4 +1,4 @@
-"""Which sequence, tile or chunk a program works on: found on the device, so that no grid depends on a true length.
+"""The search for a program's sequence, tile or chunk. It runs on the device: no grid depends on a true length.
 
 There is no list in memory: a program counts the work of all sequences in registers (a thousand lengths are 4 KB that
 stay in the cache), which costs less than the launch of a kernel that would write the list.

@@ -43,7 +43,7 @@ class LatentKernel:
 
 
 def is_hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits, *further: str) -> bool:
-    """Whether a Hopper kernel can serve a call, as far as both of them ask for the same.
+    """Whether a call meets the conditions that both Hopper kernels have.
 
     Both take queries of bfloat16 or float16, latents of 512 and rotary keys of 64 elements (DeepSeek's), a positive
     scale, the causal mask or none, and sinks.

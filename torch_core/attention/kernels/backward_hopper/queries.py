@@ -80,7 +80,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
 
 @gluon.jit
 def query_sums(step, item, gradients, SHAPE: gl.constexpr):
-    """Where the sums of the step's tile of queries lie.
+    """A pointer to the sums of the step's tile of queries.
 
     They lie as the matrix units leave them, so that a thread adds 16 bytes at a time.
     """

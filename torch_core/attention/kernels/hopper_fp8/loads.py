@@ -98,7 +98,7 @@ def _copy_tiles(array, ring, step, bounds, table, low, high, num_keys, column, B
 
 @gluon.jit
 def _sequence(seq, tile, call, SHAPE: gl.constexpr):
-    """Where a tile stands.
+    """The rows and keys of a tile.
 
     Returns:
         (first query row, query tokens, first position, end of its keys, low key, high key, row of the table, first key

@@ -51,7 +51,7 @@ class Room(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where rows are copied from.
+    """The sources of copies.
 
     Attributes:
         query: the query.

@@ -245,7 +245,7 @@ def _latents(slot, INDEX: gl.constexpr, room):
 
 @gluon.jit
 def _left(place, INDEX: gl.constexpr, room):
-    """Where the second warpgroup leaves a group of its sums."""
+    """The shared memory in which the second warpgroup leaves a group of its sums."""
     return reinterpret(room.codes.index(GROUPS * place + INDEX), gl.float32, GROUP, COLUMNS, _LEFT_SHARED)
 
 

@@ -53,7 +53,7 @@ class Room(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where rows are copied from.
+    """The sources of copies.
 
     Attributes:
         query, query_rope: rows (token, head), as seen for halves and for rotary parts.
