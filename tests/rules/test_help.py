@@ -40,3 +40,8 @@ def test_help_describes_every_option(name: str) -> None:
     entries = re.findall(r"^    (\w[\w, \n]*):", section[2], re.MULTILINE)
     described = {option for entry in entries for option in re.split(r"[,\s]+", entry)}
     assert [option for option in options_of(cls) if option not in described] == []
+
+
+def test_help_of_llm_describes_the_fields_of_engine_config_that_it_takes() -> None:
+    text = inspect.getdoc(jattn.LLM) or ""
+    assert [option for option in options_of(jattn.EngineConfig) if not re.search(rf"\b{option}\b", text)] == []
