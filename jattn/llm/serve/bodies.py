@@ -55,7 +55,7 @@ _Whole = Annotated[int, Limits(wanted="a whole number")]
 _Text = Annotated[str, Limits(wanted="a string")]
 _List = Annotated[list[Any], Limits(wanted="a list")]
 _Object = Annotated[dict[str, Any], Limits(wanted="an object")]
-#: Fields to what they must be besides their type, and how an error says that.
+#: Conditions of fields in addition to their type, with the text of the error.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_prompt, "it must be a string, token ids, or a list of either"),
     "input": (_is_prompt, "it must be a string, token ids, or a list of either"),

@@ -35,7 +35,7 @@ class Generation:
         salt: only requests of equal salt share cached prefixes.
         grammar_field: the field that holds the structured output; None without one.
         messages: the messages of a chat.
-        template: what the template of a chat takes besides them.
+        template: further arguments of a chat's template.
         chat_template: the client's own template.
     """
 
@@ -142,7 +142,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
 
 
 def _generation(body: GenerationBody, changes: dict[str, Any], aliases: Mapping[str, str], **form: Any) -> Generation:
-    """Returns a request with what completions and chats have in common."""
+    """Returns a request with the common fields of completions and chats."""
     if body.stream_options is not None and not body.stream:
         raise InvalidInput("stream_options", "is given", "it needs stream: true", value=body.stream_options)
     if changes.get("prompt_logprobs") is not None and body.stream and not form.get("echo"):
@@ -167,7 +167,7 @@ def _generation(body: GenerationBody, changes: dict[str, Any], aliases: Mapping[
 
 
 def _structured(body: GenerationBody) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Returns the field that says what the text must match, and its value for SamplingParams."""
+    """Returns the field with the required format of the text, and its value for SamplingParams."""
     wanted, form = body.structured_outputs, body.response_format
     for unknown in (wanted or {}).keys() - StructuredOutputsParams.__dataclass_fields__:
         raise InvalidInput("structured_outputs", f"has no {shown(unknown)}")
