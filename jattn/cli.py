@@ -27,8 +27,6 @@ from jattn.llm.arguments import (
 )
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""

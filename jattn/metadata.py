@@ -13,8 +13,6 @@ import numpy as np
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
 
-__all__ = ["AttentionMetadata", "CrossMetadata", "GroupedMetadata", "PrefixGroups"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)

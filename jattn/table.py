@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["aligned"]
-
 # More columns than any line has: no terminal width wraps a line.
 _WIDTH = 10_000
 

@@ -6,8 +6,6 @@ from torch_core import attention, cache_writes, experts, latent
 from torch_core.launch.op import Served, registered_ops
 from torch_core.launch.serves import IMPLEMENTATIONS
 
-__all__ = ["SERVES", "serves_table"]
-
 
 def serves_table() -> str:
     """Returns the table in Markdown."""

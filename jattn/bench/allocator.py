@@ -24,8 +24,6 @@ from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.metadata import BlockTableCache, build_common_metadata, metadata_layout
 
-__all__ = ["BENCHMARK", "AllocatorRow", "run"]
-
 _VOCABULARY = 32_000
 
 

@@ -23,8 +23,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.launch.launcher import device_limits, run_operation
 from torch_core.launch.tensors import array_spec
 
-__all__ = ["BENCHMARK", "run"]
-
 # Matrix products of each: along the elements of a key, and of a value.
 _PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 

@@ -15,22 +15,6 @@ from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.run import run
 
-__all__ = [
-    "BLOCK_SIZE",
-    "HEADS",
-    "KV_HEADS",
-    "Batch",
-    "Parts",
-    "cold_batches",
-    "dense_call",
-    "fa3",
-    "ours",
-    "packed",
-    "paged_call",
-    "random_batch",
-    "vllm_triton",
-]
-
 HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
 
 #: (sequences, new tokens of each, tokens before them) of each part of a batch.

@@ -16,8 +16,6 @@ from jattn.bench.session import Session, in_graph
 from torch_core.metadata import prefix_piece_tokens, use_cascade_attention
 from torch_core.vllm import AttentionScales, PagedAttentionMetadata, TritonAttentionImpl
 
-__all__ = ["BENCHMARK", "PREFIXES", "SEQUENCES", "run", "verdicts"]
-
 SEQUENCES = (2, 4, 8, 16, 64, 256)
 #: Tokens that all sequences share.
 PREFIXES = (256, 512, 1024, 2048, 8192)

@@ -26,8 +26,6 @@ from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
 
-__all__ = ["BENCHMARK", "CONTEXTS", "SHAPES", "plans", "run"]
-
 #: Sequences and new tokens of each: batches that fill the device first, then some that leave it half empty.
 SHAPES = ("64x16", "32x32", "16x64", "8x128", "8x512", "4x32", "1x64", "1x128")
 #: Tokens before the new ones.

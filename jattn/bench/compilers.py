@@ -13,8 +13,6 @@ from jattn.bench.runner import Benchmark, check_places
 from jattn.table import aligned
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BENCHMARK", "compare_records", "compile_all", "run"]
-
 #: Bytes of shared memory that a block may have, by compute capability.
 _SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
 # The first devices with the instructions by which Triton's warps exchange numbers.

@@ -15,8 +15,6 @@ from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
 from jattn.bench.session import Column, Session, in_graph
 
-__all__ = ["BENCHMARK", "SHAPES", "run"]
-
 #: Sequences and tokens of each, in the rows of the default table.
 SHAPES = ("1x1024", "1x8192", "1x65536", "8x8192", "32x4096", "64x2048", "128x1024", "128x4096", "256x512")
 _SIZE = 128

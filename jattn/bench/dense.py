@@ -13,8 +13,6 @@ from jattn.bench.session import Column
 from torch_core.attention.call import DenseCall
 from torch_core.launch.run import run
 
-__all__ = ["attend", "cudnn", "fa3", "in_jax", "ours", "sdpa"]
-
 
 def ours(call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
     """Returns this project's call, into an output of its own."""

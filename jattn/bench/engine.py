@@ -36,8 +36,6 @@ from jattn.llm.models import (
     tensor_parallel_of,
 )
 
-__all__ = ["BENCHMARK", "SHAPES", "EngineRow", "random_decoder", "run"]
-
 _LARGE = ModelConfig(
     vocab_size=128256,
     hidden_size=8192,

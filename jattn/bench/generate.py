@@ -16,8 +16,6 @@ from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 from jattn.llm.load import embedded_model_folder
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["BENCHMARK", "GenerateRow", "run"]
-
 
 @dataclass(frozen=True, slots=True)
 class GenerateRow:

@@ -12,8 +12,6 @@ from jax.profiler import ProfileData
 
 from jattn.table import aligned
 
-__all__ = ["KernelTimes", "kernel_times", "profiled"]
-
 _SHOWN = 24
 
 

@@ -20,8 +20,6 @@ from jattn.bench.runner import Benchmark
 from jattn.llm.load import load_model, save_model
 from jattn.llm.models import ModelConfig
 
-__all__ = ["BENCHMARK", "LoadRow", "run"]
-
 _CHUNK = 16 << 20
 _READERS = 8
 

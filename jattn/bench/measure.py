@@ -13,21 +13,6 @@ import torch
 
 from torch_core.base.errors import Unsupported
 
-__all__ = [
-    "chained_us",
-    "copy_bytes_per_second",
-    "device_name",
-    "eager_us",
-    "fed",
-    "graph_us",
-    "jax_us",
-    "kernels_us",
-    "matmul_flops",
-    "num_pools",
-    "require_cuda",
-    "rest",
-]
-
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
 _COLD_BYTES = 512 << 20
 _CALLS_PER_GRAPH = 16

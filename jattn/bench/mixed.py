@@ -10,8 +10,6 @@ from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark
 from jattn.bench.session import Session, in_graph
 
-__all__ = ["BENCHMARK", "bound_us", "run"]
-
 _SIZE = 128
 # (sequences, new tokens of each, tokens before them)
 _CHUNKS = (8, 512, 4096)

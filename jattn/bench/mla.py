@@ -20,8 +20,6 @@ from torch_core.latent.packed import pack_latents
 from torch_core.launch.run import run as run_call
 from torch_core.vllm.mla import compute_num_kv_splits
 
-__all__ = ["BENCHMARK", "SHAPES", "run"]
-
 #: Sequences and tokens of each, in the rows of the default table.
 SHAPES = ("1x8192", "8x8192", "64x2048", "128x4096")
 HEADS = (16, 128)

@@ -16,8 +16,6 @@ from jattn.bench.session import Column, Session, in_graph
 from torch_core.attention.call import DenseCall
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["BENCHMARK", "HEADS", "KEY_SIZE", "LENGTHS", "VALUE_SIZE", "prompt_call", "run"]
-
 #: Tokens of one sequence in each row.
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 #: Heads of queries, keys and values, and their elements.

@@ -15,8 +15,6 @@ from flax import nnx
 from jattn.bench.runner import Benchmark
 from jattn.nn import MultiHeadAttention
 
-__all__ = ["BENCHMARK", "HostRow", "StepRow", "host_times", "run", "step_times"]
-
 _LAYERS = 32
 
 

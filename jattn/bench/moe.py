@@ -17,8 +17,6 @@ from jattn.llm.models.experts import SparseMLP
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BENCHMARK", "SHAPES", "MoERow", "measure_rows"]
-
 #: Hidden size, width of an expert, experts, experts of a token.
 SHAPES = {
     "mixtral-8x7b": (4096, 14336, 8, 2),

@@ -17,8 +17,6 @@ from jattn.bench.session import Session
 from torch_core import ops as torch_ops
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["BENCHMARK", "run"]
-
 _CHAIN = 64
 _RUNS = 20
 _SIZE = 128

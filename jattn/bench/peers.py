@@ -13,8 +13,6 @@ import torch
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["cudnn", "cudnn_fp8", "load_peers", "pallas_paged", "sdpa", "xla_gather"]
-
 
 def load_peers(directory: Path | None) -> Any:
     """Imports `bench_peers.py` from a folder with FlashAttention-3 and vLLM's Triton operations; None without one.

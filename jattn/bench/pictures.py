@@ -11,8 +11,6 @@ from typing import Any, Protocol
 from jattn.bench.report import BenchReport
 from torch_core.base.errors import Unsupported
 
-__all__ = ["ServedRate", "check_matplotlib", "draw_fractions", "draw_rates"]
-
 _PERCENTILES = ("p50", "p99")
 
 

@@ -17,8 +17,6 @@ from jattn.bench.runner import Benchmark, Mode
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BENCHMARK", "LENGTHS", "TOTAL_TOKENS", "check_lengths", "run"]
-
 #: Tokens of one sequence in each row of the default table.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 #: All sequences of a row together.

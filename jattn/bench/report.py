@@ -10,8 +10,6 @@ from typing import Any
 
 from jattn.table import aligned
 
-__all__ = ["HIDDEN", "OURS", "BenchReport", "Row", "cells", "package_versions"]
-
 #: The names of this project's columns start with it.
 OURS = "jattn"
 #: The metadata of a row's field that is in JSON and not in the table.

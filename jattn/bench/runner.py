@@ -22,8 +22,6 @@ from jattn.bench.pictures import check_matplotlib
 from jattn.bench.report import BenchReport, cells, package_versions
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Benchmark", "Mode", "check_places", "main", "sizes"]
-
 _STDOUT = Path("-")
 
 

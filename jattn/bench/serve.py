@@ -24,8 +24,6 @@ from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.serve import AsyncLLM
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["BENCHMARK", "ServeRow", "run"]
-
 _PERCENTILES = (50, 90, 99)
 _WATCH_SECONDS = 0.1
 # Ours, and vLLM's.

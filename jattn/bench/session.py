@@ -15,8 +15,6 @@ import torch
 from jattn.bench import measure, peers
 from jattn.bench.report import BenchReport, Row, package_versions
 
-__all__ = ["Column", "Session", "in_graph"]
-
 #: Microseconds of one implementation's call on batches of one shape, each in memory of its own.
 Column: TypeAlias = Callable[[list[Any]], float]
 

@@ -25,8 +25,6 @@ from torch_core.launch.launcher import run_operation
 from torch_core.launch.plan import DeviceLimits, OperationPlan
 from torch_core.launch.planner import plan_call
 
-__all__ = ["CANDIDATES", "LENGTHS", "plans", "search", "write_results"]
-
 #: Tokens of one sequence in each row.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 #: The candidates of the search, by head size.

@@ -11,8 +11,6 @@ from jattn.bench.runner import Benchmark, check_places
 from jattn.table import aligned
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BENCHMARK", "PLACES", "run"]
-
 #: Where in the source tree the result of each kind of work is kept.
 PLACES = {"compile_table": "torch_core/variants/compiled.json", "hopper_tiles": "jattn/bench/hopper_tiles.json"}
 

@@ -19,8 +19,6 @@ from torch._C import _from_dlpack
 from jattn.bridge.errors import recorded, typed_errors
 from jattn.bridge.in_place import pinned
 
-__all__ = ["call_torch"]
-
 
 def call_torch(
     function: Callable[..., None],

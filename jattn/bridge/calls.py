@@ -13,8 +13,6 @@ import numpy as np
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call, array_fields
 
-__all__ = ["Runtime", "array_spec", "empty_outputs", "register_call", "run", "varying"]
-
 #: Adds a call to the traced program, or runs it outside a trace: returns its outputs and the new values of the arrays
 #: that it writes, by name. `jattn.bridge.native.run_native` and `jattn.bridge.torch_runtime.run_torch` are two.
 Runtime: TypeAlias = Callable[[Call[jax.Array]], dict[str, jax.Array]]

@@ -9,8 +9,6 @@ from jax.core import Tracer
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import row_major_strides
 
-__all__ = ["to_jax", "to_torch"]
-
 #: The dtypes that both sides alias through DLPack; both use the same name.
 _SHARED_DTYPES = frozenset(
     {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int16", "int8", "uint8", "bool"}

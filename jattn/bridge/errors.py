@@ -11,8 +11,6 @@ from collections import OrderedDict
 
 import jax
 
-__all__ = ["original_error", "recorded", "typed_errors"]
-
 
 class typed_errors:  # noqa: N801 (used as contextlib's own managers are)
     """Re-raises a torch function's exception inside a JAX program as itself, not as the error that JAX raises.

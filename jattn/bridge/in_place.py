@@ -7,8 +7,6 @@ from collections.abc import Container, Sequence
 import jax
 from jax.core import Tracer
 
-__all__ = ["pinned"]
-
 
 def pinned(arrays: Sequence[jax.Array], updated: Container[int]) -> list[jax.Array]:
     """Returns a call's operands or results, those updated in place (by number) as arrays that no slice is folded into.

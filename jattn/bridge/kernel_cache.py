@@ -27,8 +27,6 @@ from torch_core.base.errors import Unsupported
 if TYPE_CHECKING:
     from torch_core.launch.compile import KernelVariant
 
-__all__ = ["KernelCache", "KernelImage", "TensorMap", "default_directory"]
-
 # Part of every key: raise it when the contents of a file change their meaning.
 _FORMAT = 2
 _COMPILING = threading.Lock()

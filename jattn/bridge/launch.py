@@ -26,8 +26,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge.in_place import pinned
 
-__all__ = ["TARGET", "KernelCode", "launch_kernel"]
-
 _LOG = logging.getLogger(__name__)
 
 #: The custom call that every launch becomes. `jax.export` must be told that it may appear:

@@ -21,14 +21,13 @@ import jax
 
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
-from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
+from jattn.bridge.launch import TARGET as TARGET
+from jattn.bridge.launch import KernelCode, launch_kernel
 from jattn.bridge.platforms import refused_on
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
-
-__all__ = ["TARGET", "call_operation", "device_limits", "kernel_cache", "run_native", "why_not"]
 
 # From this version on XLA may capture the target in CUDA graphs (jax pull request 37094).
 _OLDEST_JAXLIB = (0, 10, 1)

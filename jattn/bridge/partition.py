@@ -22,8 +22,6 @@ from jattn.bridge.torch_runtime import run_torch
 from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call
 
-__all__ = ["partitioned"]
-
 
 def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
     """Returns the runtime for programs that may run on several devices: no operand is gathered.

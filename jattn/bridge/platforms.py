@@ -9,8 +9,6 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["refused_on"]
-
 
 def refused_on(platform: str, name: str, error: Callable[[], Exception]) -> Callable[[jax.Array], jax.Array]:
     """Returns the identity on arrays, which raises if a program with it is lowered for a platform.

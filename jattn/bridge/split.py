@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec
 from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call, array_fields
 
-__all__ = ["HEADS", "Split", "dims_of", "split_of"]
-
 HEADS = ("num_heads", "num_kv_heads")
 _ROWS = ("num_seqs", "num_tokens", "num_keys", "num_values", "num_slots")
 _BLOCKS = "num_blocks"

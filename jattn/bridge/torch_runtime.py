@@ -16,8 +16,6 @@ from torch_core.launch.plan import OperationPlan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["launch_operation", "run_torch"]
-
 # Below this many multiply-adds a second OpenMP thread costs more than it brings: XLA's own threads hold the cores.
 # Measured with the embedded model.
 _ONE_THREAD_BELOW = 1 << 24

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compile_caches", "devices", "environment", "memory", "threads", "versions"]
-
 _PACKAGES = ("jattn", "jax", "jaxlib", "flax", "torch", "triton", "numpy", "safetensors", "tokenizers", "transformers")
 _OPTIONAL = {"transformers": "not installed (jattn crosscheck then uses its own torch decoder)"}
 #: The variables that change jattn's behaviour or the memory of either side.

@@ -9,8 +9,6 @@ from jattn.doctor import machine, trials
 from jattn.table import aligned
 from torch_core.base.errors import JattnError
 
-__all__ = ["Check", "DoctorReport", "Part", "collect", "look_at"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

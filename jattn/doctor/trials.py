@@ -10,8 +10,6 @@ import numpy as np
 
 from torch_core.base.errors import JattnError
 
-__all__ = ["bits", "implementations", "shared_memory"]
-
 _POOL_STEPS = 10
 #: TF32 or a 16-bit product inside a kernel stays below, a wrong mask or block does not.
 _TOLERANCE = 1e-2

@@ -15,17 +15,6 @@ from torch_core.base.errors import InvalidInput
 if TYPE_CHECKING:
     from jattn.llm.engine.options.config import EngineConfig
 
-__all__ = [
-    "add_engine_arguments",
-    "add_implementation",
-    "add_loading_arguments",
-    "add_process_arguments",
-    "engine_config",
-    "join_processes",
-    "loading_options",
-    "tell_processes",
-]
-
 #: Fields of `EngineConfig` without a form in text.
 _NO_FLAGS = {"mesh", "logits_processors"}
 _METAVARS = {"speculative_config": "JSON", "kv_cache_scales": "FILE"}

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from jattn.llm.engine import LLM, SamplingParams
 from jattn.llm.text.prompts import chat_prompt
 
-__all__ = ["converse"]
-
 
 def converse(
     llm: LLM,

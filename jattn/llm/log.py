@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["LOGGER", "event"]
-
 LOGGER = logging.getLogger("jattn")
 
 

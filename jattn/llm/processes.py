@@ -28,18 +28,6 @@ from jax.sharding import Mesh
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "Announce",
-    "Channel",
-    "check_agreement",
-    "check_together",
-    "join",
-    "model_facts",
-    "shared_channel",
-    "tell_failure",
-]
-
 Result = TypeVar("Result")
 
 #: Of silence until JAX's coordination service takes a process for dead and ends the others.

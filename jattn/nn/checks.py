@@ -15,17 +15,6 @@ from jattn.nn.options import CacheScale
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KV_CACHE_DTYPES
 
-__all__ = [
-    "POSITIONS_WITHOUT_ROPE",
-    "check_attention_type",
-    "check_cache_dtype",
-    "check_explicit",
-    "check_inputs",
-    "checked_features",
-    "refuse_donated",
-    "refuse_with_cache",
-]
-
 POSITIONS_WITHOUT_ROPE = "input_positions is given and the module has no rope; build it with one, or leave them out."
 # The names are vLLM's.
 _ATTENTION_TYPES = ("decoder", "encoder_only", "encoder_decoder")

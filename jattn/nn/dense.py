@@ -17,8 +17,6 @@ from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.ops.attention import dense_call
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["attention_fn", "dense_attention"]
-
 # Outside jit this is one program instead of one for each primitive. A function that looks at weights has side effects.
 _one_program = jax.jit(ops.masked_attention, static_argnames=("precision", *ops.MASK_OPTIONS), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)

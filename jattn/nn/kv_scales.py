@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["KVRange", "KVScale", "KVScales"]
-
 
 class KVScale(nnx.Variable):
     """A number for the keys or the values of one layer. It is no parameter: optimisers do not update it."""

@@ -17,8 +17,6 @@ from jattn.nn.options import CacheScale, DType, Implementation, KVChunkSize, Rop
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 
-__all__ = ["MultiHeadLatentAttention"]
-
 
 class MultiHeadLatentAttention(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); parameters are named as in Hugging Face's models.

@@ -18,8 +18,6 @@ from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import check_fields
 
-__all__ = ["MultiHeadAttention"]
-
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     """`linen.MultiHeadDotProductAttention` with paged decoding of any number of tokens in a call.

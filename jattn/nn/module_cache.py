@@ -20,8 +20,6 @@ from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.base.specs import PAD_SLOT_ID
 
-__all__ = ["ModuleCache", "PagedCache", "check_module_cache", "decode_module_cache", "new_module_cache"]
-
 
 class PagedCache(nnx.Cache):
     """A cache variable of `jattn.nn.MultiHeadAttention`; the filter `nnx.Cache` matches it too.

@@ -38,8 +38,6 @@ from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import checked
 
-__all__ = ["MultiHeadAttention"]
-
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` with paged decoding: it trains like flax's module and generates over a paged cache.

@@ -16,23 +16,6 @@ from jattn.ops.arguments import attention_spec
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices, Limits
 
-__all__ = [
-    "AlibiSlopes",
-    "AttentionChunk",
-    "CacheScale",
-    "DType",
-    "DenseOptions",
-    "FlaxOptions",
-    "Implementation",
-    "KVChunkSize",
-    "LogitsSoftCap",
-    "Rope",
-    "Scale",
-    "ScoreOptions",
-    "Size",
-    "SlidingWindow",
-]
-
 _ANY_QUERY: Any = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
 
 

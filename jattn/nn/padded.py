@@ -11,8 +11,6 @@ from jax.core import Tracer
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Packing", "flat_lengths", "real_tokens"]
-
 
 class Packing(NamedTuple):
     """The real tokens of a padded batch, and their order when packed.

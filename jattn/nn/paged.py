@@ -24,8 +24,6 @@ from jattn.nn.options import (
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 
-__all__ = ["PagedAttention"]
-
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
 

@@ -9,8 +9,6 @@ from flax import nnx
 from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.paged import PagedAttention
 
-__all__ = ["paged_layers"]
-
 
 def paged_layers(model: nnx.Module) -> Iterator[tuple[str, PagedAttention | MultiHeadLatentAttention]]:
     """Yields each layer of a model that writes a cache, with its path, such as "layers.0.self_attn.paged_attention"."""

@@ -13,8 +13,6 @@ from flax import nnx
 from jattn.metadata import AttentionMetadata
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["layer_metadata", "scan_layers"]
-
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 
 

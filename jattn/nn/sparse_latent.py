@@ -19,8 +19,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import LatentCacheSpec
 
-__all__ = ["LatentIndexer", "SparseLatentAttention"]
-
 
 class LatentIndexer(nnx.Module):
     """The indexer of DeepSeek-V3.2; parameters are named as in Hugging Face's models.

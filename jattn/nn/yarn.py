@@ -11,8 +11,6 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["DeepSeekRoPE", "yarn_kept", "yarn_weight"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekRoPE:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-__all__ = ["activated", "gated"]
-
 
 def activated(hidden_act: str, x: jax.Array) -> jax.Array:
     """Returns `act(x)`."""

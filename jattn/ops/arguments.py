@@ -11,8 +11,6 @@ from jax.core import Tracer
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["MASK_OPTIONS", "attention_spec"]
-
 
 def attention_spec(
     query: jax.Array,

@@ -19,22 +19,6 @@ from torch_core.attention.call import AttentionCall, DenseCall, PagedCall, cache
 from torch_core.base.checks import call_named
 from torch_core.base.errors import InvalidInput
 
-__all__ = [
-    "POSITIONAL",
-    "PagedOptions",
-    "Request",
-    "attention",
-    "attention_with_lse",
-    "dense_call",
-    "operation",
-    "output",
-    "output_and_lse",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "paged_call",
-    "request_of",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 #: A call, and what runs it.

@@ -25,8 +25,6 @@ from torch_core.attention.backward_call import DenseBackwardCall, forward_of
 from torch_core.attention.call import BIAS_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall
 from torch_core.attention.dropout import keep_factor, keep_mask
 
-__all__ = ["NARROWED", "attend_to_blocks"]
-
 #: Scores are float32, and tiles of float64 biases need more memory than a kernel has.
 NARROWED = (*BIAS_FIELDS, "sinks")
 # Longer runs read more behind the ends of short sequences; shorter ones cost long sequences more than they save.

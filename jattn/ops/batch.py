@@ -13,8 +13,6 @@ from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.call import DenseCall
 from torch_core.launch.call import array_fields
 
-__all__ = ["fold", "folds"]
-
 # The first axes of arrays per sequence or token; arrays with other axes belong to all sequences.
 _ROWS, _SEQS, _STARTS = ("num_tokens", "num_keys"), "num_seqs", "num_seqs+1"
 

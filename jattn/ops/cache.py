@@ -15,8 +15,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE, SMALLEST_SCALE
 from torch_core.cache_writes.call import CopyCall, WriteCall
 
-__all__ = ["CacheScales", "places", "write_in_jnp", "write_kv_cache", "write_kv_cache_per_token_head"]
-
 #: One array, or a pair of a key cache and a value cache; the result has the same form.
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
 

@@ -14,8 +14,6 @@ from torch_core.attention import cascade
 from torch_core.attention.call import PagedCall
 from torch_core.attention.cascade import SharedPrefix
 
-__all__ = ["attend_groups", "cascade_attention", "shared_prefix"]
-
 
 def attend_groups(
     call: PagedCall[jax.Array], groups: PrefixGroups | None, implementation: str | None

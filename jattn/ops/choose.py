@@ -20,16 +20,6 @@ from torch_core.latent.call import LatentCall
 from torch_core.launch.call import Call
 from torch_core.launch.serves import IMPLEMENTATIONS, unserved
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "available_implementations",
-    "choose",
-    "choose_for_cache",
-    "for_this_platform",
-    "launches_kernels",
-    "runtime_of",
-]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-__all__ = ["dropout_seeds"]
-
 
 def dropout_seeds(rng: jax.Array, num_seqs: int, num_heads: int, *, broadcast: bool = False) -> jax.Array:
     """Draws the `dropout_seeds` of `attention`.

@@ -11,8 +11,6 @@ from jattn.ops.xla import JaxOp, register
 from torch_core.experts.call import ExpertsCall
 from torch_core.experts.routing_call import RouteCall
 
-__all__ = ["fused_experts", "route_experts"]
-
 _CHOICE = (
     "correction_bias", "top_k", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
 )  # fmt: skip

@@ -12,8 +12,6 @@ from jattn.ops.softmax import first_visible
 from torch_core.attention.backward_call import DIFFERENTIATED
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
 
-__all__ = ["gathered", "gathered_with_pullback"]
-
 
 def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
     """Returns the dense call with the same results, whose keys and values are read from the cache, scales applied.

@@ -15,8 +15,6 @@ from jattn.ops.xla import JaxOp, register
 from torch_core.base.errors import InvalidInput
 from torch_core.latent.call import LatentCall, LatentWriteCall
 
-__all__ = ["latent_request", "mla_attention", "mla_attention_with_lse", "write_latent_cache"]
-
 
 def latent_request(
     query: jax.Array,

@@ -9,8 +9,6 @@ from jattn.ops.rotary import rotate
 from torch_core.base.specs import PACKED_GROUP
 from torch_core.latent.call import LatentWriteCall
 
-__all__ = ["packed", "rotated", "unpacked"]
-
 _LARGEST = 448.0
 
 

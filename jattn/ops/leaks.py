@@ -12,8 +12,6 @@ from jax.extend.core import get_opaque_trace_state
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["refuse_leaked"]
-
 
 def refuse_leaked(**given: Any) -> None:
     """Refuses leaked tracers of a traced function, if nothing is being traced.

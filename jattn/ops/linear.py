@@ -14,8 +14,6 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Arrays", "linear_map"]
-
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
 

@@ -13,8 +13,6 @@ from jattn.ops.attention import dense_call
 from torch_core.attention.call import DenseCall
 from torch_core.launch.call import array_fields
 
-__all__ = ["masked_attention"]
-
 
 def masked_attention(
     query: jax.Array,

@@ -10,8 +10,6 @@ from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.attention.merge_call import MergeCall
 
-__all__ = ["merge_states"]
-
 
 def merge_states(
     out_a: jax.Array,

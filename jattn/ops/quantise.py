@@ -7,8 +7,6 @@ import jax.numpy as jnp
 
 from torch_core.base.specs import LARGEST_CODE
 
-__all__ = ["quantised", "scaled"]
-
 
 def quantised(x: jax.Array, scale: jax.Array | float | None, dtype: str) -> jax.Array:
     """Returns `x / scale` as elements of `dtype`; one-byte types saturate, int8 rounds to the nearest even."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-__all__ = ["rotate"]
-
 
 def rotate(heads: jax.Array, cos_sin: jax.Array, *, is_neox_style: bool) -> jax.Array:
     """Returns `[..., size]` with its first elements rotated in float32 by `[..., rotated_dim]`, in its own dtype."""

@@ -12,8 +12,6 @@ from jattn.ops.xla import JaxOp, register
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
-__all__ = ["rotate_and_write"]
-
 
 def rotate_and_write(
     qkv: jax.Array,

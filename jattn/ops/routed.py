@@ -10,15 +10,6 @@ import jax.numpy as jnp
 
 from jattn.ops.activations import gated
 
-__all__ = [
-    "ExpertKernels",
-    "ExpertProduct",
-    "by_groups",
-    "by_rows",
-    "chosen_experts",
-    "routed_experts",
-]
-
 
 class ExpertProduct(Protocol):
     """One linear map for each expert, computed in two ways."""

@@ -16,8 +16,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call, array_fields, dtype_name
 from torch_core.launch.serves import refuse_unserved
 
-__all__ = ["run"]
-
 
 def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, jax.Array]:
     """Runs a call; under jit it becomes part of the program.

@@ -9,17 +9,6 @@ import jax.numpy as jnp
 
 from torch_core.attention.call import AttentionCall
 
-__all__ = [
-    "SoftmaxState",
-    "compute_dtype",
-    "empty_state",
-    "finish",
-    "first_visible",
-    "modified_scores",
-    "update",
-    "visible",
-]
-
 
 class SoftmaxState(NamedTuple):
     """A running softmax over the keys seen so far (Milakov and Gimelshein 2018; FlashAttention's recurrence)."""

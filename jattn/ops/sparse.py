@@ -16,8 +16,6 @@ from torch_core.base.checks import check_int
 from torch_core.latent.call import LatentCall
 from torch_core.latent.sparse_call import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
 
-__all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse"]
-
 
 def indexer_topk(
     query: jax.Array,

@@ -31,8 +31,6 @@ from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call
 from torch_core.launch.serves import refuse_unserved
 
-__all__ = ["RESIDUAL_NAMES", "Way", "transformable"]
-
 #: The names under which `jax.checkpoint` policies find the residuals of dense attention, for example
 #: `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
 RESIDUAL_NAMES = ("attention_out", "attention_lse")

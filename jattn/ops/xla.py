@@ -16,8 +16,6 @@ from jattn.bridge.calls import register_call
 from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call
 
-__all__ = ["Backward", "JaxOp", "Pullback", "jax_op", "register", "run"]
-
 #: From gradients to gradients, by the names of arrays.
 Pullback: TypeAlias = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 

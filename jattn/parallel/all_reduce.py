@@ -19,8 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jattn.bridge.calls import array_spec
 from jattn.bridge.native import call_operation, why_not
 
-__all__ = ["Peers", "all_reduce", "all_reduce_norm", "exchange"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peers:

@@ -22,8 +22,6 @@ from torch_core.cache_writes.call import WriteCall
 from torch_core.launch.call import array_fields
 from torch_core.metadata import get_dcp_local_slots
 
-__all__ = ["merge_over_axis", "paged_attention", "write_kv_cache"]
-
 
 def write_kv_cache(
     call: WriteCall[jax.Array],

@@ -11,8 +11,6 @@ from jattn.ops.attention import paged_call
 from jattn.parallel.decode import paged_attention, write_kv_cache
 from torch_core.cache_writes.call import WriteCall
 
-__all__ = ["attend_spread"]
-
 
 def attend_spread(
     query: jax.Array,

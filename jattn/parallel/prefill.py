@@ -23,8 +23,6 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["all_gather_attention", "ring_attention", "zigzag_order"]
-
 # Options that count the rows or the keys of a whole sequence.
 _OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal")
 # Those that ask how far a key is from the query; plain ALiBi tells keys apart by their own places.

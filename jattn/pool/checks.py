@@ -12,16 +12,6 @@ from jax.sharding import NamedSharding
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = [
-    "DROP_VIEWS",
-    "check_donation",
-    "check_made_of",
-    "checked_blocks",
-    "checked_split",
-    "refuse_foreign_views",
-    "refuse_repeated",
-]
-
 #: The fix for an array with a view that the pool did not create.
 DROP_VIEWS = "drop every torch or numpy view of the arrays first"
 

@@ -7,8 +7,6 @@ from typing import Protocol
 from jattn.bridge import original_error
 from torch_core.base.errors import PoolLost
 
-__all__ = ["Guard"]
-
 
 class _Pool(Protocol):
     @property

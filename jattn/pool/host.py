@@ -13,8 +13,6 @@ from jattn.pool.plan import host_memory
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["HostBlocks", "SwapLike"]
-
 
 class SwapLike(Protocol):
     """One swap, as `torch_core.cache.BlockSwap` describes it."""

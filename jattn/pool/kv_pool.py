@@ -34,8 +34,6 @@ from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockMoves", "KVPool"]
-
 Result = TypeVar("Result")
 
 

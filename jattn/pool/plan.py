@@ -15,8 +15,6 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["PoolPlan", "check_room", "free_bytes", "host_memory", "plan_pool"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:

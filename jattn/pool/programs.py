@@ -14,17 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn.bridge import native, partitioned, run
 from torch_core.cache_writes.call import CopyCall
 
-__all__ = [
-    "copy_program",
-    "copy_programs",
-    "on_parts",
-    "pad_blocks",
-    "padded_sizes",
-    "read_blocks",
-    "scrub_blocks",
-    "write_blocks",
-]
-
 _Caches = tuple[jax.Array, ...]
 
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from torch_core.all_reduce.words import add_words, await_words, is_none, join_words, slots_at
 
-__all__ = ["all_reduce_kernel", "exchange_kernel"]
-
 
 @triton.jit
 def all_reduce_kernel(

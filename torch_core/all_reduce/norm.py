@@ -13,8 +13,6 @@ import triton.language as tl
 
 from torch_core.all_reduce.words import add_words, join_words, slots_at, split_words
 
-__all__ = ["all_reduce_norm_kernel"]
-
 
 @triton.jit
 def all_reduce_norm_kernel(

@@ -11,17 +11,6 @@ from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
 
-__all__ = [
-    "exchanges",
-    "peers_size",
-    "plan_all_reduce",
-    "plan_all_reduce_norm",
-    "plan_exchange",
-    "sums",
-    "sums_and_norms",
-    "workspace_words",
-]
-
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that a device sends to all others together.
 _MAX_BYTES = 1 << 20

@@ -16,8 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_words", "await_words", "is_none", "join_words", "slots_at", "split_words", "stop_with_an_error"]
-
 
 @triton.jit
 def add_words(

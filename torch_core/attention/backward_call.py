@@ -12,8 +12,6 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import FP8_DTYPES, ArraySpec
 from torch_core.launch.call import A, dtype_name
 
-__all__ = ["DIFFERENTIATED", "DenseBackwardCall", "backward_of", "forward_of"]
-
 #: The fields that attention has gradients for.
 DIFFERENTIATED = ("query", "key", "value", "alibi_slopes", "sinks")
 

@@ -13,8 +13,6 @@ from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, Attention
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts, check_tables
 
-__all__ = ["BIAS_FIELDS", "SCORE_FIELDS", "AttentionCall", "DenseCall", "PagedCall", "TableCall", "cache_fields"]
-
 #: Arrays that add to a score.
 BIAS_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias")
 #: Arrays that do more to a score than to hide it by bounds which all rows share.

@@ -15,8 +15,6 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import FP8_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 
-__all__ = ["SharedPrefix", "cascade_attention", "cascade_calls", "shared_prefix"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix(Call[A]):

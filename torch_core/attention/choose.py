@@ -14,8 +14,6 @@ from torch_core.attention.operands import operation
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
 
-__all__ = ["plan_attention", "plan_attention_backward"]
-
 
 def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty; the semantics are those of `torch_core.reference`.

@@ -15,8 +15,6 @@ from torch_core.base.specs import FP8_DTYPES, AttentionSpec
 from torch_core.launch.call import A
 from torch_core.metadata import get_dcp_local_seq_lens
 
-__all__ = ["context_call", "local_call", "merge_parts"]
-
 
 def local_call(
     call: PagedCall[A],

@@ -12,18 +12,6 @@ from torch_core.attention.operands import output
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.plan import Descriptor, DeviceLimits
 
-__all__ = [
-    "Matrix",
-    "array_matrix",
-    "box_descriptor",
-    "byte_matrix",
-    "copy_box",
-    "copy_descriptor",
-    "dense_matrix",
-    "is_copied",
-    "query_descriptor",
-]
-
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
 _MIN_BOX = 8
 _MAX_BOX = 256

@@ -16,8 +16,6 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["check_rate", "dropout_limit", "keep_factor", "keep_mask"]
-
 _RANGE = 1 << 16
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -14,17 +14,6 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan
 
-__all__ = [
-    "MIN_PACKED_ROWS",
-    "WARPGROUP_ROWS",
-    "hopper_chunk",
-    "hopper_pack",
-    "prefill_launch",
-    "query_pack",
-    "split_prefill_launches",
-    "tile_for_length",
-]
-
 #: Query rows of one product, and so of a warpgroup.
 WARPGROUP_ROWS = 64
 # From this length on, a tile holds tokens of one head. Shorter queries would leave most of its rows without work.

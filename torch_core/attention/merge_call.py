@@ -11,8 +11,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 
-__all__ = ["MergeCall"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MergeCall(Call[A]):

@@ -13,16 +13,6 @@ from torch_core.launch.call import array_fields
 from torch_core.launch.operands import named_launch, power_of_two, scale_number
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, OperationPlan, Pointer, Scalar
 
-__all__ = [
-    "cache_constexprs",
-    "count",
-    "is_plain",
-    "make_launch",
-    "operation",
-    "output",
-    "padded",
-]
-
 # Positions and windows stay below this, so that their sum fits 32 bits.
 _NO_BOUND = 1 << 30
 _FIELDS = frozenset(name for kind in (PagedCall, DenseBackwardCall) for name in array_fields(kind))

@@ -12,8 +12,6 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer
 
-__all__ = ["PARTIALS", "Chunks", "combine_launch", "sum_parts_launch"]
-
 #: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
 _COMBINE_CHUNKS = 32

@@ -8,8 +8,6 @@ from torch_core.attention.call import AttentionCall
 from torch_core.attention.operands import is_plain
 from torch_core.base.specs import ArraySpec
 
-__all__ = ["Tile", "block_seqs", "is_hot"]
-
 # Few sizes, so that few variants are compiled.
 _BLOCK_SEQS = (1, 32, 256, 1024)
 

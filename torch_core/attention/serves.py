@@ -11,20 +11,6 @@ from torch_core.launch.call import dtype_name
 from torch_core.launch.op import Served
 from torch_core.launch.serves import ALL, float64_limit, strides
 
-__all__ = [
-    "BLOCK_SIZE",
-    "CONTIGUOUS",
-    "DERIVATIVE",
-    "EVERYWHERE",
-    "HEAD_SIZE",
-    "MAX_LORA_RANK",
-    "MAX_ROPE_DIM",
-    "PAGED_STRIDES",
-    "cached_key_dtype",
-    "key_dtype",
-    "too_large",
-]
-
 _MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
 #: Sizes of latents, whose head is the latent and the rotary key.

@@ -20,20 +20,6 @@ from torch_core.base.specs import AttentionSpec
 from torch_core.launch.run import run
 from torch_core.launch.tensors import dtype_name
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "attention_with_lse",
-    "cascade_attention",
-    "dense_call",
-    "merge_states",
-    "output_and_lse_of",
-    "output_of",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "paged_call",
-]
-
 _P = ParamSpec("_P")
 
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from torch_core.base.errors import InvalidInput
-from torch_core.base.shown import shown
-
-__all__ = ["INT32_MAX", "call_named", "check_bool", "check_int", "shown"]
+from torch_core.base.shown import shown as shown
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -12,18 +12,6 @@ from typing import Self, overload
 
 from torch_core.base.shown import shown
 
-__all__ = [
-    "ArgumentError",
-    "CacheCorruption",
-    "EngineAsleep",
-    "InvalidInput",
-    "JattnError",
-    "OutOfBlocks",
-    "PoolLost",
-    "RequestTooLong",
-    "Unsupported",
-]
-
 _NOT_GIVEN = object()
 _LONGEST_NAME = 160
 

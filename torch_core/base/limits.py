@@ -42,8 +42,6 @@ from typing import (
 
 from torch_core.base.errors import ArgumentError, InvalidInput
 
-__all__ = ["Choices", "Limits", "check_fields", "checked", "limits_of"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Check: TypeAlias = Callable[[str, Any], None]

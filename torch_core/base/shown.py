@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numbers
 
-__all__ = ["shown"]
-
 _LONGEST_TEXT = 80
 
 

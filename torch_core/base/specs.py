@@ -8,23 +8,6 @@ from dataclasses import dataclass, field
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = [
-    "DTYPE_BYTES",
-    "FP8_DTYPES",
-    "KV_CACHE_DTYPES",
-    "LARGEST_CODE",
-    "PACKED_GROUP",
-    "PAD_SLOT_ID",
-    "QUERY_DTYPES",
-    "SMALLEST_SCALE",
-    "ArraySpec",
-    "AttentionSpec",
-    "KVCacheSpec",
-    "LatentCacheSpec",
-    "packed_latent_bytes",
-    "row_major_strides",
-]
-
 #: The slot of a padded token: nothing is written for it. vLLM: vllm/v1/attention/backends/utils.py.
 PAD_SLOT_ID = -1
 

@@ -12,8 +12,6 @@ from torch_core.cache.records import CacheStats
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceTable
 
-__all__ = ["audit_state", "collect_stats"]
-
 _MOST_NAMED = 8
 
 

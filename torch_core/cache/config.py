@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["NULL_BLOCK", "CacheConfig", "CacheGroup", "GroupLayout"]
-
 #: Block 0 stands for "nothing here": it is never owned, keyed, freed or counted as capacity.
 NULL_BLOCK = 0
 

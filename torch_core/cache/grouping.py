@@ -9,8 +9,6 @@ from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheGroup, GroupLayout
 
-__all__ = ["LayerGroups", "group_layers"]
-
 # A kind of layers may be padded by less than this share of the smallest one's number, to be one group and not two.
 _MOST_PADDING = 0.25
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BLOCK_TAG", "ROOT_TAG", "KeyChain", "LineageNode", "encode_root", "same_lineage"]
-
 ROOT_TAG = b"jattn prefix root 1\0"
 BLOCK_TAG = b"jattn block 1\0"
 

@@ -18,19 +18,6 @@ from torch_core.cache.state import CacheState
 from torch_core.cache.stepping import deferred_hint
 from torch_core.cache.table import SequenceState, SequenceTable, SwappedTable
 
-__all__ = [
-    "add",
-    "append_tokens",
-    "check_admission",
-    "fork",
-    "preempt",
-    "remove",
-    "reset",
-    "resume",
-    "swap_in",
-    "swap_out",
-]
-
 _MAX_ID_CHARACTERS = 1024
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
 

@@ -16,8 +16,6 @@ from torch_core.cache.records import CacheStats, CommittedStep, StepPlan
 from torch_core.cache.state import CacheState
 from torch_core.cache.stepping import commit_plan, plan_step, retire_step
 
-__all__ = ["CacheManager"]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

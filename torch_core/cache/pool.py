@@ -9,8 +9,6 @@ from torch_core.base.errors import CacheCorruption, OutOfBlocks
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.prefix import PrefixIndex
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Reference counts, the free list and the eviction order of blocks 1 to `num_blocks - 1`.

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from torch_core.cache.config import NULL_BLOCK, GroupLayout
 from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
 
-__all__ = ["PrefixIndex"]
-
 #: Keys are computed this many blocks ahead at first, so that a cold prompt is not hashed whole.
 _HASH_AHEAD = 32
 

@@ -8,8 +8,6 @@ from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["BlockCopy", "BlockSwap", "CacheStats", "CommittedStep", "StepPlan", "StepRow", "StepRows"]
-
 
 # Rows are named tuples, not dataclasses: a step makes hundreds, and a frozen dataclass costs three times as much.
 class StepRow(NamedTuple):

@@ -11,8 +11,6 @@ from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import SequenceState, SequenceTable
 
-__all__ = ["CacheState", "StepRecord"]
-
 
 @dataclass(slots=True)
 class StepRecord:

@@ -10,8 +10,6 @@ from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRow
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 
-__all__ = ["commit_plan", "deferred_hint", "plan_step", "retire_step"]
-
 
 def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
     """Computes the blocks that a step would take; see `CacheManager.plan`."""

@@ -11,8 +11,6 @@ from torch_core.cache.keys import KeyChain
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 
-__all__ = ["SequenceState", "SequenceTable", "SwappedTable"]
-
 
 @dataclass(slots=True, eq=False)
 class SequenceTable:

@@ -13,8 +13,6 @@ from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_slots
 
-__all__ = ["CopyCall", "WriteCall"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WriteCall(Call[A]):

@@ -12,8 +12,6 @@ from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_slots
 
-__all__ = ["RotaryWriteCall"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryWriteCall(Call[A]):

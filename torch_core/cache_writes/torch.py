@@ -11,8 +11,6 @@ from torch_core.cache_writes.call import CopyCall, WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 from torch_core.launch.run import run, run_all
 
-__all__ = ["copy_blocks", "rotate_and_write", "write_kv_cache"]
-
 
 def write_kv_cache(
     key: Tensor,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["gated"]
-
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):

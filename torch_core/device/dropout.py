@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Dropout", "dropout_of", "kept_weights"]
-
 
 class Dropout(NamedTuple):
     """The seed of a sequence and head, and the threshold.

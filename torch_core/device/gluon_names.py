@@ -6,8 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["async_load", "reinterpret", "reinterpret_shape", "thread_barrier"]
-
 #: Starts a copy through a TMA descriptor into shared memory.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 

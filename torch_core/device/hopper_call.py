@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Batch", "Call", "Shape", "Split"]
-
 
 class Batch(NamedTuple):
     """The sequences of a batch: their rows, lengths and tables.

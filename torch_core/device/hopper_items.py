@@ -8,8 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.hopper_work import chunk_of_tile, work_item
 
-__all__ = ["ITEMS", "find_items", "item_count", "read_item", "words_of"]
-
 #: Work items that are found ahead. A power of two.
 ITEMS = gl.constexpr(4)
 

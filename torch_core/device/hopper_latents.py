@@ -12,21 +12,6 @@ from torch_core.device.mask import Bounds
 from torch_core.device.softmax import LN2
 from torch_core.device.work import chunk_span
 
-__all__ = [
-    "BLOCK_N",
-    "HALF",
-    "ROPE",
-    "Results",
-    "Sizes",
-    "Work",
-    "boxes_of",
-    "find_work",
-    "slots_of",
-    "store_sums",
-    "visible_latents",
-    "zero_padding",
-]
-
 #: Tokens of one step.
 BLOCK_N = gl.constexpr(64)
 #: Elements of half a latent, and of a rotary key.

@@ -11,8 +11,6 @@ from torch_core.device.hopper_work import key_tiles
 from torch_core.device.mask import LOG2E, visible_keys
 from torch_core.device.softmax import LN2
 
-__all__ = ["Output", "Span", "finish_rows", "mask_scores", "own_tiles", "store_lse", "store_partial", "zero_padding"]
-
 
 class Output(NamedTuple):
     """The address of rows, and the values that finish them.

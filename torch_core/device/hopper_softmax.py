@@ -24,17 +24,6 @@ from collections.abc import Callable
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "NOTHING",
-    "ONE",
-    "REFERENCE",
-    "rescale",
-    "row_references",
-    "row_sums",
-    "step_assembly",
-    "step_constraints",
-]
-
 # Elements of a thread that one test of `rescale` covers.
 _RESCALED = gl.constexpr(32)
 # Places in a thread's registers: column bit 0, row + 8, column bit 3, and so on.

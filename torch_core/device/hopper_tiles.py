@@ -15,8 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.gluon_names import async_load, reinterpret_shape
 
-__all__ = ["as_boxes", "load_box", "tile_layout"]
-
 
 @gluon.jit
 def load_box(array, row, column, barrier, tile, first, ROWS: gl.constexpr):

@@ -8,8 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["Ring", "make_barriers", "make_ring", "open_slot", "pass_turn", "ring_slot", "skip_tiles", "take_turn"]
-
 # Triton takes the first few of the sixteen hardware barriers for itself.
 _FIRST_BARRIER = gl.constexpr(8)
 

@@ -10,19 +10,6 @@ from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_tiles import load_box
 from torch_core.device.work import chunk_span
 
-__all__ = [
-    "chunk_of_tile",
-    "copy_query",
-    "copy_tile",
-    "count_items",
-    "key_tiles",
-    "level_by_level",
-    "tile_blocks",
-    "tile_rows",
-    "work_item",
-    "zero_outside",
-]
-
 _SEQS = gl.constexpr(32)
 
 

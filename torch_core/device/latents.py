@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["packed_rotary", "unpacked_latents"]
-
 _GROUP = tl.constexpr(128)
 
 

@@ -7,20 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = [
-    "LOG2E",
-    "Bounds",
-    "Scoring",
-    "alibi_distance",
-    "fully_visible_keys",
-    "fully_visible_queries",
-    "soft_capped",
-    "tile_borders",
-    "tile_scores",
-    "visible_keys",
-    "visible_queries",
-]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from torch_core.device.mask import LOG2E
 
-__all__ = ["LN2", "finish_rows", "rescale", "softmax_step"]
-
 LN2 = tl.constexpr(0.6931471805599453)
 
 

@@ -10,8 +10,6 @@ from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
-__all__ = ["attend_tile", "row_products"]
-
 
 @triton.jit
 def attend_tile(

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Output", "RowLayout", "as_multiplied", "query_tile", "store_rows", "zero_rows"]
-
 
 class Output(NamedTuple):
     """The destination of finished rows, and the factor that they are multiplied by.

@@ -7,18 +7,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = [
-    "KeyLayout",
-    "Keys",
-    "block_of",
-    "key_rows",
-    "load_tile",
-    "offset_in_block",
-    "page_ids",
-    "readable",
-    "token_head_scales",
-]
-
 
 class Keys(NamedTuple):
     """Keys and values of one head of a cache, or of one sequence's dense rows.

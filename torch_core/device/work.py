@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["chunk_span", "locate_chunk", "locate_tile"]
-
 
 @triton.jit
 def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE: tl.constexpr, MIN_QUERY: tl.constexpr):

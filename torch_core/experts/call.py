@@ -11,8 +11,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 
-__all__ = ["ACTIVATIONS", "ExpertsCall"]
-
 #: Activations of the gate, with the names of Hugging Face's `hidden_act`. "swigluoai" is gpt-oss's (arXiv:2508.10925):
 #: a clamped gate with the sigmoid's slope of GELU, and 1 added to the gated values.
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai")

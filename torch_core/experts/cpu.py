@@ -9,8 +9,6 @@ from torch.nn import functional
 from torch_core.experts.call import ExpertsCall
 from torch_core.experts.routing_call import RouteCall
 
-__all__ = ["fused_experts", "gated", "route_experts"]
-
 
 def fused_experts(call: ExpertsCall[Tensor]) -> dict[str, Tensor]:
     """Runs each expert on the rows that go to it; sums in float32. Nothing is checked."""

@@ -25,8 +25,6 @@ from torch_core.launch.plan import (
     Scalar,
 )
 
-__all__ = ["plan_experts"]
-
 # Pairs of a chunk, programs that put pairs in order, elements of a comparison of pairs with experts.
 _CHUNK = 256
 _MOST_SHARES = 128

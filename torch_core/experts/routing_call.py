@@ -12,8 +12,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 
-__all__ = ["SCORING_FUNCS", "RouteCall"]
-
 #: Functions from a router's logits to scores, with the names of Hugging Face's `scoring_func`.
 SCORING_FUNCS = ("softmax", "sigmoid")
 

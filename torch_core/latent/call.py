@@ -20,8 +20,6 @@ from torch_core.cache_writes.call import WriteCall
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_slots
 
-__all__ = ["LatentCall", "LatentWriteCall", "as_paged", "as_write"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentCall(TableCall[A]):

@@ -17,8 +17,6 @@ from torch_core.latent.operands import LatentKernel
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, DeviceLimits, OperationPlan
 
-__all__ = ["plan_latent"]
-
 # Longer queries keep their softmax in registers from the first key to the last: partial results would cost more than
 # they save.
 _MAX_SPLIT_QUERY = 8

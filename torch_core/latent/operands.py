@@ -11,8 +11,6 @@ from torch_core.base.specs import ArraySpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.plan import Argument, DeviceLimits
 
-__all__ = ["LatentKernel", "is_hopper_latent"]
-
 _ARCH = 90
 _ARRAYS = frozenset(("query", "latent_cache", "block_tables", "seq_lens", "query_start_loc", "sinks", "out"))
 

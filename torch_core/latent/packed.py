@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.base.specs import LARGEST_CODE, PACKED_GROUP
 
-__all__ = ["pack_latents", "unpack_latents"]
-
 _LARGEST = LARGEST_CODE["float8_e4m3fn"]
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 

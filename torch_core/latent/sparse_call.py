@@ -17,8 +17,6 @@ from torch_core.latent.call import LatentCall
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts, check_tables
 
-__all__ = ["ChoiceCall", "IndexerCall", "check_chosen_values", "choice_of", "chosen_latents"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerCall(Call[A]):

@@ -9,8 +9,6 @@ from torch_core.base.specs import AttentionSpec
 from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.launch.run import run
 
-__all__ = ["mla_attention", "mla_attention_with_lse", "mla_call", "write_latent_cache"]
-
 
 def mla_call(
     query: Tensor,

@@ -16,8 +16,6 @@ from torch_core.latent.torch import mla_call
 from torch_core.launch.run import run
 from torch_core.launch.tensors import array_spec
 
-__all__ = ["indexer_topk", "sparse_mla_attention", "sparse_mla_attention_with_lse", "sparse_mla_call"]
-
 
 def indexer_topk(
     query: Tensor,

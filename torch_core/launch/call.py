@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 
-__all__ = ["A", "Call", "dtype_name"]
-
 #: The type of an array: `torch.Tensor`, `jax.Array`, or `ArraySpec`.
 A = TypeVar("A", bound=Any)
 

@@ -16,8 +16,6 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import TRITON_DTYPES, Absent, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
 
-__all__ = ["KernelVariant", "check_fits", "compile_variant", "kernel_variant"]
-
 
 @dataclass(frozen=True)
 class KernelVariant:

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch_core.launch.call import Call
 from torch_core.launch.op import loaded, op_of
 
-__all__ = ["run_on_cpu"]
-
 
 def run_on_cpu(call: Call[Tensor]) -> dict[str, Tensor]:
     """Computes a checked call; returns its results by name (`out`, `lse`), given ones included."""

@@ -17,8 +17,6 @@ from torch_core.launch.plan import Absent, Descriptor, DeviceLimits, OperationPl
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec, empty_results, layout_spec, torch_dtype
 
-__all__ = ["device_limits", "planned_scratch", "prepare_operation", "run_operation", "run_planned"]
-
 
 def run_planned(
     call: Call[torch.Tensor], arrays: dict[str, torch.Tensor], device: torch.device, workspace: Any = None

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call
 
-__all__ = ["Op", "Served", "loaded", "op_of", "register", "registered_ops"]
-
 
 class Served(NamedTuple):
     """A row of the table of supported features.

@@ -8,8 +8,6 @@ from typing import Any
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer, Scalar
 
-__all__ = ["ceil_div", "named_launch", "power_of_two", "scale_number", "scale_pointer", "scale_value", "strides"]
-
 
 def named_launch(
     kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Argument], constexprs: Mapping[str, Any], **options: Any

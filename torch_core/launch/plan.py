@@ -9,19 +9,6 @@ from typing import Any, TypeAlias
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 
-__all__ = [
-    "ABSENT",
-    "TRITON_DTYPES",
-    "Absent",
-    "Argument",
-    "Descriptor",
-    "DeviceLimits",
-    "LaunchPlan",
-    "OperationPlan",
-    "Pointer",
-    "Scalar",
-]
-
 #: Triton's name of each element type that a kernel argument can point to.
 TRITON_DTYPES = {
     "float64": "fp64",

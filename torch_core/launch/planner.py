@@ -11,8 +11,6 @@ from torch_core.launch.op import loaded, op_of
 from torch_core.launch.plan import DeviceLimits, OperationPlan
 from torch_core.launch.serves import refuse_unserved
 
-__all__ = ["plan_call"]
-
 #: The first devices with instructions for e4m3.
 _E4M3_ARCH = 89
 

@@ -17,8 +17,6 @@ from torch_core.launch.cpu import run_on_cpu
 from torch_core.launch.serves import refuse_unserved
 from torch_core.launch.tensors import array_spec, empty_results
 
-__all__ = ["Workspace", "run", "run_all", "scratch_of"]
-
 #: Shape and element type of an array.
 ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 

@@ -13,16 +13,6 @@ from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import Call, dtype_name
 from torch_core.launch.op import Served, op_of
 
-__all__ = [
-    "ALL",
-    "IMPLEMENTATIONS",
-    "compute_dtype",
-    "float64_limit",
-    "refuse_unserved",
-    "strides",
-    "unserved",
-]
-
 #: "triton": Triton kernels on CUDA, from torch and from JAX. "torch": plain torch on a CPU. "xla": plain jnp.
 IMPLEMENTATIONS = ("triton", "torch", "xla")
 #: The text of a row that every implementation serves.

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 
-__all__ = ["array_spec", "dtype_name", "empty_results", "layout_spec", "torch_dtype"]
-
 
 def array_spec(tensor: torch.Tensor) -> ArraySpec:
     """Returns the spec of a tensor; contiguous ones get `strides=None`, so that equal layouts share plans."""

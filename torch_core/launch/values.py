@@ -12,8 +12,6 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["check_slots", "check_starts", "check_tables"]
-
 
 def check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None) -> list[int]:
     """Returns the lengths between cumulative offsets."""

@@ -23,8 +23,6 @@ from torch_core.launch.compile import KernelVariant, kernel_variant
 from torch_core.launch.plan import DeviceLimits, OperationPlan
 from torch_core.launch.planner import plan_call
 
-__all__ = ["plans_in_use", "variants_in_use"]
-
 _NUM_BLOCKS = 4096
 _PREFILL_TOKENS = 8192
 _FP8 = "float8_e4m3fn"

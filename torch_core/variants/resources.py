@@ -16,8 +16,6 @@ from triton import knobs
 from torch_core.base.errors import Unsupported
 from torch_core.launch.compile import KernelVariant, compile_variant
 
-__all__ = ["TABLE_PATH", "Resources", "Table", "measure", "measure_all", "read_table", "write_table"]
-
 #: The table of the variants of `torch_core.variants.in_use`, compiled for sm_90.
 TABLE_PATH = Path(__file__).with_name("compiled.json")
 

@@ -14,8 +14,6 @@ from jax.sharding import NamedSharding
 from jattn.llm.engine.core import EngineCore
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["assume_computed"]
-
 # Blocks that differ; a prime, so that no size of a chunk or a table repeats with them.
 _PERIOD = 1021
 _MOST_TOKENS = 1 << 16

@@ -23,8 +23,6 @@ from torch_core.base.checks import shown
 from torch_core.base.errors import CacheCorruption, EngineAsleep, InvalidInput, PoolLost
 from torch_core.cache import CacheConfig, CacheManager, CacheStats
 
-__all__ = ["EngineCore"]
-
 
 class EngineCore:
     """Continuous batching over one model and one pool: requests come in, deltas go to their outboxes.

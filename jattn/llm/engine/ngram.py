@@ -8,8 +8,6 @@ from itertools import cycle, islice
 from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.engine.request.request import Request
 
-__all__ = ["DraftGuesses", "NGramGuesses", "guesses_of"]
-
 _BYTES = array("i").itemsize
 
 

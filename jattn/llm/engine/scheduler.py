@@ -17,8 +17,6 @@ from jattn.llm.log import event
 from torch_core.base.errors import OutOfBlocks
 from torch_core.cache import CacheManager, CommittedStep
 
-__all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
-
 # From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
 

@@ -11,8 +11,6 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
 
-__all__ = ["EngineState"]
-
 
 class EngineState:
     """Allocator, scheduler and steps in flight over one generation of a pool, all empty at first.

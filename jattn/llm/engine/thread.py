@@ -18,8 +18,6 @@ from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.log import LOGGER
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["EngineThread", "Listener", "Outcome"]
-
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _Reply: TypeAlias = Callable[[Any], object]

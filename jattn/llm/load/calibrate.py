@@ -19,8 +19,6 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
-__all__ = ["calibrate_kv_cache"]
-
 _BLOCK_SIZE = 16
 _RANDOM_PROMPTS = 8
 _RANDOM_TOKENS = 128

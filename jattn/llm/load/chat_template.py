@@ -20,8 +20,6 @@ from jinja2.visitor import NodeTransformer
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["ChatTemplate"]
-
 _MAX_SOURCE = 1 << 17
 _MAX_PROMPT = 1 << 24
 _MAX_STEPS = 1 << 18

@@ -17,8 +17,6 @@ from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
 
-__all__ = ["family_of", "parse_config", "render_config"]
-
 #: Fields that an encoder does not have.
 _OF_LOGITS = ("decoder_start_token_id", "forced_bos_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
 

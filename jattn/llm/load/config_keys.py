@@ -14,16 +14,6 @@ from jattn.llm.models.parts import LatentConfig, MoEConfig
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = [
-    "FILE",
-    "QUANT_METHODS",
-    "REQUIRED_FIELDS",
-    "checked_keys",
-    "family_of_file",
-    "is_whole",
-    "language_part",
-]
-
 FILE = "config.json"
 #: Fields that every file sets, under any key.
 REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_value_heads", "head_dim"))

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["check_folder", "member", "read_given", "read_json", "read_object", "read_text"]
-
 # Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
 _MAX_JSON_BYTES = 16 << 20
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -11,8 +11,6 @@ from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 
-__all__ = ["GenerationDefaults", "forced_token", "load_generation_defaults", "token_ids"]
-
 _NAME = "generation_config.json"
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_tokens")
 # Settings that would change a text and are not supported, with the value that turns them off.

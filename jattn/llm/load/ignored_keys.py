@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["IGNORED"]
-
 #: Keys of Hugging Face's and other writers that never change the results of inference.
 IGNORED = (
     "_attn_implementation",

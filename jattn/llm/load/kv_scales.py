@@ -24,8 +24,6 @@ from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import LARGEST_CODE
 
-__all__ = ["CACHE_DTYPES", "KVCacheScales", "cached_spec", "writing_8_bits"]
-
 #: vLLM's names of cache dtypes other than the model's own.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 #: And of latents, whose packed rows have scales of their own.

@@ -43,8 +43,6 @@ from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
 
-__all__ = ["embedded_model_folder", "load_model"]
-
 #: Tensors other than those of a language model.
 _NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
 

@@ -12,15 +12,6 @@ from jattn.llm.load.families import Family
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 
-__all__ = [
-    "ParameterPlan",
-    "TensorPlan",
-    "fewest_tensors",
-    "found_name",
-    "plan_parameters",
-    "spelled_as_found",
-]
-
 #: Old writers' names of a norm's parameters.
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")

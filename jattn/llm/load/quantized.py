@@ -10,8 +10,6 @@ from jattn.llm.load.safetensors_file import QUANTIZED_DTYPES, SafetensorsFile
 from jattn.llm.models.quantized import group_rows
 from torch_core.base.errors import Unsupported
 
-__all__ = ["kernel_and_scale", "parts_of"]
-
 _BLOCK = 128
 _MXFP4_GROUP = 32
 

@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FileRange", "read_ahead"]
-
 _THREADS = 8
 _CHUNK, _BUFFER = 16 << 20, 1 << 20
 # Data that is read and not used yet stays in the page cache, from which a machine with little memory would drop it

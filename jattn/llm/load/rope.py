@@ -11,8 +11,6 @@ from jattn.llm.models.rope_scaling import ROPE_KEYS, RopeScaling
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["ROPE_NAMES", "read_rope", "write_rope"]
-
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)

@@ -19,16 +19,6 @@ from safetensors import SafetensorError, safe_open
 from jattn.llm.load.folder import read_json
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = [
-    "QUANTIZED_DTYPES",
-    "STORED_DTYPES",
-    "SafetensorsFile",
-    "StoredTensor",
-    "checked_dtype",
-    "open_safetensors",
-    "read_tensor",
-]
-
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_TENSORS = 50_000
 _MAX_RANK = 8

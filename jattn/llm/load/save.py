@@ -24,8 +24,6 @@ from jattn.llm.models.fp8 import widened_from_fp8
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["save_model"]
-
 
 def save_model(
     folder: str | os.PathLike[str],

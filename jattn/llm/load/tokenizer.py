@@ -15,8 +15,6 @@ from jattn.llm.load.folder import check_folder, member, read_object, read_text
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["MORE_TEMPLATES", "TOOL_TEMPLATE", "TextTokenizer", "load_tokenizer"]
-
 #: Where folders have their template of conversations with tools.
 MORE_TEMPLATES, TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
 

@@ -21,19 +21,6 @@ from jattn.llm.load.safetensors_file import SafetensorsFile, checked_dtype, open
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput
 
-__all__ = [
-    "check_count",
-    "check_weights",
-    "find_weights",
-    "is_quantized",
-    "ranges_of",
-    "read_kv_scales",
-    "read_parameter",
-    "read_places",
-    "read_quantized",
-    "with_tied_head",
-]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 32 << 20

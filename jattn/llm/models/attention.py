@@ -18,8 +18,6 @@ from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.kv_scales import KVScales
 from jattn.parallel import attend_spread
 
-__all__ = ["Angles", "Attention", "KeysValues", "alibi_slopes"]
-
 #: The attention inputs computed from positions: cosine and sine for layers with full attention, and for layers with a
 #: window; or the bias of `relative_bias`.
 Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array

@@ -12,8 +12,6 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields, limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
-__all__ = ["SIZE_LIMITS", "ModelConfig"]
-
 Activation: TypeAlias = Annotated[
     str,
     Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", error=Unsupported),

@@ -14,8 +14,6 @@ from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention, attention_fn
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["CrossAttention"]
-
 
 class CrossAttention(nnx.Module):
     """Attends to all of an encoder's output; its keys and values share one matrix product and are computed once.

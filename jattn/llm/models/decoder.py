@@ -22,8 +22,6 @@ from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["Decoder", "checked_dropout"]
-
 
 class Decoder(nnx.Module):
     """A decoder-only language model: `hidden, caches = model(token_ids, positions, caches, metadata)`.

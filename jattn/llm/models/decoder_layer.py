@@ -18,8 +18,6 @@ from jattn.llm.models.layers import MLP, norm
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 
-__all__ = ["DecoderLayer", "Encoded", "scaled", "through"]
-
 #: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
 #: rows.
 Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]

@@ -15,8 +15,6 @@ from jattn.llm.models.paged_model import PagedSpec
 from jattn.metadata import AttentionMetadata
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["EncoderDecoder", "build_model"]
-
 
 class EncoderDecoder(Decoder):
     """A `Decoder` with an encoder before it, as T5 (arXiv:1910.10683) and BART (arXiv:1910.13461) are.

@@ -15,8 +15,6 @@ from jattn.ops import fused_experts, route_experts
 from jattn.ops.routed import ExpertKernels, ExpertProduct, chosen_experts, routed_experts
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["ExpertLinear", "SparseMLP"]
-
 
 class ExpertLinear(nnx.Module):
     """One linear map for each expert: `x @ kernel[expert] + bias[expert]`."""

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["Fp8Kernel", "Fp8Linear", "kernel_sharding", "round_to_fp8", "widened_from_fp8"]
-
 _FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 

@@ -17,8 +17,6 @@ from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, Spar
 from jattn.nn.kv_scales import KVScales
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["LatentAttention", "SparseAttention"]
-
 
 class _Layer:
     """How a decoder makes and calls its layers; over the layers of `jattn.nn`."""

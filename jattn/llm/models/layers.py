@@ -13,8 +13,6 @@ from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.ops.activations import activated, gated
 from jattn.parallel import all_reduce_norm
 
-__all__ = ["INITIALIZER", "MLP", "LayerNorm", "RMSNorm", "linear", "norm"]
-
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
 

@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["DEFAULT_RULES", "logical_axes", "partition_specs", "spec_of"]
-
 #: Megatron's rules (Shoeybi et al. 2019, arXiv:1909.08053): the first product is split by columns, the second by rows,
 #: so that one sum over devices ends each branch; the vocabulary and the experts are distributed.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(

@@ -13,8 +13,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["EncoderModel", "PagedModel", "PagedSpec"]
-
 Window: TypeAlias = Annotated[int | None, Limits(1, INT32_MAX)]
 
 

@@ -10,8 +10,6 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields
 
-__all__ = ["MAX_HEAD_DIM", "MAX_INNER", "Flag", "LatentConfig", "MoEConfig", "last_of_each_window"]
-
 #: Of a head's elements, and of a feed-forward layer's.
 MAX_HEAD_DIM, MAX_INNER = 256, 1 << 18
 #: A bool of a configuration, which is JSON's in a file.

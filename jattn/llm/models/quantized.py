@@ -14,15 +14,6 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.fp8 import Fp8Kernel, Fp8Linear, round_to_fp8
 from torch_core.base.errors import InvalidInput
 
-__all__ = [
-    "QuantizedExpertLinear",
-    "QuantizedLinear",
-    "dequantize",
-    "may_be_quantized",
-    "quantize_fp8",
-    "quantized_linear",
-]
-
 #: Modules whose kernels may be in fewer bits.
 _MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 

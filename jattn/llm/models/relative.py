@@ -10,8 +10,6 @@ import numpy as np
 
 from jattn.llm.models.config import ModelConfig
 
-__all__ = ["relative_bias", "relative_buckets"]
-
 
 def relative_bias(table: jax.Array, config: ModelConfig) -> jax.Array:
     """Returns float32[num_heads, 2 * relative_attention_max_distance + 1], spread out over distances for the ops.

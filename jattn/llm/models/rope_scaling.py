@@ -8,8 +8,6 @@ from typing import Annotated, TypeAlias
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Limits, check_fields
 
-__all__ = ["MAX_CONTEXT", "ROPE_KEYS", "RopeScaling"]
-
 #: Of any model, in tokens.
 MAX_CONTEXT = 1 << 24
 Factor: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]

@@ -12,8 +12,6 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.rope_scaling import RopeScaling
 from jattn.nn.yarn import yarn_kept, yarn_weight
 
-__all__ = ["apply_rotary", "attention_factor", "inverse_frequencies", "rotary_angles"]
-
 
 def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
     """Returns the angle per position of each rotated pair of elements, float32[rotary_dim / 2], scaling included.

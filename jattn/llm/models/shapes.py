@@ -15,8 +15,6 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer
 from jattn.llm.models.encoder_decoder import build_model
 
-__all__ = ["ParameterPath", "num_parameters", "parameter_shapes"]
-
 #: The path of a parameter in the nnx state of a `Decoder`.
 ParameterPath: TypeAlias = tuple[str | int, ...]
 _Shapes: TypeAlias = Mapping[ParameterPath, tuple[int, ...]]

@@ -25,8 +25,6 @@ from jattn.nn.paged_layers import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["ParameterShards", "decoder_of", "parameter_shards", "put_whole", "shard_model", "tensor_parallel_of"]
-
 #: The index of an element that a device has and the parameter does not have: 0.
 _NONE = -1
 

@@ -14,8 +14,6 @@ from jattn.parallel import all_reduce
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["TensorParallel"]
-
 _SPLIT = ("vocab", "heads", "mlp", "experts")
 # As engines and commands have it, and as the class below.
 _CONTEXT = "decode_context_parallel_size (context_size)"

@@ -9,8 +9,6 @@ import time
 import uuid
 from typing import Any
 
-__all__ = ["AccessLog", "log"]
-
 #: At level INFO; the frequent requests of probes (/health, /metrics) at DEBUG.
 log = logging.getLogger("jattn.llm.serve.access")
 

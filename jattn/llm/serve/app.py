@@ -35,8 +35,6 @@ from jattn.llm.text.prompts import chat_prompt, encoded
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["ServeConfig", "create_app"]
-
 _log = logging.getLogger("jattn.llm.serve")
 
 # OpenAI's limit.

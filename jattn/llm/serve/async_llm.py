@@ -16,8 +16,6 @@ from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
 from torch_core.base.errors import InvalidInput, JattnError, PoolLost
 
-__all__ = ["AsyncLLM", "Submission", "Update"]
-
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
 _CLOSED = "the AsyncLLM was closed before the request ended."

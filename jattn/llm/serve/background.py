@@ -12,8 +12,6 @@ from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["BackgroundServer"]
-
 
 class BackgroundServer(contextlib.AbstractContextManager):
     """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.

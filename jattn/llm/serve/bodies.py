@@ -9,18 +9,6 @@ from typing import Annotated, Any, TypeVar
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices, Limits, check_fields
 
-__all__ = [
-    "Body",
-    "ChatBody",
-    "CompletionBody",
-    "DetokenizeBody",
-    "EmbeddingsBody",
-    "GenerationBody",
-    "TokenizeBody",
-    "prompts_of",
-    "read_body",
-]
-
 #: Fields that have SamplingParams' names and meaning, which checks them.
 _SAMPLING = frozenset({
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),

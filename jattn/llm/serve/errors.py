@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from torch_core.base.errors import ArgumentError, RequestTooLong
 
-__all__ = ["RequestError", "as_request_error"]
-
 
 class RequestError(Exception):
     """An error response.

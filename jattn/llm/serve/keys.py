@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from jattn.llm.load.folder import read_given
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["KeyRing", "digest", "read_keys"]
-
 
 class KeyRing:
     """The keys of a server; it keeps their digests only.

@@ -15,8 +15,6 @@ from jattn.llm.text.prompts import Prompt, check_template_kwargs
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Generation", "parse_body", "parse_chat", "parse_completion"]
-
 _MAX_PROMPTS = 256
 
 

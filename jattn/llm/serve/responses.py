@@ -15,8 +15,6 @@ from jattn.llm.load import TextTokenizer
 from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
 
-__all__ = ["Answer", "embeddings_answer", "error_body", "event", "num_characters", "usage"]
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
 

@@ -32,8 +32,6 @@ from jattn.llm.serve.keys import read_keys
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> int:
     """Serves until a signal; returns 0."""

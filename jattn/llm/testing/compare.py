@@ -28,8 +28,6 @@ from jattn.ops import IMPLEMENTATIONS, available_implementations
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
-__all__ = ["compare_with_torch"]
-
 DEFAULT_PROMPTS = (
     "The",
     "A class definition",

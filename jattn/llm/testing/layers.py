@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LayerRow", "layer_rows"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:

@@ -9,8 +9,6 @@ import numpy as np
 
 from jattn.llm.testing.report import Deviation, TokenDifference
 
-__all__ = ["Truth", "compare_tokens", "measure"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:

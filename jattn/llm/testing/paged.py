@@ -18,8 +18,6 @@ from jattn.metadata import AttentionMetadata
 from jattn.pool import KVPool
 from torch_core.metadata import Buckets, EncoderRow, SequenceRow, build_common_metadata
 
-__all__ = ["PagedRun", "encoder_states", "engine_tokens", "with_implementation"]
-
 _BLOCK_SIZE = 16
 _MAX_NEW_TOKENS = 512
 

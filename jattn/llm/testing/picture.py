@@ -12,8 +12,6 @@ from jattn.llm.testing.layers import LayerRow
 from jattn.llm.testing.report import CrosscheckReport
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["check_picture_path", "save_picture"]
-
 
 def check_picture_path(path: str | os.PathLike[str]) -> None:
     """Checks that a picture can be written there, before anything is compared.

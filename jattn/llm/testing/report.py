@@ -10,8 +10,6 @@ from typing import Any
 from jattn.llm.testing.layers import LayerRow
 from jattn.table import aligned
 
-__all__ = ["CrosscheckReport", "CrosscheckRow", "TokenDifference"]
-
 _HEADER = ("", "path", "max abs", "error", "1 - cosine", "max KL", "ties", "verdict", "first differing token")
 
 

@@ -20,8 +20,6 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.reference import attention
 
-__all__ = ["TorchDecoder"]
-
 #: The supported options; every other option must be off.
 _OPTIONS = (
     *SIZE_LIMITS,

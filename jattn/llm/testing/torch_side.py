@@ -17,8 +17,6 @@ from jattn.llm.models import ModelConfig
 from jattn.llm.testing.torch_decoder import TorchDecoder
 from torch_core.base.errors import Unsupported
 
-__all__ = ["FirstOfEqual", "TorchSide", "greedy_run", "load_torch_side", "suitable_threads"]
-
 # Below this many parameters a second OpenMP thread brings less to a decode step than waiting for it costs: with 1.8M
 # parameters on two busy cores a step took 90 ms of processor time with two threads and 6 ms with one.
 _ONE_THREAD_BELOW = 50_000_000

@@ -9,8 +9,6 @@ from tokenizers.decoders import DecodeStream
 
 from jattn.llm.load import TextTokenizer
 
-__all__ = ["Detokenizer"]
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Tokens of a prompt that are read before the text, as many as vLLM reads.
 _FEWEST_OF_PROMPT, _MOST_OF_PROMPT = 4, 24

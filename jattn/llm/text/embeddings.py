@@ -15,8 +15,6 @@ from jattn.llm.models import Decoder
 from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
-__all__ = ["EmbeddingOutput", "EmbeddingRequestOutput", "embed"]
-
 # Most rows of a batch, and most tokens of one including padding: they fill a device without using much memory.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 14
 _SHORTEST = 16

@@ -11,8 +11,6 @@ from jattn.llm.load import ChatTemplate, TextTokenizer
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Prompt", "as_prompts", "chat_prompt", "check_template_kwargs", "encoded", "naming"]
-
 #: A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or both of them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 

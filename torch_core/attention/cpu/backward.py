@@ -9,8 +9,6 @@ from torch import Tensor
 from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.cpu.masks import Extras, additive_mask, key_range
 
-__all__ = ["attention_backward"]
-
 #: Elements of one matrix of weights: 4M float32 are 16 MiB.
 _MAX_ELEMENTS = 1 << 22
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["attend", "fused_applies"]
-
 #: float32 elements of 16 bytes. Without MKL_CBWR, MKL on some processors rounds products of few rows in another order
 #: if an operand is not aligned to this number of bytes; multiples of it make no difference.
 _ALIGNED = 4

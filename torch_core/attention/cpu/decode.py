@@ -13,8 +13,6 @@ from torch_core.attention.cpu.core import attend
 from torch_core.attention.cpu.gather import gather_blocks
 from torch_core.attention.cpu.masks import DistanceBias
 
-__all__ = ["decode_group", "padded_blocks"]
-
 _SMALLEST_LENGTH = 64
 
 

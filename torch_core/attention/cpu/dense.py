@@ -9,8 +9,6 @@ from torch_core.attention.cpu.masks import Extras, first_key
 from torch_core.attention.cpu.result import open_results
 from torch_core.attention.cpu.rows import attend_rows
 
-__all__ = ["attention"]
-
 
 def attention(call: DenseCall[Tensor]) -> dict[str, Tensor]:
     """Attends packed sequences one by one in float32. Nothing is checked."""

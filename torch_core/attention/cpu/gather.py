@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torch_core.attention.call import PagedCall
 
-__all__ = ["gather_blocks", "raw_array", "scale_value"]
-
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16}
 #: Above this many bytes torch's own gather, which uses all threads, is faster than numpy's.
 _MAX_NUMPY_BYTES = 2 << 20

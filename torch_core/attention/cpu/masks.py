@@ -13,8 +13,6 @@ from torch_core.attention.cpu.gather import raw_array
 from torch_core.attention.dropout import keep_factor, keep_mask
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["DistanceBias", "Extras", "additive_mask", "first_key", "first_row_with_keys", "key_range"]
-
 
 @dataclass(frozen=True, slots=True)
 class DistanceBias:

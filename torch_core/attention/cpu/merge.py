@@ -9,8 +9,6 @@ from torch_core.attention.cpu.gather import scale_value
 from torch_core.attention.cpu.result import merge_lse, saturated
 from torch_core.attention.merge_call import MergeCall
 
-__all__ = ["merge_states"]
-
 
 def merge_states(call: MergeCall[Tensor]) -> dict[str, Tensor]:
     """Merges two partial results in float32. Nothing is checked."""

@@ -14,8 +14,6 @@ from torch_core.attention.cpu.masks import Extras, first_key
 from torch_core.attention.cpu.result import open_results
 from torch_core.attention.cpu.rows import attend_rows
 
-__all__ = ["paged_attention"]
-
 #: Keys of all sequences of one decode group, times heads and head size: 512K float32 are 2 MiB for keys alone.
 _MAX_GROUP_ELEMENTS = 1 << 19
 

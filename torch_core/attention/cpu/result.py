@@ -11,8 +11,6 @@ from torch import Tensor
 from torch_core.attention.call import AttentionCall
 from torch_core.attention.cpu.gather import scale_value
 
-__all__ = ["ResultRows", "merge_lse", "open_results", "saturated"]
-
 
 @dataclass(frozen=True, slots=True)
 class ResultRows:

@@ -10,8 +10,6 @@ from torch_core.attention.cpu.core import attend, fused_applies
 from torch_core.attention.cpu.masks import Extras, additive_mask, first_row_with_keys, key_range
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["attend_rows"]
-
 #: Elements of one mask or score matrix: 4M float32 are 16 MiB.
 _MAX_SCORE_ELEMENTS = 1 << 22
 #: Rows of one run under a mask: short runs leave out most of the keys that a window or the causal mask hides.

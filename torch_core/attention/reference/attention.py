@@ -9,8 +9,6 @@ from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.reference.sequence import attend, empty_results, on_the_host, store_output
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["attention", "paged_attention"]
-
 
 def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attends any mix of prefill, chunked prefill, speculative and decode rows over a paged cache.

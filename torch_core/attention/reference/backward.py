@@ -8,8 +8,6 @@ from torch import Tensor
 from torch_core.attention.backward_call import DenseBackwardCall, forward_of
 from torch_core.attention.reference.attention import attention
 
-__all__ = ["attention_backward"]
-
 
 def attention_backward(
     call: DenseBackwardCall[Tensor], *, compute_dtype: torch.dtype | None = None

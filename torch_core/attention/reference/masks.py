@@ -8,8 +8,6 @@ from torch import Tensor
 from torch_core.attention.call import BIAS_FIELDS, AttentionCall
 from torch_core.base.specs import AttentionSpec
 
-__all__ = ["biases", "score_bias", "visible_keys"]
-
 
 def visible_keys(
     query_len: int,

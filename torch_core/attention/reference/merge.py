@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.attention.merge_call import MergeCall
 
-__all__ = ["merge_states"]
-
 
 def merge_states(call: MergeCall[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges two partial attention results (FlashDecoding; section 3.1 of FlashInfer, arXiv 2501.01005).

@@ -14,8 +14,6 @@ from torch_core.attention.reference.masks import biases, score_bias, visible_key
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.call import Call
 
-__all__ = ["attend", "attend_sequence", "empty_results", "on_the_host", "store_output"]
-
 C = TypeVar("C", bound=Call[Tensor])
 
 

@@ -10,8 +10,6 @@ from torch_core.attention.cpu.gather import raw_array
 from torch_core.base.specs import LARGEST_CODE, SMALLEST_SCALE
 from torch_core.cache_writes.call import CopyCall, WriteCall
 
-__all__ = ["copy_blocks", "write_kv_cache"]
-
 
 def write_kv_cache(call: WriteCall[Tensor]) -> None:
     """Stores new keys and values, in place. Nothing is checked but that blocks exist."""

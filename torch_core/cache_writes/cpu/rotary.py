@@ -8,8 +8,6 @@ from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.cpu.blocks import write_kv_cache
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
-__all__ = ["rotate", "rotate_and_write"]
-
 
 def rotate(heads: Tensor, cos_sin: Tensor, *, is_neox_style: bool) -> Tensor:
     """Returns `[..., size]` with its first elements rotated in float32 by `[..., rotated_dim]`, in its own dtype."""

@@ -11,8 +11,6 @@ from torch_core.attention.reference.sequence import on_the_host
 from torch_core.base.specs import SMALLEST_SCALE
 from torch_core.cache_writes.call import CopyCall, WriteCall
 
-__all__ = ["copy_blocks", "largest_code", "write_kv_cache"]
-
 
 def write_kv_cache(call: WriteCall[Tensor]) -> None:
     """Stores new keys and values in the cache, in place.

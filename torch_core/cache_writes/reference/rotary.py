@@ -10,8 +10,6 @@ from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.reference.cache import write_kv_cache
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
-__all__ = ["rotate_and_write", "rotated_pairs"]
-
 
 def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     """Stores rotated keys, and values, in the cache, in place; returns the rotated queries.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.experts.call import ExpertsCall
 
-__all__ = ["fused_experts"]
-
 
 def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns `[num_tokens, hidden_size]`: the weighted sum of the outputs of each token's experts.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.experts.routing_call import RouteCall
 
-__all__ = ["route_experts", "router_scores"]
-
 
 def route_experts(call: RouteCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Returns weights `[num_tokens, top_k]` and experts int64 `[num_tokens, top_k]`, the best first.

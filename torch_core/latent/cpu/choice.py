@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.latent.sparse_call import ChoiceCall
 
-__all__ = ["chosen_slots"]
-
 
 def chosen_slots(call: ChoiceCall[Tensor]) -> dict[str, Tensor]:
     """Looks up the slots of each query's keys."""

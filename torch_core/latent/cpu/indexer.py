@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torch_core.latent.sparse_call import IndexerCall
 
-__all__ = ["indexer_logits"]
-
 
 def indexer_logits(call: IndexerCall[Tensor]) -> dict[str, Tensor]:
     """Scores every key that a query sees, in float32; sequence by sequence, on the blocks that it has."""

@@ -16,8 +16,6 @@ from torch_core.cache_writes.cpu.rotary import rotate
 from torch_core.latent.call import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.latent.packed import pack_latents, unpack_latents
 
-__all__ = ["mla_attention", "write_latent_cache"]
-
 
 def mla_attention(call: LatentCall[Tensor]) -> dict[str, Tensor]:
     """Attends to cached latents; of packed ones, the blocks that sequences reach are unpacked first."""

@@ -15,8 +15,6 @@ from torch_core.cache_writes.reference.cache import largest_code, write_kv_cache
 from torch_core.cache_writes.reference.rotary import rotated_pairs
 from torch_core.latent.call import LatentCall, LatentWriteCall, as_paged, as_write
 
-__all__ = ["mla_attention", "write_latent_cache"]
-
 
 def mla_attention(call: LatentCall[Tensor], *, compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attends to cached latents: a token's row is the key of every head, its first `kv_lora_rank` elements the value.

@@ -11,8 +11,6 @@ from torch_core.latent.call import LatentCall
 from torch_core.latent.reference.latent import mla_attention
 from torch_core.latent.sparse_call import IndexerCall
 
-__all__ = ["indexer_logits", "sparse_mla_attention"]
-
 
 def indexer_logits(call: IndexerCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns `[num_tokens, table_tokens]`: the score of every key that a query sees, -inf for the others.

@@ -33,8 +33,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache import CacheStats
 
-__all__ = ["Engine"]
-
 
 class Engine(contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.

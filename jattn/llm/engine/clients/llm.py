@@ -32,8 +32,6 @@ from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 
-__all__ = ["LLM", "generate"]
-
 Conversation = Sequence[Mapping[str, Any]]
 
 

@@ -29,8 +29,6 @@ from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.cache import CacheStats
 
-__all__ = ["AnyEngine", "DataParallelEngine", "open_engine"]
-
 
 class DataParallelEngine(contextlib.AbstractContextManager):
     """Several engines with the interface of one. Any thread may call any method.

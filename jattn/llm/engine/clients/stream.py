@@ -13,8 +13,6 @@ from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.detokenize import Detokenizer
 
-__all__ = ["PromptReader", "TextDelta", "TextStream"]
-
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:

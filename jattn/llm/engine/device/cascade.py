@@ -15,8 +15,6 @@ from jattn.nn import PagedAttention
 from torch_core.cache import LayerGroups
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, prefix_groups, prefix_piece_tokens
 
-__all__ = ["Cascade"]
-
 _FEWEST_SEQUENCES = 2
 # Groups are faster from a few sequences on; at most this number of pieces is considered.
 _SEQUENCES_OF_A_PIECE = 4

@@ -29,8 +29,6 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
 
-__all__ = ["Device", "check_types", "default_config", "open_device", "outlasts_the_host", "pool_budget"]
-
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
 # The pool's share of a device's free memory; the rest is for a step's intermediate arrays.

@@ -13,8 +13,6 @@ from jattn.llm.models import PagedModel, PagedSpec, TensorParallel
 from jattn.metadata import AttentionMetadata
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["WithDraft", "with_draft"]
-
 
 class WithDraft(nnx.Module):
     """A `PagedModel` that is `base`, and keeps the caches of `draft` as far as its own.

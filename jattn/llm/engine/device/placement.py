@@ -21,8 +21,6 @@ from jattn.parallel import Peers
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
-__all__ = ["Placement", "replica_meshes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -23,8 +23,6 @@ from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
 from torch_core.metadata import PackedLayout, encoder_layout, group_fields, group_layout, metadata_layout
 
-__all__ = ["PER_SEQUENCE", "Bucket", "Sampled", "jitted_prompt_logprobs", "jitted_step"]
-
 #: A step's int32 arrays of each sequence, in addition to the metadata: `Rows`, and two that change.
 PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
 

@@ -23,8 +23,6 @@ from jattn.llm.log import event
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups
 
-__all__ = ["Programs"]
-
 # With these numbers of rows XLA's choice of products is slower than cuBLAS on an H200, because it ignores the
 # operations after a product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is faster
 # by 3 and 29%.

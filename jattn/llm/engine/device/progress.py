@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-__all__ = ["progress"]
-
 
 @contextlib.contextmanager
 def progress(report: Callable[[int, int, str], None] | None) -> Iterator[Callable[[int, int, str], None]]:

@@ -11,8 +11,6 @@ from jattn.llm.engine.request.logprobs import Logprobs
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledStep
 
-__all__ = ["PromptPart", "StepResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:

@@ -37,8 +37,6 @@ from torch_core.metadata import (
     build_group_metadata,
 )
 
-__all__ = ["ModelRunner"]
-
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
 # prefill stays on one side, so that a prompt's bits do not depend on other prompts.
 _SMALLEST_PREFILL = 64

@@ -18,19 +18,6 @@ from jattn.parallel import exchange
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = [
-    "LogitsProcessor",
-    "Rows",
-    "Sampler",
-    "SamplingKind",
-    "VocabShards",
-    "check_processors",
-    "filtered",
-    "processed",
-    "sample",
-    "sample_fully",
-]
-
 #: `f(logits float32[vocab], token_ids int32[max_model_len], num_prompt_tokens, num_tokens, value) -> float32[vocab]`:
 #: pure, of one row; entries of `token_ids` after `num_tokens` are undefined.
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -17,8 +17,6 @@ from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.processes import Announce
 from torch_core.base.checks import INT32_MAX
 
-__all__ = ["SamplerState", "SlotTables", "Slots"]
-
 
 class _Fields(NamedTuple):
     token_ids: Any

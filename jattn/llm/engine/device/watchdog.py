@@ -12,8 +12,6 @@ from typing import Any
 from jattn.llm.engine.scheduler import ScheduledStep
 from jattn.llm.log import event
 
-__all__ = ["Watchdog"]
-
 # Number of checks within a step's time limit.
 _LOOKS = 4
 

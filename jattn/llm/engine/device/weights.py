@@ -17,8 +17,6 @@ from jattn.llm.models.fp8 import Fp8Kernel, kernel_sharding, round_to_fp8
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["Arrivals", "Weights"]
-
 #: Functions that return a leaf's new array, by index. Over several processes all processes call them.
 Arrivals: TypeAlias = dict[int, Callable[[], jax.Array]]
 

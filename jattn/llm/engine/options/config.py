@@ -14,8 +14,6 @@ from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 
-__all__ = ["MAX_SIZE", "SERVING_SIZES", "EngineConfig", "check_config"]
-
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 #: Default of a server, and of an engine on a GPU without a given value.

@@ -16,18 +16,6 @@ from torch_core.base.checks import INT32_MAX, check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 
-__all__ = [
-    "LIMITS",
-    "PACKED_FLOATS",
-    "PACKED_SEED",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "is_plain",
-    "needs_slot",
-    "pack_sampling",
-]
-
 #: The first columns of packed parameters, float32; top_k, the seed and num_prompt_tokens follow.
 PACKED_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 PACKED_SEED = len(PACKED_FLOATS) + 1

@@ -12,8 +12,6 @@ from flax import nnx
 from torch_core.base.checks import INT32_MAX, check_int, shown
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["SpeculationCounts", "SpeculationStats", "SpeculativeConfig"]
-
 _METHODS = ("ngram", "draft_model")
 _MOST_TOKENS = 64
 

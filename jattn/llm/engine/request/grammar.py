@@ -14,8 +14,6 @@ from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsPar
 from jattn.llm.load import TextTokenizer
 from torch_core.base.errors import InvalidInput, Unsupported
 
-__all__ = ["Grammar", "GrammarCompiler", "mask_of"]
-
 _MOST_KNOWN = 64
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Logprob", "Logprobs", "as_dict", "likeliest", "token_logprobs"]
-
 _GROUP = 128
 
 

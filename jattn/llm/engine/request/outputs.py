@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from jattn.llm.engine.request.logprobs import Logprob
 
-__all__ = ["CompletionOutput", "Outbox", "RequestMetrics", "RequestOutput", "TokenDelta"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:

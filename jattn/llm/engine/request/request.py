@@ -14,8 +14,6 @@ from jattn.llm.engine.request.logprobs import Logprobs
 from jattn.llm.engine.request.outputs import Outbox, RequestMetrics, TokenDelta
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["AUTOMATIC", "Request", "RequestState"]
-
 #: The prefix of the engine's own request ids; callers may not use it.
 AUTOMATIC = "#"
 

@@ -19,8 +19,6 @@ from jattn.llm.models import PagedSpec
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
-__all__ = ["Validator"]
-
 _MAX_REQUEST_ID = 256
 _MAX_SALT_BYTES = 64
 _MOST_PRIORITY = 1 << 20

@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
 
-__all__ = ["BART"]
-
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
 #: Keys that only derived models have.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import Family
 
-__all__ = ["BERT"]
-
 BERT = Family(
     architecture="BertModel",
     model_type="bert",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
 
-__all__ = ["COHERE"]
-
 COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",

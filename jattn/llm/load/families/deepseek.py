@@ -7,8 +7,6 @@ from typing import Any
 from jattn.llm.load.families.family import BOTH_BIASES, Key
 from torch_core.base.checks import check_int
 
-__all__ = ["DEFAULTS", "KEYS", "NAMES"]
-
 
 def _first_layers(count: Any) -> tuple[int, ...]:
     check_int("config.json: first_k_dense_replace", count, 0, 512)

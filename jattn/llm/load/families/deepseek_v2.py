@@ -9,8 +9,6 @@ from jattn.llm.load.families.deepseek import DEFAULTS, KEYS, NAMES
 from jattn.llm.load.families.family import Family, Key
 from torch_core.base.errors import Unsupported
 
-__all__ = ["DEEPSEEK_V2"]
-
 
 def _groups(raw: Mapping[str, Any]) -> dict[str, Any]:
     method = raw["topk_method"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from jattn.llm.load.families.deepseek import DEFAULTS, KEYS, NAMES
 from jattn.llm.load.families.family import Family
 
-__all__ = ["DEEPSEEK_V3"]
-
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",

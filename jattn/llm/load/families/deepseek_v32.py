@@ -11,8 +11,6 @@ from jattn.llm.load.families.family import Key
 from torch_core.base.checks import shown
 from torch_core.base.errors import Unsupported
 
-__all__ = ["DEEPSEEK_V32"]
-
 # Of attention over chosen tokens, as transformers 5.23 writes it and as 5.17 does.
 _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 

@@ -8,8 +8,6 @@ from typing import Any
 from jattn.llm.load.families.family import Family, Key
 from jattn.llm.models.config import ModelConfig
 
-__all__ = ["FALCON"]
-
 
 def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
     heads = raw["num_attention_heads"]

@@ -8,18 +8,6 @@ from typing import Any
 
 from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
 
-__all__ = [
-    "BOTH_BIASES",
-    "INVERSE",
-    "INVERSE_SQUARE",
-    "Family",
-    "Key",
-    "Whole",
-    "attention_names",
-    "every",
-    "stack_names",
-]
-
 
 def _same(value: Any) -> Any:
     return value

@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, every
 
-__all__ = ["DEFAULTS", "GEMMA", "GEMMA2", "IGNORED", "INERT", "KEYS", "NAMES", "scaled_embedding"]
-
 
 def scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the factor that all of them put on embeddings."""

@@ -8,8 +8,6 @@ from typing import Any
 from jattn.llm.load.families.family import Family, Whole, every
 from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
-__all__ = ["GEMMA3"]
-
 
 def _pattern(layer: int, raw: Mapping[str, Any]) -> bool:
     return every(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)))(layer, raw)

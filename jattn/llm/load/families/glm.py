@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from jattn.llm.load.families.family import Family
 
-__all__ = ["GLM", "GLM4"]
-
 GLM = Family(
     architecture="GlmForCausalLM",
     model_type="glm",

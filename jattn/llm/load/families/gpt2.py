@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import Family, Key
 
-__all__ = ["GPT2", "STARCODER2"]
-
 _OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False}
 _BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 

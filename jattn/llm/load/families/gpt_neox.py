@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
 
-__all__ = ["BLOOM", "GPT_NEOX"]
-
 _OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False, "mlp_bias": True}
 _MLP = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
 

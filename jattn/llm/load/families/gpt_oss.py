@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, every
 
-__all__ = ["GPT_OSS"]
-
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,

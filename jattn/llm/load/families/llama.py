@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Whole
 
-__all__ = ["GRANITE", "LLAMA", "MISTRAL", "SMOLLM3"]
-
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
 LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))

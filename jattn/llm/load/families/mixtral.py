@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import Family
 
-__all__ = ["MIXTRAL"]
-
 
 def _experts_width(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe.intermediate_size": raw["intermediate_size"]}

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, every
 
-__all__ = ["OLMO2", "OLMO3"]
-
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",

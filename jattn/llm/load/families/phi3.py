@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import Family
 
-__all__ = ["PHI3"]
-
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",

@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family
 
-__all__ = ["NO_WINDOW", "QWEN2", "QWEN3", "above"]
-
 #: The keys of Qwen's files without windows.
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 

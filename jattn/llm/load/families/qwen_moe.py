@@ -8,8 +8,6 @@ from typing import Any
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
 from jattn.llm.load.families.qwen import NO_WINDOW, above
 
-__all__ = ["QWEN2_MOE", "QWEN3_MOE"]
-
 
 def _sparse_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     dense = set(raw.get("mlp_only_layers") or ())

@@ -30,8 +30,6 @@ from jattn.llm.load.families.seed_oss import SEED_OSS
 from jattn.llm.load.families.t5 import T5
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["known_families", "nearest_family", "register_family"]
-
 # In the order in which a config that was built by hand is tried: the first that can store it does.
 _FAMILIES = {
     family.architecture: family

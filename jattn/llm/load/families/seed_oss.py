@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import Family
 
-__all__ = ["SEED_OSS"]
-
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",

@@ -7,8 +7,6 @@ from typing import Any
 
 from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
 
-__all__ = ["T5"]
-
 _DISTANCES = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias"
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gelu_new", "gated-silu": "silu"}

@@ -27,8 +27,6 @@ from torch_core.device.store import query_tile
 from torch_core.device.tiles import readable
 from torch_core.device.work import locate_tile
 
-__all__ = ["backward_keys_kernel", "backward_queries_kernel"]
-
 
 @triton.jit
 def backward_queries_kernel(

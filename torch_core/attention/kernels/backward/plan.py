@@ -14,8 +14,6 @@ from torch_core.attention.portable import Tile, block_seqs
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer
 
-__all__ = ["backward_plan"]
-
 # Gradients with one number for each head, and the scratch of their parts.
 _PARTS = {"d_alibi_slopes": "slope_parts", "d_sinks": "sink_parts"}
 

@@ -8,8 +8,6 @@ import triton.language as tl
 from torch_core.device.mask import LOG2E, soft_capped, tile_scores
 from torch_core.device.tiles import load_tile
 
-__all__ = ["add_product", "load_rows", "score_slope", "tile_weights"]
-
 
 @triton.jit
 def load_rows(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch_core.attention.portable import Tile
 
-__all__ = ["keys_tile", "queries_tile"]
-
 # Shared memory of an A100's thread block; smaller devices take smaller tiles.
 _LARGE_SHARED_MEMORY = 160 * 1024
 # Up to this length two small programs that share a multiprocessor lose less at the edges than a large one.

@@ -20,16 +20,6 @@ from torch_core.attention.kernels.backward_hopper.work import full_tiles
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
-__all__ = [
-    "key_gradients",
-    "load_pairs",
-    "mask_edge",
-    "score_gradient_pairs",
-    "through_queries",
-    "unpack_pairs",
-    "weight_pairs",
-]
-
 # Edges of the mask.
 FIRST = gl.constexpr(0)
 LAST = gl.constexpr(1)

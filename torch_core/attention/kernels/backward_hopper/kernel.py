@@ -24,8 +24,6 @@ from torch_core.attention.kernels.backward_hopper.work import (
 )
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 
-__all__ = ["hopper_backward_kernel"]
-
 
 @gluon.jit
 def hopper_backward_kernel(

@@ -10,8 +10,6 @@ from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import zero_outside
 
-__all__ = ["load_tiles"]
-
 
 @gluon.jit
 def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):

@@ -17,8 +17,6 @@ from torch_core.attention.partials import sum_parts_launch
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, OperationPlan, Pointer
 
-__all__ = ["hopper_backward_plan"]
-
 _ARRAYS = frozenset(
     ("query", "key", "value", "sinks", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc")
 )

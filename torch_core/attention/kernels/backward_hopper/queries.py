@@ -10,20 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-__all__ = [
-    "add_columns",
-    "await_room",
-    "await_turn",
-    "await_weights",
-    "pass_turn",
-    "pass_turns",
-    "query_gradients",
-    "query_sums",
-    "signal_full",
-    "signal_weights",
-    "take_turns",
-]
-
 # Triton takes the first few of the sixteen for itself. Two slots are full; for each of two roles two have room.
 _FULL = gl.constexpr(8)
 _ROOM = gl.constexpr(10)

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from torch_core.device.mask import LOG2E
 
-__all__ = ["finish_backward_kernel", "prepare_backward_kernel"]
-
 
 @triton.jit
 def prepare_backward_kernel(

@@ -42,8 +42,6 @@ from torch_core.attention.kernels.backward_hopper.work import full_tiles, store_
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.mask import LOG2E
 
-__all__ = ["uneven_gradients", "wide_key_gradients", "wide_value_gradients"]
-
 
 @gluon.jit
 def wide_value_gradients(item, rings, gradients, SHAPE: gl.constexpr):

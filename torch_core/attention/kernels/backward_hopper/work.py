@@ -9,8 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_work import level_by_level
 
-__all__ = ["Gradients", "Item", "Rings", "Sizes", "Tensors", "find_item", "full_tiles", "store_rows", "zero_padding"]
-
 _SEQS = gl.constexpr(32)
 
 

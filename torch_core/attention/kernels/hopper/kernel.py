@@ -18,8 +18,6 @@ from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_items
 from torch_core.device.mask import Bounds
 
-__all__ = ["hopper_prefill_kernel"]
-
 
 class _Rings(NamedTuple):
     """The shared memory of a program: its work, and rings of tiles.

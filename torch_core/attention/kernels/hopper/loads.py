@@ -10,8 +10,6 @@ from torch_core.device.hopper_items import item_count, read_item
 from torch_core.device.hopper_work import copy_query, copy_tile, key_tiles, tile_blocks, tile_rows, zero_outside
 from torch_core.device.mask import visible_keys
 
-__all__ = ["load_keys", "load_queries_and_values"]
-
 
 @gluon.jit
 def load_keys(call, rings, SHAPE: gl.constexpr):

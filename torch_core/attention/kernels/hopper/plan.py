@@ -17,8 +17,6 @@ from torch_core.attention.partials import Chunks
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
-__all__ = ["hopper_launch", "split_hopper_launches"]
-
 
 def hopper_launch(
     call: AttentionCall[ArraySpec],

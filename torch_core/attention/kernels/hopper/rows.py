@@ -18,8 +18,6 @@ from torch_core.device.hopper_softmax import rescale, row_references, row_sums
 from torch_core.device.hopper_turns import pass_turn, ring_slot, skip_tiles, take_turn
 from torch_core.device.mask import LOG2E
 
-__all__ = ["attend_rows"]
-
 
 @gluon.jit
 def attend_rows(OWN: gl.constexpr, call, rings, SHAPE: gl.constexpr, OVERLAP: gl.constexpr):

@@ -7,8 +7,6 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_softmax import NOTHING, ONE, step_assembly, step_constraints
 
-__all__ = ["initial_state", "softmax_step", "unpack_weights"]
-
 # Sums beyond it move the reference; weights must stay below the largest float16 too.
 _LIMIT = "0f44800000"
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_core.attention.hopper_prefill import WARPGROUP_ROWS, tile_for_length
 
-__all__ = ["REST_SIZES", "HopperTile", "hopper_tile"]
-
 #: Elements that queries and keys of a head size have more than values: those of DeepSeek's prompts, 128 and 64 rotary.
 REST_SIZES = {192: 64}
 

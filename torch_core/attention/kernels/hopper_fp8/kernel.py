@@ -16,8 +16,6 @@ from torch_core.device.hopper_turns import make_ring, open_slot
 from torch_core.device.hopper_work import count_items
 from torch_core.device.mask import Bounds
 
-__all__ = ["hopper_fp8_prefill_kernel"]
-
 
 class _Rings(NamedTuple):
     """The shared memory of a program: rings of tiles.

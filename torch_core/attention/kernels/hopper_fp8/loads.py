@@ -18,8 +18,6 @@ from torch_core.device.hopper_work import (
 )
 from torch_core.device.mask import visible_keys
 
-__all__ = ["load_fp8_keys", "load_fp8_queries_and_values"]
-
 
 @gluon.jit
 def load_fp8_keys(call, rings, SHAPE: gl.constexpr):

@@ -12,8 +12,6 @@ from torch_core.attention.partials import Chunks
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
-__all__ = ["hopper_fp8_launch", "packs_short_fp8", "split_hopper_fp8_launches"]
-
 # Key/value heads worked on side by side: their keys and values stay in the L2 cache.
 _KV_HEADS = 2
 

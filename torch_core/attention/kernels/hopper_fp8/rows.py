@@ -16,8 +16,6 @@ from torch_core.device.hopper_softmax import rescale, row_references, row_sums
 from torch_core.device.hopper_turns import ring_slot, skip_tiles
 from torch_core.device.mask import LOG2E
 
-__all__ = ["Scales", "attend_fp8_rows"]
-
 # Into registers of its own: without it the next weights would go where these are still being multiplied, and ptxas
 # would wait after each product.
 _SWAP_BACK = gl.constexpr("prmt.b32 $0, $1, 0, 0x1032;")

@@ -13,8 +13,6 @@ from triton.experimental.gluon import language as gl
 
 from torch_core.device.hopper_softmax import NOTHING, ONE, REFERENCE, step_assembly, step_constraints
 
-__all__ = ["fp8_softmax_step", "initial_fp8_state"]
-
 _COUNT = 64
 # Weights begin at 2 to this power; of rows that see few keys of their first tile, lower.
 _TOP = gl.constexpr(4)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_core.attention.hopper_prefill import WARPGROUP_ROWS, tile_for_length
 
-__all__ = ["BLOCK_N", "MIN_PACKED_ROWS", "HopperFp8Tile", "hopper_fp8_tile"]
-
 #: Keys of one step.
 BLOCK_N = 128
 #: Rows that the heads of a short query must bring, see `hopper_pack`. With 32 and 64 of them whole rows took 0.32 to

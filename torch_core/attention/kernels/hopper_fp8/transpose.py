@@ -10,8 +10,6 @@ from torch_core.device.gluon_names import reinterpret
 from torch_core.device.hopper_items import words_of
 from torch_core.device.hopper_turns import ring_slot
 
-__all__ = ["in_columns", "transpose_values"]
-
 # Bytes of four words a, b, c, d (four keys, the same four columns) to four words of one column each.
 _TRANSPOSE = gl.constexpr(
     "{ .reg .b32 low_ab, high_ab, low_cd, high_cd; "

@@ -8,8 +8,6 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_merge"]
-
 _ARRAYS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
 
 

@@ -10,8 +10,6 @@ from torch_core.device.softmax import finish_rows, rescale
 from torch_core.device.store import Output, RowLayout, store_rows
 from torch_core.device.work import chunk_span
 
-__all__ = ["attention_combine_kernel", "sum_parts_kernel"]
-
 
 @triton.jit
 def attention_combine_kernel(

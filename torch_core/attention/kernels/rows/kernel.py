@@ -13,8 +13,6 @@ from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile
 from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
 from torch_core.device.work import locate_tile
 
-__all__ = ["attention_rows_kernel"]
-
 
 @triton.jit
 def attention_rows_kernel(

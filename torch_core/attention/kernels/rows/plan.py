@@ -11,8 +11,6 @@ from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import LaunchPlan
 
-__all__ = ["rows_launch"]
-
 # Up to this query length the heads of a tile run side by side: their tiles are of equal length, so that the device
 # fills evenly. Beyond it, the tiles of one head do: its keys stay in the L2 cache.
 _HEADS_FIRST_LEN = 4096

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch_core.attention.portable import Tile
 from torch_core.launch.operands import power_of_two
 
-__all__ = ["rows_tile"]
-
 
 def rows_tile(
     *, rows: int, max_query_len: int, head_padded: int, key_bytes: int, query_bytes: int, paged: bool, plain: bool

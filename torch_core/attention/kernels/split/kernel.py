@@ -17,8 +17,6 @@ from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile
 from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
 from torch_core.device.work import chunk_span, locate_chunk
 
-__all__ = ["attention_split_kernel"]
-
 
 @triton.jit
 def attention_split_kernel(

@@ -15,8 +15,6 @@ from torch_core.device.mask import tile_scores
 from torch_core.device.softmax import softmax_step
 from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
-__all__ = ["as_pairs", "attend_pairs", "interleave", "split_pairs"]
-
 
 @triton.jit
 def as_pairs(base):

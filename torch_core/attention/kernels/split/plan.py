@@ -12,8 +12,6 @@ from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import ABSENT, LaunchPlan
 
-__all__ = ["short_query_len", "split_launches"]
-
 # Query tokens times packed heads that one program of the split kernel takes at most.
 _MAX_ROWS = 64
 # Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch_core.attention.portable import Tile
 from torch_core.launch.operands import ceil_div, power_of_two
 
-__all__ = ["chunk_size", "split_tile"]
-
 _MIN_CHUNK = 128
 _MAX_CHUNK = 4096
 # Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to

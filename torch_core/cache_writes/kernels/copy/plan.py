@@ -10,8 +10,6 @@ from torch_core.cache_writes.kernels.copy.kernel import copy_blocks_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_copy"]
-
 _MAX_INNER_AXES = 4
 _TILE_ELEMENTS = 4096
 

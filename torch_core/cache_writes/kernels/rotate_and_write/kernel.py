@@ -7,8 +7,6 @@ import triton.language as tl
 
 from torch_core.device.quantize import load_scale, store_value
 
-__all__ = ["rotary_write_kernel"]
-
 
 @triton.jit
 def rotary_write_kernel(

@@ -8,8 +8,6 @@ from torch_core.cache_writes.rotary_call import RotaryWriteCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_rotary_write"]
-
 # Up to this many tokens a program takes a few heads of one token, so that a decode step still spreads over the device.
 _FEW_TOKENS = 512
 _FEW_HEADS, _MANY_HEADS = 4, 8

@@ -11,8 +11,6 @@ from torch_core.cache_writes.kernels.write.kernel import write_cache_kernel, wri
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_write"]
-
 # Up to this many tokens one program takes one token, so that a decode step still spreads over the device.
 _FEW_TOKENS = 512
 _TILE_BYTES = 8192

@@ -11,8 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_core.device.gluon_names import async_load, thread_barrier
 from torch_core.device.hopper_turns import make_ring, open_slot
 
-__all__ = ["COLUMNS", "ROWS", "STEPS", "hopper_expert_product_kernel"]
-
 #: Rows and columns of a tile, elements of a row that one step multiplies.
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)

@@ -10,8 +10,6 @@ from torch_core.experts.kernels.hopper.kernel import COLUMNS, ROWS, STEPS, hoppe
 from torch_core.launch.operands import named_launch
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
 
-__all__ = ["hopper_product", "is_hopper"]
-
 _ARCH = 90
 _STAGES = 4
 _BYTES = 2

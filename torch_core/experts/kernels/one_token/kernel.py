@@ -7,8 +7,6 @@ import triton.language as tl
 
 from torch_core.device.activation import gated
 
-__all__ = ["one_token_kernel", "sum_partials_kernel"]
-
 
 @triton.jit
 def one_token_kernel(

@@ -8,8 +8,6 @@ from torch_core.experts.kernels.one_token.kernel import one_token_kernel, sum_pa
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_one_token", "serves_one_token"]
-
 _NUM_WARPS, _STAGES = 4, 4
 # Elements of a tile of gate (up has as many), and of one of the second kernel.
 _TILE, _DOWN_TILE = 32 * 128, 4 * 2048

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["align_experts_kernel", "count_experts_kernel"]
-
 
 @triton.jit
 def count_experts_kernel(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["combine_experts_kernel"]
-
 
 @triton.jit
 def combine_experts_kernel(

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from torch_core.device.activation import gated
 
-__all__ = ["expert_product_kernel"]
-
 
 @triton.jit
 def expert_product_kernel(

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from torch_core.launch.operands import power_of_two
 
-__all__ = ["MAX_LOOKED_UP", "Tile", "expert_tile"]
-
 #: Up to this number of pairs a program looks up its expert's rows itself, which saves a launch; more are sorted first.
 MAX_LOOKED_UP = 256
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["router_logits_kernel", "select_experts_kernel"]
-
 
 @triton.jit
 def router_logits_kernel(

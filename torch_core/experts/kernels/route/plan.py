@@ -10,8 +10,6 @@ from torch_core.experts.routing_call import RouteCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_route"]
-
 _MOST_PARTS = 64
 _LEAST_PART = 64
 _MOST_EXPERTS = 128

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["chosen_slots_kernel"]
-
 
 @triton.jit
 def chosen_slots_kernel(

@@ -8,8 +8,6 @@ import triton.language as tl
 from torch_core.device.store import as_multiplied
 from torch_core.device.tiles import key_rows, load_tile, page_ids
 
-__all__ = ["indexer_logits_kernel"]
-
 
 @triton.jit
 def indexer_logits_kernel(

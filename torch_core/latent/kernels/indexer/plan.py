@@ -11,8 +11,6 @@ from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_number, scale_pointer
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_choice", "plan_indexer"]
-
 # Not tuned on a device yet.
 _BLOCK_N = 64
 _NUM_WARPS = 4

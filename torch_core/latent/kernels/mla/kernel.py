@@ -16,8 +16,6 @@ from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile
 from torch_core.device.tiles import key_rows, load_tile, page_ids, readable
 from torch_core.device.work import chunk_span, locate_chunk
 
-__all__ = ["latent_attention_kernel"]
-
 
 @triton.jit
 def latent_attention_kernel(

@@ -10,8 +10,6 @@ from torch_core.latent.kernels.mla.tiles import latent_tile
 from torch_core.latent.operands import LatentKernel
 from torch_core.launch.plan import DeviceLimits
 
-__all__ = ["portable_latent"]
-
 
 def portable_latent(call: LatentCall[ArraySpec], limits: DeviceLimits, rows: int) -> LatentKernel:
     """Returns the portable kernel for a call whose sequences have up to `rows` rows (query token, head)."""

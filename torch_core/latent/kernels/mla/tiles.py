@@ -6,8 +6,6 @@ from torch_core.attention.portable import Tile
 from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import DeviceLimits
 
-__all__ = ["latent_chunk", "latent_tile"]
-
 _MIN_CHUNK = 128
 _LONG_CHUNK = 4096
 # Programs that a launch may have by its static bound, beyond those that run at a time: their results take memory

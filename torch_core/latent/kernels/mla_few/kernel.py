@@ -16,8 +16,6 @@ from torch_core.device.hopper_rows import Output
 from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP, GROUPS, Room, Source
 from torch_core.latent.kernels.mla_few.warpgroups import attend
 
-__all__ = ["few_latent_kernel"]
-
 
 @gluon.jit
 def few_latent_kernel(

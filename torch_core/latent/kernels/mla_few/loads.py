@@ -11,8 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_latents import BLOCK_N, ROPE
 
-__all__ = ["COLUMNS", "GROUP", "GROUPS", "Room", "Source", "load_query", "load_scales", "load_tile", "zero_behind"]
-
 #: Rows (query token, head) of a program.
 COLUMNS = gl.constexpr(16)
 #: Elements of a latent that are copied and converted together, and the number of these groups.

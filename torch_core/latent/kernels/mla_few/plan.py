@@ -11,8 +11,6 @@ from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP
 from torch_core.latent.operands import LatentKernel, is_hopper_latent
 from torch_core.launch.plan import ABSENT, DeviceLimits, Pointer
 
-__all__ = ["few_latent"]
-
 # Tiles that shared memory has room for.
 _SLOTS, _PACKED_SLOTS = 5, 4
 

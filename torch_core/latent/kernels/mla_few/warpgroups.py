@@ -24,8 +24,6 @@ from torch_core.latent.kernels.mla_few.loads import (
     zero_behind,
 )
 
-__all__ = ["attend"]
-
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 # A thread reads 4 bytes of each of 16 tokens: the threads of a group of tokens and elements as in an operand.
 _CODES = gl.constexpr(

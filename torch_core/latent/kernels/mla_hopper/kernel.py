@@ -12,8 +12,6 @@ from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_
 from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, Room, Source
 from torch_core.latent.kernels.mla_hopper.warpgroups import make_weights, weigh_latents
 
-__all__ = ["hopper_latent_kernel"]
-
 
 @gluon.jit
 def hopper_latent_kernel(

@@ -12,8 +12,6 @@ from torch_core.device.gluon_names import async_load, thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF
 from torch_core.device.hopper_work import zero_outside
 
-__all__ = ["ROPES", "ROWS", "SLOTS", "Room", "Source", "load_half", "load_query", "slot_of"]
-
 #: Rows (query token, head) of a program.
 ROWS = gl.constexpr(64)
 #: Halves of tiles, and rotary parts of tiles, that shared memory has room for.

@@ -11,8 +11,6 @@ from torch_core.latent.kernels.mla_hopper.loads import ROWS
 from torch_core.latent.operands import LatentKernel, is_hopper_latent
 from torch_core.launch.plan import DeviceLimits
 
-__all__ = ["hopper_latent"]
-
 # Registers of a thread: of the second warpgroup that sums and of the one that makes weights. The first one gets the
 # registers that these leave.
 _REGISTERS = {"SUM_REGISTERS": 168, "WEIGHT_REGISTERS": 168}

@@ -17,8 +17,6 @@ from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
 from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, load_half, load_query, slot_of
 
-__all__ = ["make_weights", "weigh_latents"]
-
 # A maximum that grows by no more bits than this stays the reference of weights: they are up to 2^8 then.
 _SLACK = gl.constexpr(8.0)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

@@ -8,8 +8,6 @@ import triton.language as tl
 from torch_core.device.latents import packed_rotary
 from torch_core.device.quantize import load_scale, saturate_to, store_value
 
-__all__ = ["write_latent_kernel"]
-
 _GROUP = tl.constexpr(128)
 
 

@@ -8,8 +8,6 @@ from torch_core.latent.kernels.write.kernel import write_latent_kernel
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
-__all__ = ["plan_latent_write"]
-
 # Up to this many tokens one program takes one token, so that a decode step still spreads over the device.
 _FEW_TOKENS = 512
 _MANY_TOKENS = 4
