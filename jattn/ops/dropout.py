@@ -11,9 +11,9 @@ def dropout_seeds(rng: jax.Array, num_seqs: int, num_heads: int, *, broadcast: b
 
     Args:
         rng: a JAX key, of either kind.
-        num_seqs: sequences of the batch.
-        num_heads: query heads.
-        broadcast: all sequences and heads drop the same weights, by query and key (flax's `broadcast_dropout`).
+        num_seqs: number of sequences of the batch.
+        num_heads: number of query heads.
+        broadcast: whether all sequences and heads drop the same weights, by query and key (flax's `broadcast_dropout`).
 
     Returns:
         int32[num_seqs, num_heads, 2].

@@ -17,22 +17,22 @@ class CacheConfig:
     """The sizes of a cache and the root fields of its prefix keys.
 
     Attributes:
-        num_blocks: blocks of the pool, the null block included.
-        block_size: tokens of one block.
+        num_blocks: number of blocks of the pool, including the null block.
+        block_size: number of tokens of one block.
         enable_prefix_caching: share full blocks between sequences with equal tokens, salt and extra keys.
-        watermark_blocks: blocks that the first step of a sequence leaves free for those already running.
+        watermark_blocks: number of blocks that the first step of a sequence leaves free for running sequences.
         sliding_window: window of every layer, for a cache without `groups`.
         attention_chunk: chunk of every layer, for a cache without `groups`.
-        groups: groups of layers with needs of their own; empty for one group of all layers.
+        groups: groups of layers that need different tokens; empty for one group of all layers.
         model_fingerprint: identifies weights, layout and anything else that changes the cached numbers.
         cache_dtype: the element type by name; part of every key.
-        verify_tokens: compare the token ids of a key as well, and so survive a collision of SHA-256.
-        scrub_on_free: name every block that lost its content in `blocks_to_scrub` of the next step, so that the device
-            zeroes it before another sequence gets it. A block whose prefix key still works keeps its content.
-        num_host_blocks: blocks of host memory for `swap_out`; 0 for none.
-        max_blocks_per_seq: width of the block tables on the device; None for no limit but the pool.
-        max_step_tokens: most new tokens that one step gives one sequence. It lets a window hold a prompt that is
-            longer than the pool; None assumes that a prompt is computed in one piece.
+        verify_tokens: also compare the token ids of a key, which detects a collision of SHA-256.
+        scrub_on_free: list every block that lost its content in `blocks_to_scrub` of the next step, so that the device
+            zeroes it before another sequence gets it. A block whose prefix key is still valid keeps its content.
+        num_host_blocks: number of blocks of host memory for `swap_out`; 0 for none.
+        max_blocks_per_seq: width of the block tables on the device; None if only the pool limits it.
+        max_step_tokens: most new tokens that one step gives one sequence. With it, a cache with a window can hold a
+            prompt that is longer than the pool; None assumes that a prompt is computed in one piece.
 
     Example:
         >>> CacheConfig(num_blocks=64, block_size=16).capacity
@@ -81,7 +81,7 @@ class CacheConfig:
 
     @property
     def capacity(self) -> int:
-        """Blocks that sequences can own: all but the null block."""
+        """Number of blocks that sequences can own: all except the null block."""
         return self.num_blocks - 1
 
     @property
@@ -138,7 +138,7 @@ class GroupLayout:
         name: name of the group in messages.
         block_size: tokens of one block.
         reach: the sliding window or the attention chunk; None for neither.
-        keeps_everything: no token of the past is ever out of sight.
+        keeps_everything: whether every earlier token stays visible.
 
     Example:
         >>> layout = GroupLayout(CacheGroup(name="local", sliding_window=32), default_block_size=16)

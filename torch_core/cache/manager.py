@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 def _verb(
     method: Callable[Concatenate[CacheManager, _Args], _Result],
 ) -> Callable[Concatenate[CacheManager, _Args], _Result]:
-    """Runs a method under the manager's lock, and only in the process that made the manager."""
+    """Runs a method under the manager's lock, and only in the process that created the manager."""
 
     @functools.wraps(method)
     def guarded(self: CacheManager, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -40,7 +40,7 @@ def _verb(
 
 
 class CacheManager:
-    """Hands out the blocks of a paged key/value cache to sequences, and shares blocks between equal prefixes.
+    """Assigns the blocks of a paged key/value cache to sequences, and shares blocks between equal prefixes.
 
     The life of a step is `plan` (decides, changes nothing), `commit` (takes blocks; the step may now be dispatched)
     and `retire` (the step's output was seen: keys of the blocks it filled become visible to others, blocks that left
@@ -103,16 +103,16 @@ class CacheManager:
     ) -> int:
         """Registers a sequence and gives it the blocks of its longest cached prefix.
 
-        The shared blocks are held from now on, so call it when the sequence is about to run.
+        The shared blocks are held from then on, so call this when the sequence is about to run.
 
         Args:
-            seq_id: the caller's name for it; not in use, at most 1,024 characters.
-            token_ids: the prompt: at least one id, each from 0 to 2**31 - 1.
+            seq_id: unused name of the sequence, at most 1,024 characters.
+            token_ids: token ids of the prompt: at least one, each from 0 to 2**31 - 1.
             salt: 1 to 64 bytes; sequences share blocks only if their salts are equal.
             extra_keys: other inputs that the content depends on, such as adapter or image ids; bytes, str or int.
 
         Returns:
-            Prompt tokens that are cached already: whole blocks, and at least one token is left to compute.
+            The number of cached prompt tokens: whole blocks, with at least one token left to compute.
 
         Raises:
             InvalidInput: an argument is of the wrong type or range, or the id is in use.
@@ -122,10 +122,10 @@ class CacheManager:
 
     @_verb
     def append_tokens(self, seq_id: str, token_ids: Sequence[int]) -> None:
-        """Makes the next token ids of a sequence known (sampled, or given), so that keys can be computed from them.
+        """Adds the next token ids of a sequence (sampled, or given), from which keys are computed.
 
         Raises:
-            InvalidInput: unknown sequence, or an id that is no int from 0 to 2**31 - 1.
+            InvalidInput: the sequence is unknown, or an id is not an int from 0 to 2**31 - 1.
         """
         lifecycle.append_tokens(self._state, seq_id, token_ids)
 
@@ -134,7 +134,7 @@ class CacheManager:
         """Forgets a sequence. Blocks that no step in flight uses are free at once, the others when it retires.
 
         Raises:
-            InvalidInput: unknown sequence, a double finish included.
+            InvalidInput: the sequence is unknown, or has finished before.
         """
         lifecycle.remove(self._state, seq_id)
 
@@ -162,7 +162,7 @@ class CacheManager:
         """Restores a preempted sequence, starting from its cached blocks.
 
         Returns:
-            Tokens that are cached already; the others, generated ones included, are to be computed again.
+            The number of cached tokens; the other tokens, including generated ones, must be computed again.
 
         Raises:
             InvalidInput: unknown sequence, or one that is not preempted.
@@ -176,7 +176,7 @@ class CacheManager:
         The child starts at the parent's last known token. It does not get the parent's later tokens in flight.
 
         Returns:
-            Tokens of the child that are computed or in flight.
+            The number of the child's tokens that are computed or in flight.
 
         Raises:
             InvalidInput: unknown parent, one without blocks on the device, or a child id that is in use.
@@ -229,7 +229,7 @@ class CacheManager:
             work: pairs of sequence id and number of new tokens (at least 1), each sequence once.
 
         Raises:
-            OutOfBlocks: the pool has too few blocks now; carries needed, free and evictable.
+            OutOfBlocks: the pool has too few blocks now; the error has `needed`, `free` and `evictable`.
             RequestTooLong: a block table would overflow.
             InvalidInput: unknown, repeated, preempted or swapped-out sequence, or a count below 1.
         """
@@ -251,7 +251,8 @@ class CacheManager:
 
     @_verb
     def retire(self, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
-        """Says that a step's output was seen. Out of order is fine: it takes effect when all earlier steps have too.
+        """Reports that a step's output was seen. Calls may be out of order: one takes effect after those of all earlier
+        steps.
 
         A step may have reserved slots for tokens whose ids were not yet known: drafts, or several decoding steps in one
         program. `num_kept_tokens` releases the slots of rejected tokens; the sequence continues after the kept tokens,
@@ -309,6 +310,6 @@ class CacheManager:
                 own keys.
 
         Raises:
-            CacheCorruption: with one sentence for each broken invariant, naming the blocks.
+            CacheCorruption: an invariant is broken; the message has one sentence for each, with the blocks.
         """
         audit_state(self._state, rehash=rehash)

@@ -1,4 +1,4 @@
-"""The immutable records that the cache manager returns out: plans, committed steps, their rows, and statistics."""
+"""The immutable records that the cache manager returns: plans, committed steps, their rows, and statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         seq_id: the sequence.
-        block_ids: its block table in the first cache group. The same tuple object comes back until the table changes.
+        block_ids: its block table in the first cache group. The same tuple object is returned until the table changes.
         num_computed_tokens: tokens whose keys and values earlier steps wrote, or a shared prefix holds.
         num_new_tokens: tokens that this step writes, at the positions that follow.
         group_block_ids: its block tables in all cache groups, in the order of the configuration.
@@ -29,17 +29,17 @@ class StepRow(NamedTuple):
 
 
 class StepRows(tuple[StepRow, ...]):
-    """The rows of a step, with each field of theirs as a column, for those who work on whole columns.
+    """The rows of a step, with each of their fields as a column, for code that works on whole columns.
 
     Attributes:
-        columns: field name to the values of all rows, in order; not to be changed.
+        columns: mapping from field name to the values of all rows, in order; do not change it.
     """
 
     columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
 
     @classmethod
     def of_columns(cls, **columns: Sequence[Any]) -> StepRows:
-        """Makes the rows of their columns, which come in the order of the fields of `StepRow`."""
+        """Builds the rows from their columns, in the order of the fields of `StepRow`."""
         rows = cls(map(tuple.__new__, repeat(StepRow), zip(*columns.values(), strict=True)))
         rows.columns = columns
         return rows
@@ -62,7 +62,7 @@ class BlockSwap(NamedTuple):
     Attributes:
         device_block: block id in the pool.
         host_block: slot in host memory, from 0 to `num_host_blocks - 1`.
-        to_host: the direction.
+        to_host: whether the copy goes to the host.
         group: index of the cache group whose layers hold the block.
     """
 
@@ -77,14 +77,14 @@ class StepPlan:
     """The blocks that a step would take, computed from one state of the manager. Nothing has been taken yet.
 
     Attributes:
-        num_tokens: new tokens of all sequences.
-        blocks_needed: blocks that `commit` will take.
+        num_tokens: number of new tokens of all sequences.
+        blocks_needed: number of blocks that `commit` will take.
         version: the state of the manager that the plan was made on; a later state refuses it.
         owner: the manager's state; a plan of another manager is refused.
         tables: the manager's own tables of the sequences; this and the following fields are for `commit`.
-        counts: new tokens of each.
-        ends: tokens of each after the step.
-        growths: position in the work to the blocks that its table takes.
+        counts: number of new tokens of each sequence.
+        ends: number of tokens of each sequence after the step.
+        growths: mapping from position in the work to the blocks that its table takes.
     """
 
     num_tokens: int
@@ -102,7 +102,7 @@ class CommittedStep:
     """A step whose blocks are taken: it may be dispatched. The device scrubs, swaps, copies, then runs the rows.
 
     Attributes:
-        step_id: counts up; `retire(step_id)` when the step's output was seen.
+        step_id: increasing number; call `retire(step_id)` when the step's output was seen.
         rows: one row for each sequence, in the order of the work.
         copies: whole-block copies on the device.
         swaps: whole-block copies from or to host memory.
@@ -124,15 +124,15 @@ class CacheStats:
     Attributes:
         num_blocks: blocks of the pool.
         null: the null block; always 1.
-        free: blocks without an owner or a key.
+        free: number of blocks without an owner or a key.
         cached: blocks without an owner whose prefix key still works; the evictable ones.
         used: blocks in the table of at least one sequence.
         deferred: blocks that only steps in flight still hold; free as soon as those retire.
         host_free: free slots of host memory.
-        num_sequences: sequences that are known.
+        num_sequences: number of known sequences.
         steps_in_flight: steps committed and not retired.
-        queried_tokens: prompt tokens that were looked up.
-        hit_tokens: those of them that were found.
+        queried_tokens: number of prompt tokens that were looked up.
+        hit_tokens: number of these tokens that were found.
         evictions: cached blocks that lost their key to a new owner.
         preemptions: preemptions of sequences that had run.
         forks: sequences made by `fork`.
