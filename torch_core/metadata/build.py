@@ -54,7 +54,7 @@ def build_common_metadata(
         max_blocks: columns of the block tables; None for just enough.
         max_query_len: a bound to record instead of the largest query length; a static size of compiled programs.
         max_seq_len: likewise for the sequence lengths.
-        causal: recorded as it is.
+        causal: whether a query sees no key after itself; recorded in the result.
         window_left: keys before its own position that a query still sees, when *every* layer has a window: blocks
             that are wholly before it may be the null block. None demands real blocks throughout.
         cache_group: index into the rows' `group_block_ids`, for allocators with several groups of layers; None reads
@@ -70,7 +70,7 @@ def build_common_metadata(
             left as they are.
 
     Raises:
-        InvalidInput: a value is wrong; the message names it. Nothing was changed but the buffer.
+        InvalidInput: a value is wrong; the message names it. Only the buffer was changed.
         RequestTooLong: the step does not fit in the padded sizes.
 
     Example:

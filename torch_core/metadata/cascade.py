@@ -26,8 +26,8 @@ class CascadeCosts:
     """The cost model of cascade attention on one kind of device; from measurements, not from data sheets.
 
     The defaults fit 147 measurements on an H200 (2 to 256 sequences, prefixes of 256 to 8192 tokens, five head
-    geometries, suffixes of 64 and 1024 tokens, with a warm and a cold L2 cache): cascade is chosen nowhere where it
-    lost, and left out nowhere where it won a fifth or more.
+    geometries, suffixes of 64 and 1024 tokens, with a warm and a cold L2 cache): cascade is never chosen where it was
+    slower, and never left out where it gained a fifth or more.
 
     Attributes:
         bytes_per_us: rate at which attention reads the cache.
@@ -116,8 +116,8 @@ def use_cascade_attention(
         num_query_heads, num_kv_heads, head_size: sizes of the layer.
         bytes_per_element: bytes per element of the cache.
         num_sms: multiprocessors of the device.
-        use_alibi, use_sliding_window, use_local_attention: the layer does.
-        dcp_world_size: ranks that share each sequence.
+        use_alibi, use_sliding_window, use_local_attention: options of the layer.
+        dcp_world_size: number of ranks that share each sequence.
         costs: rates of the device; None for those of an H200.
 
     Raises:
@@ -169,8 +169,8 @@ def cascade_pays(
     """Returns whether reading prefixes once and merging should be faster than the plain way.
 
     Args:
-        plain_tokens: tokens of the prefixes that the plain way reads, those of each sequence.
-        cascade_tokens: those that cascade reads, once for each piece.
+        plain_tokens: number of prefix tokens that the plain way reads, once per sequence.
+        cascade_tokens: number of prefix tokens that cascade reads, once per piece.
         num_queries: number of queries with merged results.
         num_pairs: number of pairs of a query and a token of its prefix.
         num_query_heads, num_kv_heads, head_size, bytes_per_element, num_sms, costs: as `use_cascade_attention`.

@@ -1,4 +1,4 @@
-"""Decode context parallelism: which tokens of a sequence live on which rank, and in which slot there.
+"""Decode context parallelism: the rank of each token of a sequence, and its slot there.
 
 A block of the tables is a block on every rank: of `block_size * dcp_world_size` tokens of a sequence each rank keeps
 `block_size` in its own block of that id. So tables, ids and lengths are the same on all ranks, and a batch is built
@@ -20,7 +20,7 @@ __all__ = ["get_dcp_local_seq_lens", "get_dcp_local_slots", "make_dcp_common_att
 def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: Any, interleave_size: int = 1) -> Any:
     """Returns how many of each sequence's tokens this rank holds, in the type of `seq_lens`.
 
-    Tokens are dealt out in runs: token t lives on rank `t // interleave_size % dcp_world_size`.
+    Tokens are distributed in runs: token t is on rank `t // interleave_size % dcp_world_size`.
 
     Args:
         seq_lens: int32[S], a numpy array, a JAX array or a torch tensor on any device.
@@ -44,7 +44,7 @@ def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: Any,
 def get_dcp_local_slots(
     slot_mapping: Any, *, block_size: int, dcp_world_size: int, dcp_rank: Any, interleave_size: int = 1
 ) -> Any:
-    """Returns int32[T]: the slots on this rank of the tokens that live here, PAD_SLOT_ID for the others.
+    """Returns int32[T]: the slots of this rank's tokens, PAD_SLOT_ID for the others.
 
     Args:
         slot_mapping: int32[T], slots of blocks of `block_size * dcp_world_size` tokens, of any array library; negative

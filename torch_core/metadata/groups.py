@@ -48,11 +48,11 @@ def prefix_groups(metadata: CommonAttentionMetadata, *, piece_tokens: int, max_p
 
     Args:
         metadata: metadata of a step with one new token for each sequence.
-        piece_tokens: sequences of a piece at most.
-        max_pieces: pieces at most.
+        piece_tokens: most sequences of a piece.
+        max_pieces: most pieces.
 
     Returns:
-        None without groups, or with more pieces than that.
+        The groups; None without groups, or with more than `max_pieces`.
 
     Example:
         >>> from torch_core.metadata import SequenceRow, build_common_metadata

@@ -1,4 +1,4 @@
-"""Measures how large a model's keys and values get, from which the scales of an 8-bit cache follow."""
+"""Measures the range of a model's keys and values, from which the scales of an 8-bit cache follow."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def calibrate_kv_cache(
 
     Args:
         model: a model with layers of `PagedAttention` or latent attention; it is not changed.
-        prompts: token ids of each; eight random ones of up to 128 tokens if None.
+        prompts: token ids of each prompt; None for eight random prompts of up to 128 tokens.
         seed: seed of the random tokens.
 
     Returns:
-        For `EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=...)`, or to be saved.
+        The scales, for `EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=...)` or for a file.
 
     Raises:
-        InvalidInput: no prompts, or token ids that the model does not have or that are too many.
-        Unsupported: a model without such layers, with an indexer, or cut over devices.
+        InvalidInput: there are no prompts, token ids outside the vocabulary, or too many tokens.
+        Unsupported: a model without such layers, with an indexer, or split over devices.
 
     Example:
         >>> from jattn.llm.load import embedded_model_folder, load_model

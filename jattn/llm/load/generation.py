@@ -1,4 +1,4 @@
-"""generation_config.json: how the makers of a model want it to be sampled, and which tokens begin and end a text."""
+"""generation_config.json: the sampling parameters that a model's authors recommend, and its special tokens."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class GenerationDefaults:
     """The settings of generation_config.json; None if the file has no value. Names are those of `SamplingParams`.
 
     Attributes:
-        temperature: 0 if the file says not to sample.
+        temperature: temperature; 0 if the file turns sampling off.
         top_k: number of the likeliest tokens to keep; 0 keeps all.
-        top_p: keep the likeliest tokens up to this mass.
+        top_p: keep the likeliest tokens up to this probability.
         min_p: keep the tokens of at least this share of the likeliest one's probability.
         repetition_penalty: penalty of the logits of earlier tokens.
-        max_tokens: new tokens at most.
+        max_tokens: most new tokens.
         bos_token_id: the token that starts a document.
         eos_token_ids: the tokens that end a generation.
         decoder_start_token_id: the token that a decoder with an encoder starts with.

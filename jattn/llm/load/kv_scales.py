@@ -32,7 +32,7 @@ LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
 
 @dataclass(frozen=True, slots=True)
 class KVCacheScales:
-    """How large the keys and values of each layer get; an 8-bit cache stores them in units of their share.
+    """The ranges of keys and values of each layer, from which the scales of an 8-bit cache follow.
 
     `jattn.llm.engine.calibrate_kv_cache` measures them. Larger values saturate later.
 
@@ -40,7 +40,7 @@ class KVCacheScales:
         ranges: the largest absolute key and value, above 0, by the path of a layer's `PagedAttention`.
 
     Raises:
-        InvalidInput: a range that is no finite number above 0.
+        InvalidInput: a range is not a finite number above 0.
 
     Example:
         >>> scales = KVCacheScales({"layers.0.self_attn.paged_attention": (4.48, 0.896)})
@@ -87,7 +87,7 @@ class KVCacheScales:
 
     @classmethod
     def carried_by(cls, model: nnx.Module) -> KVCacheScales | None:
-        """Returns those that came with a checkpoint, which are of e4m3; None if a layer has none."""
+        """Returns the scales of a checkpoint, which are for e4m3; None if a layer has none."""
         unit = LARGEST_CODE["float8_e4m3fn"]
         ranges: dict[str, tuple[float, float]] = {}
         for path, layer in paged_layers(model):
@@ -98,7 +98,7 @@ class KVCacheScales:
         return cls(ranges)
 
     def values(self, dtype: str) -> dict[str, jax.Array]:
-        """Returns the variables that an engine's model has for them, by path."""
+        """Returns the variables of an engine's model for the scales, by path."""
         return {
             f"{path}.kv_scales.{name}": jnp.array([scale], jnp.float32)
             for path in self.ranges
@@ -110,8 +110,9 @@ def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
     """Returns a model's spec with the requested dtype of its cache.
 
     Raises:
-        InvalidInput: neither "auto", nor the model's own dtype, nor one of 8 bits; or latents that cannot be packed.
-        Unsupported: 8 bits in a model with an indexer, whose keys would have them, too.
+        InvalidInput: the dtype is neither "auto", nor the model's own, nor an 8-bit one; or the latents cannot be
+            packed.
+        Unsupported: an 8-bit cache in a model with an indexer, whose keys would be 8-bit too.
     """
     if kv_cache_dtype in ("auto", spec.dtype):
         return spec
@@ -132,16 +133,16 @@ def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
 
 
 def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) -> PagedModel:
-    """Returns a model of the same arrays whose layers write an 8-bit cache.
+    """Returns a model with the same arrays whose layers write an 8-bit cache.
 
     Args:
-        model: stays as it is.
+        model: the model; it is not changed.
         dtype: dtype of the cache, by name.
         scales: dequantisation scales; None takes the model's own. Without any, the scale of fp8 is 1, and int8 is
             refused.
 
     Raises:
-        InvalidInput: int8 without scales, scales of other layers, or of packed rows.
+        InvalidInput: int8 without scales, scales of other layers, or scales for packed rows.
         Unsupported: layers with a cache that are neither a `PagedAttention` nor a `MultiHeadLatentAttention`.
     """
     if dtype == "uint8":

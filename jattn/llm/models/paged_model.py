@@ -21,31 +21,32 @@ class PagedSpec:
     """The facts that an engine needs about a model.
 
     Attributes:
-        vocab_size: token ids are below it.
-        max_model_len: tokens of one sequence at most.
-        num_layers: layers with a cache.
-        num_kv_heads: key and value heads of each.
+        vocab_size: size of the vocabulary; token ids are below it.
+        max_model_len: most tokens of one sequence.
+        num_layers: number of layers with a cache.
+        num_kv_heads: number of key and value heads of each layer.
         head_dim: elements of one head.
-        kv_lora_rank: elements of a latent, of layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads is
-            1 and head_dim that of the rotary key after a latent. None for keys and values.
-        index_head_dim: elements of an indexer's key, of layers of `jattn.nn.SparseLatentAttention`: each layer has a
-            second cache for them, and these come after the caches of all layers. None without.
+        kv_lora_rank: number of elements of a latent, in layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads
+            is 1, and head_dim is the size of the rotary key after a latent. None for keys and values.
+        index_head_dim: number of elements of an indexer's key, in layers of `jattn.nn.SparseLatentAttention`. Each
+            layer has a second cache for these keys; the second caches come after the first caches of all layers. None
+            without.
         dtype: dtype of the keys and values that the layers write, by name.
-        sliding_window: tokens that every layer sees, the own one included: blocks that no layer sees any more are given
-            back. None if a layer sees all.
+        sliding_window: number of tokens that every layer sees, including the query's own: blocks outside the window are
+            freed. None if a layer sees all tokens.
         layer_windows: window of each layer, in tokens, if layers differ, None for a layer with full attention; empty
             otherwise. Layers with the same window then have their own blocks, and the model must ask its metadata for
             each layer's part.
         eos_token_ids: tokens that end a generation.
-        max_encoder_len: tokens of an encoder's input at most, in a model that has an `encode`; 0 without one. A prompt
-            is the encoder's input then, and a generation starts with decoder_start_token_id.
+        max_encoder_len: most tokens of an encoder's input, in a model with an `encode`; 0 without one. A prompt is then
+            the encoder's input, and a generation starts with decoder_start_token_id.
         decoder_start_token_id: first token of a generation; None without an encoder.
-        forced_bos_token_id: one that always follows it; None for none.
+        forced_bos_token_id: token that always follows it; None for none.
         forced_eos_token_id: the last token of a generation of max_tokens, instead of the sampled one; None for none.
 
     Raises:
-        InvalidInput: a value out of range.
-        Unsupported: a dtype that no cache has.
+        InvalidInput: a value is out of range.
+        Unsupported: no cache has the dtype.
 
     Example:
         >>> PagedSpec(vocab_size=16, max_model_len=64, num_layers=2, num_kv_heads=2, head_dim=8).cache_spec(4).shape(10)
@@ -139,10 +140,11 @@ class PagedSpec:
 
 
 class PagedModel(Protocol):
-    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three; `EncoderModel` has one more.
+    """A language model that `Engine` and `LLM` serve: any `nnx.Module` with these three members; `EncoderModel` has one
+    more.
 
-    `paged_spec` may be an attribute of the class or of the instance. A linen module comes through a subclass of
-    `nnx.bridge.ToNNX` that has it as a class attribute; its own `logits` method is found by name.
+    `paged_spec` may be an attribute of the class or of the instance. A linen module needs a subclass of
+    `nnx.bridge.ToNNX` with `paged_spec` as a class attribute; its own `logits` method is found by name.
     """
 
     @property
@@ -159,11 +161,11 @@ class PagedModel(Protocol):
             token_ids: int32[tokens]. Padding may be any token below vocab_size.
             positions: int32[tokens]; the position of each token in its own sequence, from 0.
             kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer, or one of latents,
-                `(num_blocks, block_size, kv_lora_rank + head_dim)`, and behind all of them with `index_head_dim` one
+                `(num_blocks, block_size, kv_lora_rank + head_dim)`, and, with `index_head_dim`, after all of them one
                 `(num_blocks, block_size, index_head_dim)` per layer; donated.
-            metadata: of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model with
-                `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index is
-                that of the layer's array; several layers may share one, so each passes on the updated array. The
+            metadata: metadata of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model
+                with `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index
+                is that of the layer's array; several layers may share one, so each passes on the updated array. The
                 metadata may then be a `jattn.metadata.GroupedMetadata`.
 
         Returns:

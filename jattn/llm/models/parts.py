@@ -21,26 +21,25 @@ class MoEConfig:
     """A feed-forward layer of experts; every token goes to some of them, none is dropped.
 
     Attributes:
-        num_experts: experts of a layer.
-        num_experts_per_tok: experts of a token, those with the largest scores.
+        num_experts: number of experts of a layer.
+        num_experts_per_tok: number of experts of a token: those with the largest scores.
         intermediate_size: width of one expert.
         scoring_func: a token's scores are the "softmax" of its router logits over all experts, or each one's "sigmoid".
-        norm_topk_prob: the weights of a token's experts sum to 1; without it they are their scores.
+        norm_topk_prob: normalise the weights of a token's experts to sum 1; if False, the weights are the scores.
         routed_scaling_factor: factor of those weights.
-        score_correction_bias: experts are chosen by scores plus a bias of each, which is no part of their weights
+        score_correction_bias: choose experts by scores plus a bias per expert, which is not part of the weights
             (DeepSeek-V3, arXiv:2412.19437).
-        n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
-            with the best two together if there is a correction bias. 1 for no groups.
-        topk_group: groups of a token.
+        n_group: number of groups of neighbouring experts; a token's experts are in the best `topk_group` of them. A
+            group is ranked by its best expert, or by its best two if there is a correction bias. 1 for no groups.
+        topk_group: number of groups of a token.
         router_bias: the router has a bias.
         expert_bias: the experts' projections have one.
-        shared_intermediate_size: width of an expert that every token goes to, with a gate of its own; 0 for none.
-        n_shared_experts: experts of `intermediate_size` that every token goes to, added as they are.
+        shared_intermediate_size: width of an expert with its own gate that every token goes to; 0 for none.
+        n_shared_experts: number of experts of `intermediate_size` that every token goes to, added without a weight.
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
     Raises:
-        InvalidInput: a value of the wrong type or outside its limits.
-        Unsupported: another scoring_func.
+        InvalidInput: a value has the wrong type or is outside its limits. Unsupported: another scoring_func.
     """
 
     num_experts: Annotated[int, Limits(1, 4096)]
@@ -100,14 +99,17 @@ class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one cached row of a token serves all heads.
 
     Attributes:
-        kv_lora_rank: elements of a token's latent.
-        qk_nope_head_dim: elements of a query or key head that are not rotated.
-        qk_rope_head_dim: those that are; of a key they are the same in all heads, and cached after the latent.
-        v_head_dim: elements of a value head.
-        q_lora_rank: width of the compressed query; None for a query that is projected at once.
-        index_n_heads: heads of the indexer that chooses the tokens of a query (DeepSeek-V3.2); None without one.
-        index_head_dim: elements of each; a token's index key, which all share, is cached too.
-        index_topk: tokens that a query attends to, at most.
+        kv_lora_rank: number of elements of a token's latent.
+        qk_nope_head_dim: number of elements of a query or key head that are not rotated.
+        qk_rope_head_dim: number of rotated elements; those of a key are the same in all heads, and cached after the
+            latent.
+        v_head_dim: number of elements of a value head.
+        q_lora_rank: width of the compressed query; None for a query without compression.
+        index_n_heads: number of heads of the indexer that chooses the tokens of a query (DeepSeek-V3.2); None without
+            one.
+        index_head_dim: number of elements of each of these heads; a token's index key, which all heads share, is cached
+            too.
+        index_topk: most tokens that a query attends to.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
@@ -154,7 +156,7 @@ def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int
         num_kv_shared_layers: the last layers, which have no keys and values of their own.
 
     Raises:
-        InvalidInput: no layer of such a window is left, or there are fewer layers.
+        InvalidInput: no layer with the same window is left, or there are fewer layers.
 
     Example:
         >>> last_of_each_window([8, 8, None, 8, 8, None], 3)
