@@ -39,7 +39,8 @@ class MoEConfig:
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
     Raises:
-        InvalidInput: a value has the wrong type or is outside its limits. Unsupported: another scoring_func.
+        InvalidInput: a value has the wrong type or is outside its limits.
+        Unsupported: another scoring_func.
     """
 
     num_experts: Annotated[int, Limits(1, 4096)]
