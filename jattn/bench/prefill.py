@@ -37,7 +37,7 @@ def run(
     Args:
         lengths: tokens of one sequence in each row; each divides 16384.
         head_size: elements of a head.
-        fp8: e4m3 queries over an e4m3 cache instead, without dense columns of ours; the ceiling stays bfloat16's.
+        fp8: e4m3 queries over an e4m3 cache instead, without dense jattn columns; the ceiling stays bfloat16's.
         peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
         no_jax: leave out the JAX call and the JAX peers.
 

@@ -145,7 +145,7 @@ def _differing(values: list[Any]) -> tuple[int, list[int]] | None:
 def _of_all(numbers: list[int]) -> list[list[int]]:
     """Returns the values of all processes, in order.
 
-    Not by a collective: where processes have run different programs until here, it would wait for ever.
+    This is not a collective: if processes have run different programs before, a collective would wait for ever.
     """
     turn, every = _answer(numbers), []
     for process in range(jax.process_count()):

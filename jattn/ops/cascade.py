@@ -74,7 +74,7 @@ def cascade_attention(
         `out`, and `lse` if the call wants it; see `paged_attention`.
 
     Raises:
-        InvalidInput: the call or the prefix does not hold together.
+        InvalidInput: the call or the prefix is inconsistent.
         Unsupported: the implementation cannot run here, or the mask depends on the distance to the prefix.
     """
     return cascade.cascade_attention(call, prefix, functools.partial(run, implementation=implementation))

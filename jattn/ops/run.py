@@ -28,8 +28,8 @@ def run(call: Call[jax.Array], implementation: str | None = None) -> dict[str, j
         The outputs (`out`, `lse`) and the new values of the arrays that the call writes, by name.
 
     Raises:
-        InvalidInput: the call does not hold together; outside jit also lengths, block ids or slots out of range, for
-            which the call waits until those few arrays are there.
+        InvalidInput: the call is inconsistent; outside jit also lengths, block ids or slots out of range, for which the
+            call waits until those few arrays are there.
         Unsupported: the implementation cannot run here, or does not serve the call or its operands' split over devices.
     """
     call, arrays = _with_float32_scales(call)

@@ -67,8 +67,8 @@ class KVPool:
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
-            over a mesh; latents, which all heads share, are whole on every device. Split blocks are numbered through:
-            the first of each part is a null block too.
+            over a mesh; latents, which all heads share, are whole on every device. Split blocks have consecutive
+            numbers over all parts; the first one of each part is a null block too.
 
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
@@ -248,8 +248,8 @@ class KVPool:
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
         """Executes a committed step's operations on whole blocks, in this order: scrubs, swaps, copies.
 
-        Call it once for every committed step, before the step itself: a block that the allocator assigns out was
-        scrubbed by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
+        Call it once for every committed step, before the step itself: a block that the allocator assigns was scrubbed
+        by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
 
         Args:
             step: `torch_core.cache.CommittedStep`.

@@ -1,4 +1,4 @@
-"""How many blocks a budget holds, worked out and printable before anything is allocated."""
+"""The number of blocks that a budget holds, computed and printable before any allocation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PoolPlan:
         num_blocks: blocks of each, the null block included.
         further: layouts of the layers after those; see `KVPool`.
         num_groups: cache groups that draw on the blocks, each for layers of its own in the same arrays.
-        context_parallel_size: devices over which a block's tokens are dealt out, each of which has `spec.block_size`.
+        context_parallel_size: number of devices over which a block's tokens are distributed, `spec.block_size` on each.
 
     Example:
         >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")

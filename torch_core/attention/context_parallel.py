@@ -95,7 +95,7 @@ def context_call(
     """Returns the attention of long queries to one rank's share of the keys from before the step.
 
     Every query sees all of it, so that no mask is needed; the new tokens attend to each other elsewhere, where their
-    keys are at hand.
+    keys are available.
 
     Args:
         call, dcp_world_size, dcp_rank, interleave_size, library: as in `local_call`.

@@ -48,8 +48,8 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
     """Puts the layers of a model into groups of one window each and of about as many layers each.
 
     Groups are as large as the rarest window has layers, as models alternate in a fixed ratio; more common windows get
-    several groups. The idea, and the order in which layers are dealt out to them, are those of vLLM's hybrid KV cache
-    manager (vllm/v1/core/kv_cache_utils.py).
+    several groups. The idea, and the order of layers in the groups, are those of vLLM's hybrid KV cache manager
+    (vllm/v1/core/kv_cache_utils.py).
 
     Args:
         windows: for each layer the number of tokens that a query sees, its own included; None for all.

@@ -24,7 +24,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         limits: the device; an H200 when None.
 
     Raises:
-        InvalidInput: the call does not hold together, or it is empty: return its outputs without a plan then.
+        InvalidInput: the call is inconsistent, or it is empty (then return its outputs without a plan).
         Unsupported: the Triton kernels do not serve it; the message names an alternative.
     """
     call.check()

@@ -41,8 +41,8 @@ def run(call: Call[Tensor], *, workspace: Workspace | None = None) -> dict[str, 
         The results by name, `out` and `lse`, as far as the operation has them.
 
     Raises:
-        InvalidInput: the call does not hold together, its tensors lie on several devices, or (on the CPU) hold lengths
-            or ids out of range.
+        InvalidInput: the call is inconsistent, its tensors are on several devices, or (on the CPU) hold lengths or ids
+            out of range.
         Unsupported: a gradient is wanted; a device or a combination without an implementation.
     """
     arrays = call.arrays()

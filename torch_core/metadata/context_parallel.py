@@ -66,7 +66,7 @@ def get_dcp_local_slots(
         raise InvalidInput(
             "interleave_size", value=interleave_size, wanted=f"it must divide the block size, {block_size}"
         )
-    # Blocks hold whole cycles, so slots are dealt out as positions are.
+    # Blocks hold whole cycles, so slots are distributed like positions.
     place = {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size}
     local = get_dcp_local_seq_lens(slot_mapping, **place)
     mine = (slot_mapping >= 0) & (slot_mapping // interleave_size % dcp_world_size == dcp_rank)

@@ -181,7 +181,7 @@ class ContextParallel:
 
     @property
     def dcp_place(self) -> dict[str, int]:
-        """The arguments by which `torch_core.metadata` knows this place: cached tokens are dealt out over all ranks."""
+        """The arguments of `torch_core.metadata` for this place: cached tokens are distributed over all ranks."""
         sizes = {"dcp_world_size": self.total_cp_world_size, "dcp_rank": self.total_cp_rank}
         return {**sizes, "interleave_size": self.interleave_size}
 

@@ -62,7 +62,7 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
         folder: result of `check_folder`.
         name: a plain file name; it may come from a file that someone else wrote.
         max_bytes: refuse a larger file.
-        inside: a folder of this folder, of a name of ours, in which to look.
+        inside: a subfolder, with a name of jattn's, to look in.
 
     Raises:
         InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.

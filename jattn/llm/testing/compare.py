@@ -209,7 +209,7 @@ def _exact_logits(
     inputs: Sequence[Sequence[int]],
     side: TorchSide | None,
 ) -> tuple[list[np.ndarray], str]:
-    """Returns float64 logits of every position, of our own decoder where it serves the model, and its name."""
+    """Returns float64 logits of every position and the name of their decoder: jattn's if it serves the model."""
     if TorchDecoder.serves(config):
         decoder = TorchDecoder(folder, weight_dtype=getattr(torch, dtype), compute_dtype=torch.float64)
         return [decoder(sequence)[0].numpy() for sequence in sequences], "jattn.llm.testing.TorchDecoder in float64"

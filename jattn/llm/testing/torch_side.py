@@ -1,4 +1,4 @@
-"""The torch side of the cross-check: transformers if it is installed, else our own decoder, and its greedy run."""
+"""The torch side of the cross-check: transformers if it is installed, otherwise jattn's decoder, and its greedy run."""
 
 from __future__ import annotations
 

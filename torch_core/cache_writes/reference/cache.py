@@ -24,7 +24,7 @@ def write_kv_cache(call: WriteCall[Tensor]) -> None:
     token and head, `max(absmax / largest, 1e-6)`, and stored there.
 
     Raises:
-        InvalidInput: the call does not hold together, or a slot is beyond the cache.
+        InvalidInput: the call is inconsistent, or a slot is beyond the cache.
 
     Example:
         >>> cache, ones = torch.zeros(2, 2, 4, 1, 1), torch.ones(2, 1, 1)

@@ -18,7 +18,7 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     and rounded to the type of `qkv`; elements after the pairs stay.
 
     Raises:
-        InvalidInput: the call does not hold together, or a slot is beyond the cache.
+        InvalidInput: the call is inconsistent, or a slot is beyond the cache.
 
     Example:
         >>> ones, cache = torch.ones(1, 3, 2), torch.zeros(2, 2, 1, 1, 2)

@@ -49,7 +49,7 @@ def write_latent_cache(call: LatentWriteCall[Tensor]) -> None:
     With a `cos_sin_cache` the rotary keys are rotated first; the rows of a uint8 cache are packed.
 
     Raises:
-        InvalidInput: the call does not hold together, or a slot is beyond the cache.
+        InvalidInput: the call is inconsistent, or a slot is beyond the cache.
 
     Example:
         >>> latents = torch.zeros(2, 1, 3)

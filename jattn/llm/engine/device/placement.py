@@ -28,7 +28,7 @@ class Placement:
 
     Attributes:
         mesh: a mesh with only the axis "tp"; None for JAX's default device.
-        splits_heads: the cache's heads are dealt out over it.
+        splits_heads: whether the cache's heads are split over the mesh.
     """
 
     mesh: Mesh | None = None
