@@ -73,7 +73,7 @@ DType: TypeAlias = Annotated[DTypeLike, _check_dtype]
 Rope: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
-class ScoreOptions(TypedDict):
+class LayerOptions(TypedDict):
     """The options that `PagedAttention` passes to both paged and dense attention."""
 
     scale: float | None

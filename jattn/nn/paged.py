@@ -16,9 +16,9 @@ from jattn.nn.options import (
     AttentionChunk,
     Implementation,
     KVChunkSize,
+    LayerOptions,
     LogitsSoftCap,
     Scale,
-    ScoreOptions,
     SlidingWindow,
 )
 from torch_core.base.errors import InvalidInput
@@ -122,7 +122,7 @@ class PagedAttention(nnx.Module):
         self.implementation = implementation
 
     @property
-    def options(self) -> ScoreOptions:
+    def options(self) -> LayerOptions:
         """The options that paged and dense attention have in common, as keywords of both."""
         return {
             "scale": self.scale,
