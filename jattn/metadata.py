@@ -36,7 +36,7 @@ class PrefixGroups:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossMetadata:
-    """Where cross attention finds the keys and values of each sequence's encoder input.
+    """The block tables and lengths of each sequence's encoder input, for cross attention.
 
     Attributes:
         block_tables: int32[num_seqs, max_encoder_blocks].

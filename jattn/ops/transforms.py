@@ -39,7 +39,7 @@ _RESULTS = ("out", "lse")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a call is computed.
+    """The computation of a call.
 
     Attributes:
         runtime: the function that runs it.

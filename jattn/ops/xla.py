@@ -22,7 +22,7 @@ Pullback: TypeAlias = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 
 @dataclass(frozen=True)
 class Backward:
-    """How attention is differentiated by its kernels: as dense attention.
+    """The derivative of attention by its kernels: that of dense attention.
 
     Attributes:
         as_dense: returns the dense call with the same results.

@@ -147,7 +147,7 @@ class KVPool:
 
     @property
     def sharding(self) -> jax.sharding.NamedSharding | None:
-        """How the arrays are spread over a mesh; None on one device."""
+        """The sharding of the arrays over a mesh; None on one device."""
         return self._sharding
 
     @property

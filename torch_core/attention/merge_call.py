@@ -49,7 +49,7 @@ class MergeCall(Call[A]):
 
     @property
     def is_empty(self) -> bool:
-        """There is no token."""
+        """Whether there is no token."""
         return self.out_a.shape[0] == 0
 
     @property

@@ -56,7 +56,7 @@ class RotaryWriteCall(Call[A]):
 
     @property
     def is_empty(self) -> bool:
-        """There is no token."""
+        """Whether there is no token."""
         return self.qkv.shape[0] == 0
 
     @property

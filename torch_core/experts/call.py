@@ -63,7 +63,7 @@ class ExpertsCall(Call[A]):
 
     @property
     def is_empty(self) -> bool:
-        """There is no token, or none has an expert."""
+        """Whether there is no token, or none has an expert."""
         return self.num_pairs == 0
 
     def outputs(self) -> dict[str, ArraySpec]:

@@ -61,7 +61,7 @@ class RouteCall(Call[A]):
 
     @property
     def is_empty(self) -> bool:
-        """There is no token."""
+        """Whether there is no token."""
         return self.num_tokens == 0
 
     def outputs(self) -> dict[str, ArraySpec]:

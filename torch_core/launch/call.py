@@ -91,7 +91,7 @@ class Call(Generic[A]):
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to compute: outputs are zeros, an lse is -inf, and nothing is written."""
+        """Whether there is nothing to compute: outputs are then zeros, an lse is -inf, and nothing is written."""
         return False
 
     @property

@@ -22,7 +22,7 @@ ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class Workspace(Protocol):
-    """Where scratch comes from: `torch_core.vllm.WorkspaceManager` is one."""
+    """A source of scratch memory, such as `torch_core.vllm.WorkspaceManager`."""
 
     def get_simultaneous(self, *shapes_and_dtypes: ShapeAndDtype) -> list[Tensor]: ...
 

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class BatchSplit(NamedTuple):
-    """Where a batch of decodes followed by prefills divides; rows and tokens of each part."""
+    """The division of a batch into decodes and prefills: rows and tokens of each part."""
 
     num_decodes: int
     num_prefills: int

@@ -19,7 +19,7 @@ _ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True, slots=True)
 class FieldLayout:
-    """Where one array is in the packed buffer: `buffer[offset : offset + size].reshape(shape)`.
+    """The place of one array in the packed buffer: `buffer[offset : offset + size].reshape(shape)`.
 
     Attributes:
         name: the field's name.

@@ -45,7 +45,7 @@ def check_metadata(metadata: object, wanted: type, impl: object) -> None:
 
 
 class AttentionLayer(Protocol):
-    """Where an implementation finds the scales of its layer; any module with these attributes will do.
+    """The layer that has the scales of an implementation; any module with these attributes works.
 
     Each scale is a one-element float32 tensor on the layer's device, and the same number on the host. A stored key
     times `_k_scale` is the real key, and so on.

@@ -65,7 +65,7 @@ class AttentionType(StrEnum):
 
 
 class AttentionCGSupport(Enum):
-    """Which batches a backend can replay from a CUDA graph; a larger value includes the smaller ones."""
+    """The batches that a backend can replay from a CUDA graph; a larger value includes the smaller ones."""
 
     ALWAYS = 3
     UNIFORM_BATCH = 2

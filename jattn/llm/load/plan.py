@@ -53,7 +53,7 @@ class ParameterPlan:
 
     @property
     def num_stacked(self) -> int:
-        """How many groups of pieces are stacked; 0 if the pieces are joined alone."""
+        """The number of stacked groups of pieces; 0 if the pieces are only joined."""
         return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
 
 

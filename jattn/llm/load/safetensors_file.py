@@ -34,7 +34,7 @@ QUANTIZED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is in its file.
+    """The place of a tensor in its file.
 
     Attributes:
         shape: shape of the tensor.

@@ -28,7 +28,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; the arithmetic of transformers' types of the same names.
+    """The scaling of rotary frequencies, as in transformers' types of the same names.
 
     Attributes:
         rope_type: "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3" divides

@@ -31,7 +31,8 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class ParameterShards:
-    """How one parameter is split: the devices' parts, one after the other, are an array that a mesh axis splits evenly.
+    """The split of one parameter: the devices' parts, one after the other, form an array that a mesh axis splits
+    evenly.
 
     Attributes:
         shape: shape of the whole parameter.
@@ -48,7 +49,7 @@ class ParameterShards:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the array of all parts is split."""
+        """The partition spec of the array of all parts."""
         return PartitionSpec() if self.axis is None else PartitionSpec(*[None] * self.axis, self.mesh_axis)
 
     @property

@@ -37,7 +37,7 @@ class TokenDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """How far logits are from torch's and from the truth, at the worst of all positions; NaN if any of them is.
+    """The largest differences of logits to torch's and to the float64 logits, over all positions; NaN if any is NaN.
 
     Attributes:
         max_abs: largest absolute difference to torch; None if there are no logits, as the next three.

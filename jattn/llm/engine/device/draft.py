@@ -36,7 +36,7 @@ class WithDraft(nnx.Module):
 
     @property
     def parallel(self) -> TensorParallel | None:
-        """How the base is split."""
+        """The split of the base model."""
         return getattr(self.base, "parallel", None)
 
     def __call__(

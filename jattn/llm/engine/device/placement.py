@@ -36,7 +36,7 @@ class Placement:
 
     @property
     def whole(self) -> NamedSharding | None:
-        """Of an array that every device has; None if there is one device."""
+        """The sharding of an array that every device has; None if there is one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def cache_spec(self, spec: KVCacheSpec | LatentCacheSpec) -> PartitionSpec:

@@ -24,7 +24,7 @@ LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Arra
 
 
 class SamplingKind(enum.Enum):
-    """How much of the sampler a batch needs; static, so that the many batches without filters do not pay for them.
+    """The part of the sampler that a batch needs; static, so that batches without filters do not pay for them.
 
     A greedy batch draws no noise, a plain one for every token of the vocabulary, and a full one does all there is.
     """
@@ -97,7 +97,7 @@ class VocabShards:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How a step samples; static.
+    """The sampling of a step; static.
 
     Attributes:
         kind: the smallest kind that the batch needs.

@@ -119,7 +119,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen; names, defaults and order of application are vLLM's.
+    """The sampling parameters of one request; names, defaults and order of application are vLLM's.
 
     Attributes:
         n: number of samples of the prompt; they share its blocks.

@@ -18,7 +18,7 @@ _MOST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed before the model verifies them in one step; names are vLLM's.
+    """The options of speculation: the source and number of proposed tokens, which one step verifies; names are vLLM's.
 
     Speculation never changes the output, greedy or sampled: each position is sampled with the key that it has without
     speculation, and a proposal is accepted only if it equals the sampled token. A draft model proposes with the same
@@ -96,7 +96,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """How guessing went since the engine was built; names are those of vLLM's metrics.
+    """The counts of proposed and accepted tokens since the engine was built; names are those of vLLM's metrics.
 
     Attributes:
         num_drafts: times that tokens of a request were guessed.

@@ -18,7 +18,7 @@ _MOST_KNOWN = 64
 
 
 class Grammar:
-    """Where one request's text is in its grammar. Not thread-safe.
+    """The state of one request's text in its grammar. Not thread-safe.
 
     Args:
         matcher: llguidance's, at its start.
@@ -37,7 +37,7 @@ class Grammar:
 
     @property
     def error(self) -> str | None:
-        """Why the text cannot go on: the grammar grew too large for the library, or no token is allowed; or None."""
+        """The reason why the text cannot continue (the grammar grew too large, or allows no token), or None."""
         if self._dead_end is not None:
             return self._dead_end
         return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else None

@@ -28,7 +28,7 @@ class Logprob:
 
 
 class Logprobs(NamedTuple):
-    """Of some tokens, with any leading axes.
+    """The log-probabilities of some tokens, with any leading axes.
 
     Attributes:
         logprob: float32[...], the token's.

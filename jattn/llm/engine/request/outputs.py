@@ -53,7 +53,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of a monotonic clock.
+    """The times of a request, in seconds of a monotonic clock.
 
     Attributes:
         arrival_time: when it was added.

@@ -19,7 +19,7 @@ AUTOMATIC = "#"
 
 
 class RequestState(enum.Enum):
-    """Where a request is; see `Request.move`."""
+    """The state of a request; see `Request.move`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -147,7 +147,7 @@ class Request:
 
     @property
     def end_reason(self) -> str | None:
-        """Why the tokens that it has are its last: "stop", "error" or "length"; None if there is more to come."""
+        """The reason why its tokens are complete: "stop", "error" or "length"; None if they are not."""
         last = self.output_token_ids[-1] if self.output_token_ids else None
         # A grammar lets the end come where nothing else can, also where the end is to be ignored.
         if self.grammar is not None and last in self.grammar.eos_token_ids:
