@@ -48,17 +48,17 @@ class DenseBackwardCall(DenseCall[A]):
     def check_options(self) -> None:
         """Runs the forward call's checks, and checks that its results and their gradients fit together."""
         if self.out is None:
-            raise InvalidInput("out is missing; give the forward pass's output.")
+            raise InvalidInput("out", "is missing", "give the forward pass's output")
         super().check_options()
         out_dtype, lse_dtype = dtype_name(self.out), dtype_name(self.lse)
         if out_dtype in FP8_DTYPES:
-            raise Unsupported(f"out is {out_dtype}; an 8-bit output has no derivative: ask for a wider out_dtype.")
+            raise Unsupported("out", f"is {out_dtype}", "an 8-bit output has no derivative: ask for a wider out_dtype")
         if dtype_name(self.d_out) != out_dtype:
-            raise InvalidInput(f"d_out is {dtype_name(self.d_out)} and out {out_dtype}; they must be equal.")
+            raise InvalidInput("d_out", f"is {dtype_name(self.d_out)} and out {out_dtype}", "they must be equal")
         wanted = "float64" if dtype_name(self.query) == "float64" else "float32"
         for name, found in (("lse", lse_dtype), ("d_lse", lse_dtype if self.d_lse is None else dtype_name(self.d_lse))):
             if found != wanted:
-                raise InvalidInput(f"{name} is {found}; it must be {wanted}.")
+                raise InvalidInput(name, f"is {found}", f"it must be {wanted}")
 
 
 def backward_of(call: DenseCall[A], *, out: A, lse: A, d_out: A, d_lse: A | None = None) -> DenseBackwardCall[A]:

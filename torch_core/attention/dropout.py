@@ -26,7 +26,7 @@ def check_rate(rate: float) -> None:
     """Raises InvalidInput unless a rate is a number from 0 up to 1 that leaves something."""
     number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if not (number and 0 <= rate < 1 and dropout_limit(rate) < _RANGE):
-        raise InvalidInput(f"dropout_rate is {rate!r}; it must be a static number, at least 0 and less than 1.")
+        raise InvalidInput("dropout_rate", value=rate, wanted="it must be a static number, at least 0 and less than 1")
 
 
 def dropout_limit(rate: float) -> int:

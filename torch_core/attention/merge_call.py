@@ -75,12 +75,12 @@ class MergeCall(Call[A]):
         dtype = dtype_name(self.out_a)
         if dtype not in (*QUERY_DTYPES, "float64") or dtype_name(self.out_b) != dtype:
             raise InvalidInput(
-                f"out_a is {dtype} and out_b {dtype_name(self.out_b)}; both must be float32, bfloat16 or float16."
+                "out_a", f"is {dtype} and out_b {dtype_name(self.out_b)}", "both must be float32, bfloat16 or float16"
             )
         wanted = "float64" if dtype == "float64" else "float32"
         for name, lse in (("lse_a", self.lse_a), ("lse_b", self.lse_b)):
             if dtype_name(lse) != wanted:
-                raise InvalidInput(f"{name} is {dtype_name(lse)}; it must be {wanted}.")
+                raise InvalidInput(name, f"is {dtype_name(lse)}", f"it must be {wanted}")
         if self.out_scale is not None and self.result_dtype not in FP8_DTYPES:
             raise InvalidInput(
                 f"out is {self.result_dtype} and out_scale is given; a scale is for an fp8 output: pass an fp8 out, "

@@ -96,10 +96,10 @@ class RotaryWriteCall(Call[A]):
             )
         for name, array, wanted in (("qkv", self.qkv, QUERY_DTYPES), ("kv_cache", self.kv_cache, KV_CACHE_DTYPES)):
             if dtype_name(array) not in (*wanted, "float64"):
-                raise InvalidInput(f"{name} is {dtype_name(array)}; it must be one of {', '.join(wanted)}.")
+                raise InvalidInput(name, f"is {dtype_name(array)}", f"it must be one of {', '.join(wanted)}")
         _check_out(self.out, (num_tokens, self.num_heads, size), dtype_name(self.qkv))
 
 
 def _check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
     if out is not None and (tuple(out.shape) != shape or dtype_name(out) != dtype):
-        raise InvalidInput(f"out is {dtype_name(out)}{list(out.shape)}; it must be {dtype}{list(shape)}.")
+        raise InvalidInput("out", f"is {dtype_name(out)}{list(out.shape)}", f"it must be {dtype}{list(shape)}")

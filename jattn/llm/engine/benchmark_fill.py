@@ -38,7 +38,7 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
     if core.requests:
         raise InvalidInput(f"{len(core.requests)} requests are unfinished; their blocks would be lost.")
     if device.channel is not None:
-        raise Unsupported("prompts cannot be taken for computed in an engine of several processes.")
+        raise Unsupported("prompts", "cannot be taken for computed in an engine of several processes")
     core.settle()
     cache = core.cache
     cache.reset()

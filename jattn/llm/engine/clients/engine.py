@@ -28,7 +28,6 @@ from jattn.llm.load import TextTokenizer
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache import CacheStats
@@ -377,7 +376,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def check(weights: Weights) -> Arrivals:
             if unfinished not in ("restart", "finish"):
-                raise InvalidInput(f"unfinished is {shown(unfinished)}; it must be 'restart' or 'finish'.")
+                raise InvalidInput("unfinished", value=unfinished, wanted="it must be 'restart' or 'finish'")
             return weights.checked(state)
 
         return self._thread.call(EngineCore.fitting, check, unfinished)
@@ -407,7 +406,7 @@ class Engine(contextlib.AbstractContextManager):
 
         def check(weights: Weights) -> Arrivals:
             if not isinstance(scales, KVCacheScales):
-                raise InvalidInput(f"scales is {shown(scales)}; it must be KVCacheScales.")
+                raise InvalidInput("scales", value=scales, wanted="it must be KVCacheScales")
             if dtype not in LARGEST_CODE:
                 raise InvalidInput(
                     f"the cache is {dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
@@ -464,5 +463,5 @@ class Engine(contextlib.AbstractContextManager):
 
 def _checked(outbox: object) -> Outbox:
     if not isinstance(outbox, Outbox):
-        raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+        raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
     return outbox

@@ -400,10 +400,10 @@ def _params_of(
     if params is None or isinstance(params, SamplingParams):
         listed: list[SamplingParams | None] = [params] * count
     elif not isinstance(params, Sequence) or isinstance(params, str):
-        raise InvalidInput(f"sampling_params is a {type(params).__name__}; pass SamplingParams or a list of them.")
+        raise InvalidInput("sampling_params", f"is a {type(params).__name__}", "pass SamplingParams or a list of them")
     elif len(params) != count:
         raise InvalidInput(
-            f"sampling_params has {len(params)} entries and there are {count} prompts; pass one or {count}."
+            "sampling_params", f"has {len(params)} entries and there are {count} prompts", f"pass one or {count}"
         )
     else:
         listed = list(params)
@@ -416,7 +416,7 @@ def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | Non
             seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
         except (TypeError, ValueError):
             raise InvalidInput(
-                f"rng is an array of {rng.dtype}{list(rng.shape)}; pass an int or one jax key."
+                "rng", f"is an array of {rng.dtype}{list(rng.shape)}", "pass an int or one jax key"
             ) from None
     else:
         check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")

@@ -143,7 +143,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         with self._routing:
             if request_id is not None and self._engine_of(request_id) is not None:
                 raise InvalidInput(
-                    f"request_id {shown(request_id)} belongs to an unfinished request; ids must be unique."
+                    "request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique"
                 )
             index = self._router.choose(prompt_token_ids, salt, [engine.load for engine in self.engines])
             request = self.engines[index].add(
@@ -173,7 +173,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until an outbox has deltas; see `Engine.wait`. The copies run their steps at the same time."""
         if not isinstance(outbox, Outbox):
-            raise InvalidInput(f"outbox is {shown(outbox)}; it must be an Outbox.")
+            raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
         while not outbox:
             running = [engine for engine in self.engines if engine.runs_for(outbox)]
             if not running:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from jattn.llm.models.fp8 import Fp8Kernel, kernel_sharding, round_to_fp8
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
 #: Functions that return a leaf's new array, by index. Over several processes all processes call them.
@@ -68,7 +67,7 @@ class Weights:
                 keys that have no order.
         """
         if not isinstance(state, nnx.Module | Mapping | nnx.State):
-            raise InvalidInput(f"state is {shown(state)}; it must be an nnx.State, a mapping of arrays, or a module.")
+            raise InvalidInput("state", value=state, wanted="it must be an nnx.State, a mapping of arrays, or a module")
         shards = self._shards
         if isinstance(state, nnx.Module):
             shards = {} if getattr(state, "parallel", None) == self._parallel else shards
@@ -77,7 +76,7 @@ class Weights:
             flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
         except TypeError as error:
             raise InvalidInput(
-                f"state has keys of several types on one level ({error}); name layers by int and all else by str."
+                "state", f"has keys of several types on one level ({error})", "name layers by int and all else by str"
             ) from None
         given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
         found: Arrivals = {}
@@ -89,7 +88,7 @@ class Weights:
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
         if missing := self._needed - given.keys() - {name for parts in rounded.values() for name in parts}:
-            raise InvalidInput(f"state lacks {min(missing)}; {len(missing)} of {len(self._needed)} parameters do.")
+            raise InvalidInput("state", f"lacks {min(missing)}", f"{len(missing)} of {len(self._needed)} parameters do")
         for name, leaf in given.items():
             old = self.leaves[self._places[name]]
             if name in shards:
@@ -161,6 +160,6 @@ def _check(name: str, leaf: Any, old: jax.Array | jax.ShapeDtypeStruct) -> None:
     found = (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
     if found != (old.shape, old.dtype):
         what = f"{found[1]}{list(found[0])}" if found[0] is not None else f"a {type(leaf).__name__}"
-        raise InvalidInput(f"{name} is {what}; the model's is {old.dtype}{list(old.shape)}.")
+        raise InvalidInput(name, f"is {what}", f"the model's is {old.dtype}{list(old.shape)}")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise InvalidInput(f"{name} was donated or deleted; give the array that took its place.")
+        raise InvalidInput(name, "was donated or deleted", "give the array that took its place")

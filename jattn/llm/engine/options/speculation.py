@@ -71,7 +71,7 @@ class SpeculativeConfig:
         try:
             given = json.loads(text)
         except ValueError as error:
-            raise InvalidInput(f"speculative_config is {shown(text)}, which is no JSON: {error}.") from None
+            raise InvalidInput("speculative_config", f"is {shown(text)}, which is no JSON: {error}") from None
         return cls._of_mapping(given)
 
     @classmethod
