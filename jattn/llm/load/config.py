@@ -175,7 +175,7 @@ def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**{**shared, **own, "is_encoder": True})
     except (InvalidInput, Unsupported) as error:
-        raise type(error)(f"of the encoder, {error}") from None
+        raise type(error)(f"of the encoder, {error}", argument=f"encoder.{error.argument}") from None
 
 
 def _derived_head_dim(options: Mapping[str, Any]) -> int:

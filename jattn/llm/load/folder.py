@@ -36,7 +36,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
         raise InvalidInput("folder", f"{str(path)[:100]!r} cannot be read: {error.args[-1]}") from None
     cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
     if cached is None:
-        raise InvalidInput("folder", value=str(path), wanted=f"it is not an existing folder{reason}")
+        raise InvalidInput("folder", f"is {str(path)!r}", f"it is not an existing folder{reason}")
     return cached
 
 
