@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.ops import IMPLEMENTATIONS
 from jattn.ops.arguments import attention_spec
+from jattn.ops.choose import check_implementation
 from torch_core.base.errors import InvalidInput
-from torch_core.base.limits import Choices, Limits
+from torch_core.base.limits import Limits
 
 _ANY_QUERY: Any = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
 
@@ -67,7 +67,7 @@ AttentionChunk: TypeAlias = Annotated[int | None, _check_score_option]
 LogitsSoftCap: TypeAlias = Annotated[float | None, _check_score_option]
 AlibiSlopes: TypeAlias = Annotated[Sequence[float] | None, _check_slopes]
 KVChunkSize: TypeAlias = Annotated[int | None, Limits(128, wanted="a power of two, 128 or more")]
-Implementation: TypeAlias = Annotated[str | None, Choices(*IMPLEMENTATIONS)]
+Implementation: TypeAlias = Annotated[str | None, check_implementation]
 CacheScale: TypeAlias = Annotated[float | jax.Array | None, _check_cache_scale]
 DType: TypeAlias = Annotated[DTypeLike, _check_dtype]
 Rope: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | None

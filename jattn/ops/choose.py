@@ -49,15 +49,18 @@ def choose(implementation: str | None, call: Call[Any] | None = None) -> str:
         # Every step of a generation would be slow, without a visible reason.
         _say_once(logging.WARNING if call.reads_cache else logging.INFO, call.name, default, reason)
         return "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise InvalidInput(
-            f"implementation is {implementation!r}; use one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None to let "
-            "jattn choose."
-        )
+    check_implementation("implementation", implementation)
     reason = available_implementations()[implementation]
     if reason is not None:
         raise Unsupported(f"implementation={implementation!r} cannot run here: {reason}")
     return implementation
+
+
+def check_implementation(name: str, value: object) -> None:
+    """Raises InvalidInput unless a value is the name of an implementation."""
+    if not isinstance(value, str) or value not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise InvalidInput(name, value=value, wanted=f"use one of {known}, or None to let jattn choose")
 
 
 def choose_for_cache(implementation: str | None, spec: KVCacheSpec | LatentCacheSpec, dtype: str) -> str:

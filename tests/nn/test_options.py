@@ -25,7 +25,10 @@ SHARED: dict[str, tuple[Any, str]] = {
     "logits_soft_cap": (-1.0, "logits_soft_cap is -1.0; it must be a positive finite number, or None for off."),
     "alibi_slopes": (1.0, "alibi_slopes is 1.0; it must be a sequence with a number for each head."),
     "use_alibi_sqrt": (1, "use_alibi_sqrt is 1; it must be True or False."),
-    "implementation": ("cuda", "implementation is 'cuda'; it must be one of triton, torch, xla."),
+    "implementation": (
+        "cuda",
+        "implementation is 'cuda'; use one of 'triton', 'torch', 'xla', or None to let jattn choose.",
+    ),
     "num_kv_heads": ("2", "num_kv_heads is '2'; it must be an int, or None."),
 }
 OF_MODULE: dict[str, tuple[Any, str]] = {
@@ -59,7 +62,10 @@ OF_LATENTS: dict[str, tuple[Any, str]] = {
     "use_bias": (1, "use_bias is 1; it must be True or False."),
     "rope": ("yarn", "rope is 'yarn'; it must be a function or None."),
     "q_lora_rank": (1.5, "q_lora_rank is 1.5; it must be an int of at least 1"),
-    "implementation": ("cuda", "implementation is 'cuda'; it must be one of triton, torch, xla."),
+    "implementation": (
+        "cuda",
+        "implementation is 'cuda'; use one of 'triton', 'torch', 'xla', or None to let jattn choose.",
+    ),
     "kernel_init": (0.02, "kernel_init is 0.02; it must be a function."),
     "param_dtype": (3, "param_dtype is 3; it must be a dtype, such as jnp.bfloat16."),
 }
