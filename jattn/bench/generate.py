@@ -72,7 +72,7 @@ def run(
     folder = str(embedded_model_folder()) if model is None else model
     engines = {name: _engine(folder, name, max(batches)) for name in implementations}
     if peer not in (None, "transformers"):
-        raise InvalidInput(f"peer is {peer!r}; the one that can be measured is 'transformers'.")
+        raise InvalidInput("peer", value=peer, wanted="the one that can be measured is 'transformers'")
     if peer is not None:
         engines[peer] = _transformers(folder)
     rows = []
@@ -125,7 +125,7 @@ def _transformers(folder: str) -> Generate:
         import transformers
     except ImportError:
         raise Unsupported(
-            "peer 'transformers' is not installed; pip install 'jattn[crosscheck]', or leave --peer out."
+            "peer", "'transformers' is not installed", "pip install 'jattn[crosscheck]', or leave --peer out"
         ) from None
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -76,7 +76,7 @@ def measure_rows(
         InvalidInput: an unknown shape, or a number below 1.
     """
     if shape not in SHAPES:
-        raise InvalidInput(f"shape is {shape!r}; use one of {', '.join(SHAPES)}.")
+        raise InvalidInput("shape", value=shape, wanted=f"use one of {', '.join(SHAPES)}")
     for name, value in (("layers", layers), ("rounds", rounds), *(("tokens", each) for each in tokens)):
         check_int(name, value, 1)
     return _rows(shape, tokens, layers, dtype, rounds, xla)

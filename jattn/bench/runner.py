@@ -121,9 +121,9 @@ def check_places(*, json_path: Path | None = None, png_path: Path | None = None)
     """
     for flag, path in (("--json", json_path), ("--png", png_path)):
         if path is not None and not path.parent.is_dir():
-            raise InvalidInput(f"{flag} {path}: there is no folder {path.parent}; make it, or name another.")
+            raise InvalidInput(flag, f"{path}: there is no folder {path.parent}", "make it, or name another")
         if path is not None and path.is_dir():
-            raise InvalidInput(f"{flag} {path}: this is a folder; name a file in it.")
+            raise InvalidInput(flag, f"{path}: this is a folder", "name a file in it")
     if png_path is not None:
         check_matplotlib()
 

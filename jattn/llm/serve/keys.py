@@ -55,15 +55,15 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
     lines = [line.split() for line in read_given("api_key_file", path).splitlines()]
     entries = [words for words in lines if words and not words[0].startswith("#")]
     if not entries:
-        raise InvalidInput(f"api_key_file {str(path)!r} has no keys.")
+        raise InvalidInput("api_key_file", f"{str(path)!r} has no keys")
     if len({words[0] for words in entries}) < len(entries):
-        raise InvalidInput(f"api_key_file {str(path)!r} has a key twice.")
+        raise InvalidInput("api_key_file", f"{str(path)!r} has a key twice")
     if all(len(words) == 1 for words in entries):
         return [key for (key,) in entries]
     if all(len(words) == 2 for words in entries):
         return {words[0]: words[1] for words in entries}
     raise InvalidInput(
-        f"api_key_file {str(path)!r} must have one key a line, followed on all lines or on none by its tenant's name."
+        "api_key_file", f"{str(path)!r} must have one key a line, followed on all lines or on none by its tenant's name"
     )
 
 

@@ -212,4 +212,4 @@ def check_config(config: object) -> None:
         InvalidInput: it is no config.
     """
     if not isinstance(config, EngineConfig | None):
-        raise InvalidInput(f"config is a {type(config).__name__}; it must be an EngineConfig, or None.")
+        raise InvalidInput("config", f"is a {type(config).__name__}", "it must be an EngineConfig, or None")
