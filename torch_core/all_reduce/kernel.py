@@ -45,10 +45,7 @@ def exchange_kernel(
     MAX_POLLS: tl.constexpr,
     REGION: tl.constexpr,
 ):
-    """Writes part [rank] of every device's x, BLOCK 32-bit words of it, one behind the other in the order of ranks.
-
-    With a part_stride of 0 all have the one part that x is.
-    """
+    """Writes part [rank] of every device's x, one behind the other in rank order; with part_stride 0 x is one part."""
     own, calls, call, index, mask, place = _begin(peers, num_words, WORLD, BLOCK, MAX_BLOCKS, REGION)
     rank = tl.load(peers)
     pairs: tl.constexpr = tl.pointer_type(tl.int64)
@@ -65,12 +62,8 @@ def exchange_kernel(
 
 @triton.jit
 def _begin(peers, num_words, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
-    """Finds where the block stands.
-
-    Returns:
-        (own slots, where the block counts its calls, number of this one, the block's words, [1, BLOCK], which of them
-        there are, their places behind the start of a rank's slots).
-    """
+    """Returns (own slots, where the block counts its calls, number of this one, the block's words, [1, BLOCK], which of
+    them there are, their places behind the start of a rank's slots)."""
     block = tl.program_id(0)
     own = slots_at(peers + 2, MAX_BLOCKS, REGION)
     calls = own - MAX_BLOCKS + block

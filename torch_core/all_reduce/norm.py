@@ -36,11 +36,8 @@ def all_reduce_norm_kernel(
 ):
     """Writes a row of residual + the sum of x over WORLD devices, and its root mean square norm.
 
-    Args:
-        num_words: 32-bit words of a row, in ROW_BLOCKS blocks.
-        ALL_BLOCKS: ROW_BLOCKS rounded up to a power of two.
-        ROUND_FIRST: the norm rounds before the weight too.
-        ADD_ONE: the stored weight is the factor minus 1.
+    A row has `num_words` 32-bit words in ROW_BLOCKS blocks, of which a power of two is ALL_BLOCKS. With ROUND_FIRST the
+    norm rounds before the weight too; with ADD_ONE the stored weight is the factor minus 1.
     """
     words: tl.constexpr = tl.pointer_type(tl.int32)
     dtype: tl.constexpr = out.dtype.element_ty

@@ -24,15 +24,10 @@ _MAX_POLLS = 1 << 26
 
 
 class _Region(NamedTuple):
-    """The part of a workspace that a kernel has: the numbers of its blocks' calls, then two slots.
+    """The part of a workspace that a kernel has: the numbers of its blocks' calls, then two slots."""
 
-    Attributes:
-        block: 32-bit words of a block.
-        size: 32-bit words in which one of them goes.
-    """
-
-    block: int
-    size: int
+    block: int  # 32-bit words of a block.
+    size: int  # 32-bit words in which one of them goes.
 
     @property
     def max_blocks(self) -> int:
@@ -82,15 +77,7 @@ def peers_size(world: int) -> int:
 
 
 def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
-    """Plans the sum of x over devices; buffers are "x", "peers" and "out".
-
-    Args:
-        x: each device's part, contiguous.
-        world: devices.
-
-    Raises:
-        InvalidInput: a dtype or a size that the kernel does not take.
-    """
+    """Plans the sum over `world` devices of their contiguous parts x; buffers are "x", "peers" and "out"."""
     if not sums(x, world):
         raise InvalidInput(
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
@@ -110,18 +97,9 @@ def plan_all_reduce_norm(
 ) -> OperationPlan:
     """Plans residual + the sum of x over devices, and that row by row over its root mean square, times a weight.
 
-    Buffers are "x", "residual", "weight", "peers", "out" and "normed".
-
-    Args:
-        x: each device's part, [..., width], contiguous; residual, out and normed are like it.
-        weight: [width], of x's dtype.
-        world: devices.
-        epsilon: added to the mean square.
-        round_first: the norm is rounded before it is multiplied by the weight, too.
-        add_one: it is multiplied by 1 + weight.
-
-    Raises:
-        InvalidInput: operands that `sums_and_norms` refuses.
+    Buffers are "x", "residual", "weight", "peers", "out" and "normed". x, [..., width], is contiguous; residual, out
+    and normed are like it. `epsilon` is added to the mean square. With `round_first` the norm is rounded before it is
+    multiplied by the weight, too; with `add_one` it is multiplied by 1 + weight.
     """
     if not sums_and_norms(x, weight, world):
         raise InvalidInput(
@@ -154,12 +132,7 @@ def plan_all_reduce_norm(
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
     """Plans the exchange of parts between devices; buffers are "x", "peers" and "out", int32[world, words].
 
-    Args:
-        x: int32[world, words], a part for every device, or int32[1, words], one for all.
-        world: devices.
-
-    Raises:
-        InvalidInput: a part that the kernel does not take.
+    x is int32[world, words], a part for every device, or int32[1, words], one for all.
     """
     parts, words = x.shape
     if x.dtype != "int32" or parts not in (1, world) or not exchanges(4 * words, world):

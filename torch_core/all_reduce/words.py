@@ -19,31 +19,13 @@ import triton.language as tl
 
 @triton.jit
 def add_words(
-    word,
-    peers,
-    own,
-    place,
-    mask,
-    call,
-    dtype: tl.constexpr,
-    WORLD: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-    REGION: tl.constexpr,
-):
+    word, peers, own, place, mask, call, dtype: tl.constexpr, WORLD: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    MAX_POLLS: tl.constexpr, REGION: tl.constexpr,
+):  # fmt: skip
     """Returns (low, high): the float32 sums over devices of the halves of words (`split_words`), in rank order.
 
-    Args:
-        word: this device's, int32[blocks, BLOCK].
-        peers: the table.
-        own: this device's slots.
-        place: of each word, behind the start of a rank's words.
-        mask: which words there are; the sums of others are noise.
-        call: number of this call.
-        dtype: of the floats.
-        WORLD: devices.
-        MAX_BLOCKS, REGION: where slots lie, see `slots_at`.
-        MAX_POLLS: looks.
+    `word` int32[blocks, BLOCK] is this device's, `own` its slots; each word stands at `place` behind the start of a
+    rank's words. Where `mask` is false there is no word, and the sum is noise.
     """
     SLOT: tl.constexpr = MAX_BLOCKS * word.shape[1]
     rank = tl.load(peers)
@@ -114,10 +96,7 @@ def is_none(word, call):
 
 @triton.jit
 def slots_at(pair, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
-    """The slots of the region that begins REGION words into the workspace whose address is a pair of words.
-
-    They stand behind the numbers of the blocks' calls.
-    """
+    """Slots, behind the calls' numbers, of the region REGION words into the workspace that a pair of words names."""
     low = tl.load(pair).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(pair + 1).to(tl.int64)
     return (low | (high << 32)).to(tl.pointer_type(tl.int32)) + (REGION + MAX_BLOCKS)

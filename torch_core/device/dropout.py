@@ -9,18 +9,12 @@ import triton.language as tl
 
 
 class Dropout(NamedTuple):
-    """The seed of a sequence and head, and the threshold.
+    """The seed of a sequence and head, and the threshold."""
 
-    Attributes:
-        low, high: the two words of the seed.
-        limit: a weight whose number is below it becomes 0.
-        first_query: of the tile, a row of the sequence; a multiple of 16.
-    """
-
-    low: Any
+    low: Any  # low, high: the two words of the seed.
     high: Any
-    limit: Any
-    first_query: Any
+    limit: Any  # A weight whose number is below it becomes 0.
+    first_query: Any  # Of the tile, a row of the sequence; a multiple of 16.
 
 
 @triton.jit

@@ -9,110 +9,64 @@ from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """The sequences of a batch: their rows, lengths and tables.
+    """The sequences of a batch: their rows, lengths and tables."""
 
-    Attributes:
-        query_start_loc: first query row of each sequence, and the end of the last one.
-        seq_lens: keys of each sequence, of a paged cache.
-        key_start_loc: first row of each sequence's keys and the end of the last one, of dense keys.
-        num_seqs: sequences, padding included.
-        block_tables: blocks of each sequence, of a paged cache.
-        table_stride: elements from one row of it to the next.
-        table_tokens: keys that a row of it can hold.
-    """
-
-    query_start_loc: Any
-    seq_lens: Any
-    key_start_loc: Any
-    num_seqs: Any
-    block_tables: Any
-    table_stride: Any
-    table_tokens: Any
+    query_start_loc: Any  # First query row of each sequence, and the end of the last one.
+    seq_lens: Any  # Keys of each sequence, of a paged cache.
+    key_start_loc: Any  # First row of each sequence's keys and the end of the last one, of dense keys.
+    num_seqs: Any  # Sequences, padding included.
+    block_tables: Any  # Blocks of each sequence, of a paged cache.
+    table_stride: Any  # Elements from one row of block_tables to the next.
+    table_tokens: Any  # Keys that a row of block_tables can hold.
 
 
 class Split(NamedTuple):
-    """The chunks of keys of a paged call that are work items of their own, counted from key 0 of each sequence.
+    """The chunks of keys of a paged call that are work items of their own, counted from key 0 of each sequence."""
 
-    Attributes:
-        chunk: keys of a chunk, a multiple of a tile's.
-        max_chunks: chunks that one sequence can have.
-        max_query: query tokens that one sequence can have.
-        out, maximum, total: each chunk's partial result of a row for `attention_combine_kernel`, see
-            attention.partials.
-    """
-
-    chunk: Any
-    max_chunks: Any
-    max_query: Any
+    chunk: Any  # Keys of a chunk, a multiple of a tile's.
+    max_chunks: Any  # Chunks that one sequence can have.
+    max_query: Any  # Query tokens that one sequence can have.
+    # out, maximum, total: each chunk's partial result of a row for `attention_combine_kernel`, see attention.partials.
     out: Any
     maximum: Any
     total: Any
 
 
 class Call(NamedTuple):
-    """The operands of a call.
+    """The operands of a call."""
 
-    Attributes:
-        query, key_cache, value_cache: the arrays that the copy engine reads.
-        query_rest, key_rest: the same arrays, for the REST_SIZE last elements of a head; None without them.
-        scale: of the scores.
-        bounds: which keys a row sees.
-        output: where finished rows go, a hopper_rows.Output.
-        batch: where the sequences stand.
-        num_items: work items of all programs.
-        split: how keys are split over work items, a hopper_call.Split; None where they are not.
-    """
-
-    query: Any
+    query: Any  # query, key_cache, value_cache: the arrays that the copy engine reads.
     key_cache: Any
     value_cache: Any
-    query_rest: Any
+    query_rest: Any  # query_rest, key_rest: the same arrays for the REST_SIZE last elements of a head, or None.
     key_rest: Any
-    scale: Any
-    bounds: Any
-    output: Any
-    batch: Any
-    num_items: Any
-    split: Any
+    scale: Any  # Of the scores.
+    bounds: Any  # Which keys a row sees.
+    output: Any  # Where finished rows go, a hopper_rows.Output.
+    batch: Any  # Where the sequences stand.
+    num_items: Any  # Work items of all programs.
+    split: Any  # How keys are split over work items, a hopper_call.Split; None where they are not.
 
 
 class Shape(NamedTuple):
-    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees.
+    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees."""
 
-    Attributes:
-        NUM_HEADS, GROUP: query heads; those of one key/value head.
-        PACK: query heads that lie side by side in a tile.
-        HEADS_TOGETHER: heads, in units of PACK, that are worked on side by side.
-        HEAD_SIZE: elements of a value, and of the part of a query or key head that is copied first.
-        REST_SIZE: elements of a query or key head after these: sides of a tile are powers of two.
-        WARPGROUPS: warpgroups of 64 rows that multiply.
-        PING_PONG: they do so in turns.
-        BLOCK_N: keys of a tile.
-        MIN_QUERY: query tokens from which on a sequence is served.
-        PAGED: keys lie in blocks.
-        BLOCK_SIZE, BLOCK_ROWS: keys of a block; rows from one block to the next.
-        BOX: keys of one copy.
-        QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
-        VALUE_ROW: row of the first value in a combined cache.
-        OUT_STRIDES: elements from one token, and from one head, of the output to the next.
-    """
-
-    NUM_HEADS: Any
-    GROUP: Any
-    PACK: Any
-    HEADS_TOGETHER: Any
-    HEAD_SIZE: Any
-    REST_SIZE: Any
-    WARPGROUPS: Any
-    PING_PONG: Any
-    BLOCK_N: Any
-    MIN_QUERY: Any
-    PAGED: Any
-    BLOCK_SIZE: Any
-    BLOCK_ROWS: Any
-    BOX: Any
-    QUERY_STRIDE: Any
+    NUM_HEADS: Any  # Query heads.
+    GROUP: Any  # Query heads of one key/value head.
+    PACK: Any  # Query heads that lie side by side in a tile.
+    HEADS_TOGETHER: Any  # Heads, in units of PACK, that are worked on side by side.
+    HEAD_SIZE: Any  # Elements of a value, and of the part of a query or key head that is copied first.
+    REST_SIZE: Any  # Elements of a query or key head after these: sides of a tile are powers of two.
+    WARPGROUPS: Any  # Warpgroups of 64 rows that multiply.
+    PING_PONG: Any  # Warpgroups multiply in turns.
+    BLOCK_N: Any  # Keys of a tile.
+    MIN_QUERY: Any  # Query tokens from which on a sequence is served.
+    PAGED: Any  # Keys lie in blocks.
+    BLOCK_SIZE: Any  # Keys of a block.
+    BLOCK_ROWS: Any  # Rows from one block to the next.
+    BOX: Any  # Keys of one copy.
+    QUERY_STRIDE: Any  # QUERY_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
     KEY_STRIDE: Any
     VALUE_STRIDE: Any
-    VALUE_ROW: Any
-    OUT_STRIDES: Any
+    VALUE_ROW: Any  # Row of the first value in a combined cache.
+    OUT_STRIDES: Any  # Elements from one token, and from one head, of the output to the next.

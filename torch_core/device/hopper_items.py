@@ -14,7 +14,7 @@ ITEMS = gl.constexpr(4)
 
 @gluon.jit
 def find_items(call, rings, SHAPE: gl.constexpr):
-    """One warp: writes where the tile of each work item stands into the ring of work items that the other warps read.
+    """One warp: writes where the tile of each work item stands into the ring that the other warps read.
 
     To find a tile takes about as long as to work through one step of keys; with short queries that is much.
     """
@@ -61,12 +61,11 @@ def item_count(num_items):
 
 @gluon.jit
 def read_item(items, turn):
-    """Waits for the work item of a turn in the ring `items`.
+    """Waits for the work item of a turn in the ring `items`, and returns its words.
 
-    Returns:
-        (first query row, query tokens, position of the first, keys, first head, sequence, first key, partial row).
-        The first key is a row of dense keys, or the start of a chunk; keys end where the chunk does; the partial row is
-        that of the first query row and this chunk.
+    They are (first query row, query tokens, position of the first, keys, first head, sequence, first key, partial row).
+    The first key is a row of dense keys, or the start of a chunk; keys end where the chunk does; the partial row is
+    that of the first query row and this chunk.
     """
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     slot = turn % ITEMS

@@ -23,74 +23,44 @@ _SEQS = gl.constexpr(32)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call, known when compiling.
+    """Sizes of a call, known when compiling."""
 
-    Attributes:
-        NUM_HEADS: query heads.
-        MAX_QUERY: query tokens of a sequence, at most.
-        CHUNK: tokens of a chunk.
-        BLOCK_SIZE, BLOCK_ROWS: tokens of a block; rows from one block to the next, as the copy engine sees them.
-        BLOCK_N: tokens of one step.
-        BOX: tokens of one copy.
-        PAGED: latents lie in blocks.
-        OUT_STRIDES: elements from one token, and from one head, of the output to the next.
-    """
-
-    NUM_HEADS: Any
-    MAX_QUERY: Any
-    CHUNK: Any
-    BLOCK_SIZE: Any
-    BLOCK_ROWS: Any
-    BLOCK_N: Any
-    BOX: Any
-    PAGED: Any
-    OUT_STRIDES: Any
+    NUM_HEADS: Any  # Query heads.
+    MAX_QUERY: Any  # Query tokens of a sequence, at most.
+    CHUNK: Any  # Tokens of a chunk.
+    BLOCK_SIZE: Any  # Tokens of a block.
+    BLOCK_ROWS: Any  # Rows from one block to the next, as the copy engine sees them.
+    BLOCK_N: Any  # Tokens of one step.
+    BOX: Any  # Tokens of one copy.
+    PAGED: Any  # Latents lie in blocks.
+    OUT_STRIDES: Any  # Elements from one token, and from one head, of the output to the next.
 
 
 class Work(NamedTuple):
-    """The chunk and the rows of a program.
+    """The chunk and the rows of a program."""
 
-    Attributes:
-        live: there is one; else `spare` is its number among the programs without.
-        spare: see `live`.
-        seq: the sequence.
-        index: number of the chunk within it.
-        chunks: of the sequence.
-        first_row: first of the program's rows among those of the sequence.
-        query_start, query_len: first query token of the sequence; how many it has.
-        context: tokens before them.
-        start, end: tokens of the chunk.
-        tiles: steps.
-    """
-
-    live: Any
-    spare: Any
-    seq: Any
-    index: Any
-    chunks: Any
-    first_row: Any
-    query_start: Any
-    query_len: Any
-    context: Any
-    start: Any
+    live: Any  # There is one; else `spare` is its number among the programs without.
+    spare: Any  # See `live`.
+    seq: Any  # The sequence.
+    index: Any  # Number of the chunk within it.
+    chunks: Any  # Of the sequence.
+    first_row: Any  # First of the program's rows among those of the sequence.
+    query_start: Any  # First query token of the sequence.
+    query_len: Any  # Query tokens of the sequence.
+    context: Any  # Tokens before them.
+    start: Any  # start, end: tokens of the chunk.
     end: Any
-    tiles: Any
+    tiles: Any  # Steps.
 
 
 class Results(NamedTuple):
-    """The destinations of rows: of finished ones, or of the running softmax of a chunk.
+    """The destinations of rows: of finished ones, or of the running softmax of a chunk."""
 
-    Attributes:
-        output: a hopper_rows.Output.
-        rows, maxima, sums: the running softmax of a chunk.
-        max_chunks: of a sequence, at most.
-    """
-
-    output: Any
-    rows: Any
+    output: Any  # A hopper_rows.Output.
+    rows: Any  # rows, maxima, sums: the running softmax of a chunk.
     maxima: Any
     sums: Any
-    max_chunks: Any
+    max_chunks: Any  # Of a sequence, at most.
 
 
 @gluon.jit
@@ -177,11 +147,7 @@ def visible_latents(tokens, work, window_right, SHAPE: gl.constexpr):
 
 @gluon.jit
 def store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE: gl.constexpr):
-    """Stores the log-sum-exp of whole rows, or the maxima and sums of the rows of a chunk.
-
-    Returns:
-        The factors of the accumulated rows.
-    """
+    """Stores the log-sum-exp of whole rows, or the maxima and sums of a chunk's; returns the factors of its rows."""
     live = tokens < work.query_len
     heads = rows % SHAPE.NUM_HEADS
     ratio = gl.full([rows.shape[0]], 1.0, gl.float32, rows.type.layout)

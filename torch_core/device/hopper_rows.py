@@ -13,39 +13,25 @@ from torch_core.device.softmax import LN2
 
 
 class Output(NamedTuple):
-    """The address of rows, and the values that finish them.
+    """The address of rows, and the values that finish them."""
 
-    Attributes:
-        sinks: logit of each head that joins the denominators, or None.
-        out: the output, `[token, head, element]`.
-        lse: log-sum-exp of the rows, `[token, head]`, or None.
-        factor: the scales of values and output that are numbers.
-    """
-
-    sinks: Any
-    out: Any
-    lse: Any
-    factor: Any
+    sinks: Any  # Logit of each head that joins the denominators, or None.
+    out: Any  # The output, `[token, head, element]`.
+    lse: Any  # Log-sum-exp of the rows, `[token, head]`, or None.
+    factor: Any  # The scales of values and output that are numbers.
 
 
 class Span(NamedTuple):
-    """The tiles of keys of a work item, counted from key 0, and the bounds of each row.
+    """The tiles of keys of a work item, counted from key 0, and the bounds of each row."""
 
-    Attributes:
-        start, end: tiles that any row of the work item sees.
-        own_start, own_end: those of this warpgroup.
-        body_start, body_end: those that every row of this warpgroup sees whole.
-        first, last: keys of each row, `[64]`; `first` means something in a window only.
-    """
-
-    start: Any
+    start: Any  # start, end: tiles that any row of the work item sees.
     end: Any
-    own_start: Any
+    own_start: Any  # own_start, own_end: those of this warpgroup.
     own_end: Any
-    body_start: Any
+    body_start: Any  # body_start, body_end: those that every row of this warpgroup sees whole.
     body_end: Any
-    first: Any
-    last: Any
+    first: Any  # The first key of each row, `[64]`; means something in a window only.
+    last: Any  # The last key of each row, `[64]`.
 
 
 @gluon.jit
@@ -104,10 +90,8 @@ def mask_scores(s, first, last, LEFT: gl.constexpr):
 def finish_rows(row_sum, shift, empty, head, in_rows, output, PACK: gl.constexpr):
     """Ends a softmax whose weights were exp2(score - shift); rows that saw no key are `empty`, their shift is 0.
 
-    A sink is a logit without a value: it joins the denominator only.
-
-    Returns:
-        (the factor of the accumulated rows, shift, denominator).
+    A sink is a logit without a value: it joins the denominator only. Returns (the factor of the accumulated rows,
+    shift, denominator).
     """
     keep = gl.where(empty, 0.0, 1.0)
     if output.sinks is not None:

@@ -40,14 +40,9 @@ def step_assembly(
     Its registers, for each row: r its reference, n minus that, t the maximum, f the factor of earlier sums, u and
     s<row><odd> sums of weights; c for anything.
 
-    Args:
-        count: scores of a thread.
-        first: the tile is a row's first.
-        weights: lines that make the words $word0, ... of weights out of the scores $score0, ..., and their sums.
-        begin: lines that set the references of a row's first tile.
-        move: for a row, the lines that move its reference if its sums are beyond `limit`.
-        limit: sums beyond it move a reference.
-        registers: declarations of others that `weights` uses.
+    A thread has `count` scores. Lines of `weights` turn the scores $score0, ... into the words $word0, ... and their
+    sums, in `registers` of their own; `begin` sets the references of a row's `first` tile, and move(row) moves a row's
+    if its sums are beyond `limit`.
     """
     lines = [f"mov.f32 scale, $in{_SCALE}; mov.f32 moved, {ZERO}; mov.f32 f0, {ONE}; mov.f32 f1, {ONE};"]
     if first:

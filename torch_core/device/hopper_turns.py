@@ -13,16 +13,11 @@ _FIRST_BARRIER = gl.constexpr(8)
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory that some warps fill and others read, over and over.
+    """Slots in shared memory that some warps fill and others read, over and over."""
 
-    Attributes:
-        tiles: the slots, `[slots, ...]` or several tiles for each.
-        full: a barrier for each slot, which completes when the slot is filled.
-        empty: a barrier for each slot, which completes when its readers are done with it; None if no warp waits for it.
-    """
-
-    tiles: Any
-    full: Any
+    tiles: Any  # The slots, `[slots, ...]` or several tiles for each.
+    full: Any  # A barrier for each slot, which completes when the slot is filled.
+    # A barrier for each slot, which completes when its readers are done with it; None if no warp waits for it.
     empty: Any
 
 
@@ -84,11 +79,7 @@ def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def skip_tiles(start, end, keys, values, step, OWN: gl.constexpr, SHAPE: gl.constexpr):
-    """Lets the tiles [start, end) of the rings `keys` and `values` pass that only the other warpgroups need.
-
-    Returns:
-        The next step.
-    """
+    """Lets tiles [start, end) of both rings pass, which only the other warpgroups need; returns the next step."""
     for _ in range(start, end):
         stage, phase = ring_slot(keys, step)
         mbarrier.wait(keys.full.index(stage), phase)

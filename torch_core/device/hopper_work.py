@@ -36,10 +36,7 @@ def _tiles(base, batch, bounds, split, SHAPE: gl.constexpr):
 
 @gluon.jit
 def count_items(batch, bounds, split, SHAPE: gl.constexpr):
-    """The work items of the batch: for each head a tile for every few tokens of the sequences that are served.
-
-    Where keys are split, each chunk of a tile's keys is an item of its own.
-    """
+    """The work items of the batch: tiles of the sequences that are served, times heads, times chunks of split keys."""
     total = 0
     for base in range(0, batch.num_seqs, _SEQS):
         tiles, _ = _tiles(base, batch, bounds, split, SHAPE)
@@ -57,9 +54,8 @@ def work_item(turn, call, SHAPE: gl.constexpr):
     the same keys at a time, which stay in the L2 cache. With PACK, or with keys in chunks, the tiles of a sequence
     follow each other: they are about equal, and can share their keys.
 
-    Returns:
-        (item number, sequence, tile of the sequence, head in units of PACK); the last three mean nothing beyond the
-        last item. Where keys are split, chunk `i` of tile `t` is tile number t * chunks + i.
+    Returns (item number, sequence, tile of the sequence, head in units of PACK); the last three mean nothing beyond the
+    last item. Where keys are split, chunk `i` of tile `t` is tile number t * chunks + i.
     """
     batch = call.batch
     TILE: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
@@ -103,11 +99,7 @@ def work_item(turn, call, SHAPE: gl.constexpr):
 
 @gluon.jit
 def chunk_of_tile(seq, tile, query_len, seq_len, num_keys, call, TOKENS: gl.constexpr):
-    """The meaning of a tile number of `work_item` if keys are split.
-
-    Returns:
-        (tile of the sequence, first key of the chunk, end of its keys, its row of the scratch that chunks leave).
-    """
+    """A tile number of `work_item` if keys are split: (tile, first key of the chunk, end, row of the scratch)."""
     split = call.split
     first, chunks = chunk_span(seq_len, query_len, call.batch.table_tokens, call.bounds, split.chunk, split.max_query)
     index = tile % chunks
@@ -164,8 +156,7 @@ def key_tiles(low, high, SHAPE: gl.constexpr):
 
 @gluon.jit
 def tile_blocks(table, position, low, high, base, SHAPE: gl.constexpr):
-    """The table entries that `tile_rows` needs for the tile of keys at `position`: an id for each lane's box, as
-    loaded.
+    """The table entries for `tile_rows` and the tile of keys at `position`: an id for each lane's box, as loaded.
 
     Boxes without a key in [low, high) have -1, and the table is not read there. Nothing is worked out from the ids:
     that would wait for them. Without a table, the rows of `tile_rows` themselves, from the row `base`.
@@ -244,10 +235,7 @@ def copy_tile(array, rows, column, barrier, tiles, slot, SHAPE: gl.constexpr, re
 
 @gluon.jit
 def zero_outside(tile, low, high, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros the rows of a tile in shared memory outside [low, high), by the warps that call it.
-
-    Their weight is 0, but 0 * NaN of unwritten memory is NaN.
-    """
+    """Zeros the rows of a tile outside [low, high): their weight is 0, but 0 * NaN of unwritten memory is NaN."""
     lanes: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     for i in gl.static_range(ROWS // 8):

@@ -11,47 +11,28 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Bounds(NamedTuple):
-    """The distances at which a position sees keys; None where there is no bound.
+    """The distances at which a position sees keys; None where there is no bound."""
 
-    Attributes:
-        window_left: keys before the position.
-        window_right: keys after it.
-        attention_chunk: size of the chunks; a position sees only keys of its own chunk.
-    """
-
-    window_left: Any
-    window_right: Any
-    attention_chunk: Any
+    window_left: Any  # Keys before the position.
+    window_right: Any  # Keys after it.
+    attention_chunk: Any  # Size of the chunks; a position sees only keys of its own chunk.
 
 
 class Scoring(NamedTuple):
-    """The operations on the products of a tile of rows and on their scores; None for an operation that is off.
+    """The operations on the products of a tile of rows and on their scores; None for an operation that is off."""
 
-    Attributes:
-        scale: the attention scale with per-tensor scales of query and key folded in.
-        soft_cap: the soft cap.
-        slopes: ALiBi slope of each row.
-        relative_bias: for each row a pointer to its head's biases by distance.
-        relative_bias_size: number of biases of a head, for the distances from -D to D.
-        qq_bias: bias [qq_bias_size, qq_bias_size] on the scores between the sequence's own new tokens (tree attention).
-        qq_bias_size: its size.
-        context: tokens of the sequence before its first query.
-        bounds: which keys a row sees.
-        ranges: pointer to the sequence's pairs of positions that see each other.
-        num_keys: keys of the sequence.
-    """
-
-    scale: Any
-    soft_cap: Any
-    slopes: Any
-    relative_bias: Any
-    relative_bias_size: Any
+    scale: Any  # The attention scale with per-tensor scales of query and key folded in.
+    soft_cap: Any  # The soft cap.
+    slopes: Any  # ALiBi slope of each row.
+    relative_bias: Any  # For each row a pointer to its head's biases by distance.
+    relative_bias_size: Any  # Number of biases of a head, for the distances from -D to D.
+    # Bias [qq_bias_size, qq_bias_size] on the scores between the sequence's own new tokens (tree attention).
     qq_bias: Any
-    qq_bias_size: Any
-    context: Any
-    bounds: Any
-    ranges: Any
-    num_keys: Any
+    qq_bias_size: Any  # Its size.
+    context: Any  # Tokens of the sequence before its first query.
+    bounds: Any  # Which keys a row sees.
+    ranges: Any  # Pointer to the sequence's pairs of positions that see each other.
+    num_keys: Any  # Keys of the sequence.
 
 
 @triton.jit
@@ -107,14 +88,8 @@ def _bounded(first, last, low, high, before, after, bounds):
 def tile_borders(low, high, full_low, full_high, BLOCK: tl.constexpr, NUM_RANGES: tl.constexpr):
     """Cuts a range into tiles: edges [start, body_start) and [body_end, end), and a body that needs no mask.
 
-    Args:
-        low, high: the range that is visible at all.
-        full_low, full_high: the range that is visible throughout.
-        BLOCK: the tile.
-        NUM_RANGES: with pairs of positions that see each other there is no body.
-
-    Returns:
-        (start, body_start, body_end, end), multiples of BLOCK.
+    [low, high) is visible at all, [full_low, full_high) throughout; with NUM_RANGES pairs of positions that see each
+    other there is no body. Returns (start, body_start, body_end, end), multiples of BLOCK.
     """
     start = low // BLOCK * BLOCK
     end = (high + BLOCK - 1) // BLOCK * BLOCK
@@ -174,33 +149,16 @@ def alibi_distance(rows, keys, ALIBI_SQRT: tl.constexpr):
 
 @triton.jit
 def tile_scores(
-    products,
-    query_pos,
-    key_pos,
-    key_scales,
-    scoring,
-    ALIBI_SQRT: tl.constexpr,
-    NUM_RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-):
-    """Turns query-key products [rows, keys] into softmax scores, -inf where masked.
+    products, query_pos, key_pos, key_scales, scoring, ALIBI_SQRT: tl.constexpr, NUM_RANGES: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """Turns unscaled query-key products [rows, keys] into (softmax scores, factor); scores are -inf where masked.
 
-    Args:
-        products: query @ key, unscaled.
-        query_pos, key_pos: positions of the rows and of the keys in their sequence.
-        key_scales: scale of each key's row, or None.
-        ALIBI_SQRT: ALiBi is -slope * sqrt(distance).
-        NUM_RANGES: number of pairs in `scoring.ranges`.
-        MASKED: False when every row is known to see every key of the tile.
-        EXACT: see softmax.softmax_step.
-        TRANSPOSED: products are [keys, rows]; `scoring.slopes` is then one number.
-
-    Returns:
-        (scores, factor): the softmax exponent in units of log 2 is scores * factor. Without other transformations the
-        factor carries the scale, so that scaling costs no instruction of its own. With EXACT the scores are in
-        natural units and the factor is 1.
+    The softmax exponent in units of log 2 is scores * factor. Without other transformations the factor carries the
+    scale, so that scaling costs no instruction of its own. With EXACT the scores are in natural units and the factor is
+    1, see softmax.softmax_step. Positions are those in the sequence; `key_scales` are the scales of the keys' rows, or
+    None. With ALIBI_SQRT ALiBi is -slope * sqrt(distance). Without MASKED every row is known to see every key of the
+    tile. With TRANSPOSED products are [keys, rows], and `scoring.slopes` is one number.
     """
     if TRANSPOSED:
         rows = query_pos[None, :]

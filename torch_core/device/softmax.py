@@ -30,9 +30,8 @@ def softmax_step(scores, factor, row_max, row_sum, EXACT: tl.constexpr):
     The maximum is kept in units of log 2 and scores * factor is subtracted from it in one fused operation. EXACT keeps
     natural units instead (the factor is 1): the difference from the maximum is then exact, at one more operation.
 
-    Returns:
-        (weights, factor for everything accumulated so far, new maximum, new sum). Rows that have seen no key keep
-        the maximum -inf and weights of 0: they are shifted by 0 instead, because -inf - -inf is NaN.
+    Returns (weights, factor for everything accumulated so far, new maximum, new sum). Rows that have seen no key keep
+    the maximum -inf and weights of 0: they are shifted by 0 instead, because -inf - -inf is NaN.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -13,38 +13,14 @@ from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
 @triton.jit
 def attend_tile(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    pages,
-    position,
-    columns,
-    inside,
-    query_pos,
-    keys,
-    scoring,
-    LAYOUT: tl.constexpr,
-    ALIBI_SQRT: tl.constexpr,
-    NUM_RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-    dropout=None,
-):
-    """Scores a tile of keys, weighs its values and adds them to the accumulated rows.
+    q, acc, row_max, row_sum, pages, position, columns, inside, query_pos, keys, scoring, LAYOUT: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr, NUM_RANGES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr, dropout=None,
+):  # fmt: skip
+    """Takes a tile of keys and values into the running softmax, and returns its new (acc, row_max, row_sum).
 
-    Args:
-        q: query rows [rows, HEAD_PADDED] in the type that the matrix units multiply.
-        acc, row_max, row_sum: the running softmax: unnormalised output rows, maxima and sums.
-        pages: block id of each key (paged), else not used.
-        position, columns: position of the first key; the keys of the tile, counted from it.
-        inside: keys that may be read; the others count as 0. Not used unless MASKED.
-        keys, LAYOUT: the Keys of the sequence's head, and their KeyLayout.
-        query_pos, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT: see mask.tile_scores.
-        dropout: the rows' Dropout, or None. Sums of weights, and so the lse, are without it.
-
-    Returns:
-        The new (acc, row_max, row_sum).
+    Query rows q [rows, HEAD_PADDED] are in the type that the matrix units multiply. The keys of the tile are position +
+    columns, in the blocks `pages` if paged; with MASKED those not `inside` are not read and count as 0. See
+    mask.tile_scores for the rest. Sums of weights, and so the lse, are without dropout.
     """
     BLOCK_SIZE: tl.constexpr = LAYOUT.BLOCK_SIZE
     key_pos = position + columns

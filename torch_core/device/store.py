@@ -9,37 +9,23 @@ import triton.language as tl
 
 
 class Output(NamedTuple):
-    """The destination of finished rows, and the factor that they are multiplied by.
+    """The destination of finished rows, and the factor that they are multiplied by."""
 
-    Attributes:
-        out: the output.
-        lse: the log-sum-exp of its rows, or None.
-        factor: the scales that are known on the host: the values' scale over the output's.
-        v_scale, out_scale: pointers to the scales that are only on the device, or None.
-    """
-
-    out: Any
-    lse: Any
-    factor: Any
-    v_scale: Any
+    out: Any  # The output.
+    lse: Any  # The log-sum-exp of its rows, or None.
+    factor: Any  # The scales that are known on the host: the values' scale over the output's.
+    v_scale: Any  # v_scale, out_scale: pointers to the scales that are only on the device, or None.
     out_scale: Any
 
 
 class RowLayout(NamedTuple):
-    """The layout of an Output, known when compiling.
+    """The layout of an Output, known when compiling."""
 
-    Attributes:
-        SIZE: elements of a row.
-        PADDED: the same as a power of two.
-        STRIDES, LSE_STRIDES: strides of (token, head) in elements.
-        LIMIT: where an 8-bit output saturates; 0 for others.
-    """
-
-    SIZE: Any
-    PADDED: Any
-    STRIDES: Any
+    SIZE: Any  # Elements of a row.
+    PADDED: Any  # The same as a power of two.
+    STRIDES: Any  # STRIDES, LSE_STRIDES: strides of (token, head) in elements.
     LSE_STRIDES: Any
-    LIMIT: Any
+    LIMIT: Any  # Where an 8-bit output saturates; 0 for others.
 
 
 @triton.jit

@@ -9,41 +9,28 @@ import triton.language as tl
 
 
 class Keys(NamedTuple):
-    """Keys and values of one head of a cache, or of one sequence's dense rows.
+    """Keys and values of one head of a cache, or of one sequence's dense rows."""
 
-    Attributes:
-        key, value: pointers to the first key and value.
-        key_scales, value_scales: pointers to the scales per token of a quantised cache, or None.
-    """
-
-    key: Any
+    key: Any  # key, value: pointers to the first key and value.
     value: Any
-    key_scales: Any
+    key_scales: Any  # key_scales, value_scales: pointers to the scales per token of a quantised cache, or None.
     value_scales: Any
 
 
 class KeyLayout(NamedTuple):
-    """Sizes and strides in elements of keys and values, known when compiling.
+    """Sizes and strides in elements of keys and values, known when compiling."""
 
-    Attributes:
-        HEAD_SIZE, VALUE_SIZE: elements of a key and of a value.
-        HEAD_PADDED, VALUE_PADDED: the same as a power of two.
-        KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES: strides of (block, token, head); a dense array has no blocks.
-        VALUE_OFFSET: elements from a key row to its value row where both lie in one array, else 0.
-        BLOCK_SIZE: tokens of a block.
-        PAGED: keys lie in blocks.
-    """
-
-    HEAD_SIZE: Any
-    HEAD_PADDED: Any
+    HEAD_SIZE: Any  # HEAD_SIZE, VALUE_SIZE: elements of a key and of a value.
+    HEAD_PADDED: Any  # HEAD_PADDED, VALUE_PADDED: the same as a power of two.
     VALUE_SIZE: Any
     VALUE_PADDED: Any
+    # KEY_STRIDES, VALUE_STRIDES, SCALE_STRIDES: strides of (block, token, head); a dense array has no blocks.
     KEY_STRIDES: Any
     VALUE_STRIDES: Any
     SCALE_STRIDES: Any
-    VALUE_OFFSET: Any
-    BLOCK_SIZE: Any
-    PAGED: Any
+    VALUE_OFFSET: Any  # Elements from a key row to its value row where both lie in one array, else 0.
+    BLOCK_SIZE: Any  # Tokens of a block.
+    PAGED: Any  # Keys lie in blocks.
 
 
 @triton.jit
@@ -77,8 +64,7 @@ def offset_in_block(keys, BLOCK_SIZE: tl.constexpr):
 def key_rows(base, pages, position, columns, STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
     """Pointers to the rows of the keys position + columns, from the base of a cache or of a sequence's dense rows.
 
-    STRIDES are those of (block, token, head); a dense array has no blocks. The block id is widened before it is
-    multiplied: a pool may have more than 2^31 elements.
+    The block id is widened before it is multiplied: a pool may have more than 2^31 elements.
     """
     if PAGED:
         rows = base + (pages.to(tl.int64) * STRIDES[0] + offset_in_block(position + columns, BLOCK_SIZE) * STRIDES[1])

@@ -12,12 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE: tl.constexpr, MIN_QUERY: tl.constexpr):
-    """Finds the query tile number `work` of the batch.
+    """Finds the query tile number `work`: (sequence, tile within it, number of tiles of the batch).
 
-    Sequences with fewer than MIN_QUERY query tokens have no tiles; the others have one for every TILE tokens.
-
-    Returns:
-        (sequence, tile within it, number of tiles of the batch); the sequence means nothing beyond the last tile.
+    Sequences with fewer than MIN_QUERY query tokens have no tiles; the others have one for every TILE tokens. The
+    sequence means nothing beyond the last tile.
     """
     before = 0
     total = 0
@@ -40,10 +38,8 @@ def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
     """The chunks of `chunk` keys that the last `query_len` positions of a sequence can see.
 
     Chunks are counted from key 0, so a sequence is cut at the same places in every batch. Works on scalars and on
-    vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row.
-
-    Returns:
-        (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them.
+    vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row. Returns
+    (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them.
     """
     keys = tl.minimum(seq_len, table_tokens)
     first_pos = tl.maximum(seq_len - query_len, 0)
@@ -59,20 +55,12 @@ def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
 
 @triton.jit
 def locate_chunk(
-    work,
-    query_start_loc,
-    seq_lens,
-    num_seqs,
-    table_tokens,
-    bounds,
-    BLOCK_SEQS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    work, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS: tl.constexpr, CHUNK: tl.constexpr,
     MAX_QUERY: tl.constexpr,
-):
-    """Finds the key chunk number `work` of the batch, sequence by sequence. With BLOCK_SEQS 1 there is one sequence.
+):  # fmt: skip
+    """Finds the key chunk number `work`: (sequence, chunk from the sequence's first one on, chunks of the batch).
 
-    Returns:
-        (sequence, chunk counted from the sequence's first one, number of chunks of the batch).
+    With BLOCK_SEQS 1 there is one sequence.
     """
     before = 0
     total = 0

@@ -42,9 +42,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
 
     A label starts with the operation; the rest names the differences from bfloat16, block size 16 and causal.
 
-    Args:
-        arch: compute capability as one number; for 90 this includes some plans of older devices. Plans that a device
-            does not serve are left out.
+    For arch 90 this includes some plans of older devices. Plans that a device does not serve are left out.
     """
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),

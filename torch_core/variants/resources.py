@@ -22,33 +22,21 @@ TABLE_PATH = Path(__file__).with_name("compiled.json")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources of one compiled kernel.
+    """Resources of one compiled kernel."""
 
-    Attributes:
-        registers: 32-bit registers of one thread.
-        shared_memory: bytes of shared memory of one block.
-        spilled: bytes of one thread's stack: registers that did not fit, in a kernel without arrays of its own.
-        num_warps: warps of one block.
-    """
-
-    registers: int
-    shared_memory: int
-    spilled: int
-    num_warps: int
+    registers: int  # 32-bit registers of one thread.
+    shared_memory: int  # Bytes of shared memory of one block.
+    spilled: int  # Bytes of one thread's stack: registers that did not fit, in a kernel without arrays of its own.
+    num_warps: int  # Warps of one block.
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The resources of variants when they were last compiled.
+    """The resources of variants when they were last compiled."""
 
-    Attributes:
-        triton: the version that compiled them.
-        resources: resources by label.
-        keys: `KernelVariant.key` by label: while a variant has this one, the same version compiles it to the same code.
-    """
-
-    triton: str
-    resources: Mapping[str, Resources]
+    triton: str  # The version that compiled them.
+    resources: Mapping[str, Resources]  # Resources by label.
+    # `KernelVariant.key` by label: while a variant has this one, the same version compiles it to the same code.
     keys: Mapping[str, str]
 
     def row_of(self, label: str, variant: KernelVariant) -> Resources | None:
@@ -90,10 +78,6 @@ def write_table(table: Table, path: Path) -> None:
 
 
 def measure_all(variants: Mapping[str, KernelVariant]) -> Table:
-    """Compiles variants for sm_90 and returns their table, as this Triton makes it.
-
-    Raises:
-        Unsupported: as `measure`.
-    """
+    """Compiles variants for sm_90 and returns their table, as this Triton makes it."""
     rows = {label: measure(variant) for label, variant in variants.items()}
     return Table(triton.__version__, rows, {label: variant.key() for label, variant in variants.items()})

@@ -330,25 +330,9 @@ def backward_keys_kernel(
 
 @triton.jit
 def _query_step(
-    q,
-    gradient,
-    k,
-    v,
-    acc,
-    slope_sum,
-    query_pos,
-    key_pos,
-    row_lse,
-    row_delta,
-    scoring,
-    dropout,
-    first_key,
-    keep_factor,
-    ALIBI_SQRT: tl.constexpr,
-    NUM_RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    q, gradient, k, v, acc, slope_sum, query_pos, key_pos, row_lse, row_delta, scoring, dropout, first_key, keep_factor,
+    ALIBI_SQRT: tl.constexpr, NUM_RANGES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Adds a tile of keys' share to the gradient of a tile of query rows, and to that of their slope."""
     products = row_products(q, k, EXACT)
     weights = tile_weights(products, query_pos, key_pos, row_lse, scoring, ALIBI_SQRT, NUM_RANGES, MASKED, EXACT, False)
@@ -364,43 +348,12 @@ def _query_step(
 
 @triton.jit
 def _key_step(
-    query,
-    d_out,
-    delta,
-    row_lse,
-    k,
-    v,
-    acc_key,
-    acc_value,
-    head,
-    position,
-    columns,
-    inside,
-    context,
-    key_pos,
-    num_tokens,
-    num_keys,
-    alibi_slopes,
-    scale,
-    soft_cap,
-    bounds,
-    ranges,
-    dropout_seeds,
-    dropout_limit,
-    keep_factor,
-    first_key,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    QUERY_STRIDES: tl.constexpr,
-    D_OUT_STRIDES: tl.constexpr,
-    DROPOUT_SEEDS_STRIDES: tl.constexpr,
-    ALIBI_SQRT: tl.constexpr,
-    NUM_RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-):
+    query, d_out, delta, row_lse, k, v, acc_key, acc_value, head, position, columns, inside, context, key_pos,
+    num_tokens, num_keys, alibi_slopes, scale, soft_cap, bounds, ranges, dropout_seeds, dropout_limit, keep_factor,
+    first_key, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    QUERY_STRIDES: tl.constexpr, D_OUT_STRIDES: tl.constexpr, DROPOUT_SEEDS_STRIDES: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr, NUM_RANGES: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """Adds the share of a tile of query rows of one head to the gradients of a tile of keys and values."""
     q = load_rows(
         query + head * QUERY_STRIDES[1], position, columns, inside, QUERY_STRIDES[0], HEAD_SIZE, HEAD_PADDED, MASKED

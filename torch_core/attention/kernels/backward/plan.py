@@ -27,11 +27,7 @@ def backward_plan(
 ) -> OperationPlan:
     """Plans the gradients of a checked call that is not empty: queries, then keys and values, then slopes and sinks.
 
-    Args:
-        call: the call.
-        limits: the device.
-        queries: the tile of the queries' kernel in place of the table's, for measurements.
-        keys: the same for the keys' kernel.
+    `queries` and `keys` are tiles of the two kernels in place of the tables', for measurements.
     """
     constexprs = cache_constexprs(call)
     shape = {

@@ -11,15 +11,9 @@ from torch_core.device.tiles import load_tile
 
 @triton.jit
 def load_rows(
-    base,
-    position,
-    columns,
-    inside,
-    STRIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    base, position, columns, inside, STRIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """The rows position + columns of a packed array, from the base of its sequence and head; see tiles.load_tile."""
     rows = (base + tl.cast(position, tl.int64) * STRIDE) + columns * STRIDE
     return load_tile(rows, inside, SIZE, PADDED, MASKED)
@@ -27,17 +21,9 @@ def load_rows(
 
 @triton.jit
 def tile_weights(
-    products,
-    query_pos,
-    key_pos,
-    row_lse,
-    scoring,
-    ALIBI_SQRT: tl.constexpr,
-    NUM_RANGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    products, query_pos, key_pos, row_lse, scoring, ALIBI_SQRT: tl.constexpr, NUM_RANGES: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """The softmax weights of a tile, from the rows' log-sum-exp; 0 where masked, and in rows whose lse is inf.
 
     The arguments are those of mask.tile_scores. `row_lse` is in units of log 2, in natural ones with EXACT.

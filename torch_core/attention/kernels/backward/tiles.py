@@ -13,12 +13,8 @@ _SHORT_LEN = 4096
 def queries_tile(*, head_padded: int, element_bytes: int, max_len: int, shared_memory: int, drops: bool) -> Tile:
     """Returns the tile for the gradient of the queries.
 
-    Args:
-        head_padded: the larger padded head size of key and value.
-        element_bytes: bytes of an element of the query.
-        max_len: an upper bound on the query lengths.
-        shared_memory: bytes that a thread block may have.
-        drops: weights are dropped: the generator takes registers, which large tiles do not have.
+    `head_padded` is the larger padded head size of key and value, `max_len` an upper bound on the query lengths; if
+    weights are dropped, the generator takes registers that large tiles do not have.
     """
     small = shared_memory < _LARGE_SHARED_MEMORY
     if element_bytes == 4:

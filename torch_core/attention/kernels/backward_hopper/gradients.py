@@ -119,10 +119,7 @@ def through_queries(
 
     STEP(sums, given, step, bound, OWN, EDGE, SHAPE, S_LAYOUT) adds a tile of queries to the sums, a tuple. `bound` is
     the first or the last query that sees each key, at that EDGE of the mask. `rows` are the keys, counted from the
-    tile's first; [low, high) are their `full_tiles`.
-
-    Returns:
-        (sums, number of steps).
+    tile's first; [low, high) are their `full_tiles`. Returns (sums, number of steps).
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     GROUP: gl.constexpr = SHAPE.GROUP

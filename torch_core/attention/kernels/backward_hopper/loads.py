@@ -56,11 +56,9 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load(array, row, column, low, high, tile, rest, full, raw, phase, MORE: gl.constexpr):
-    """Starts the copy of a tile, and of the columns behind it that lie in `rest`, whose rows [low, high) count; MORE
-    bytes for the barrier `full` come besides.
+    """Starts the copy of a tile, and of the columns behind it that lie in `rest`, whose rows [low, high) count.
 
-    Returns:
-        the phase of the barrier `raw` afterwards.
+    MORE bytes for the barrier `full` come besides. Returns the phase of the barrier `raw` afterwards.
     """
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]

@@ -36,12 +36,8 @@ def hopper_backward_plan(
     """Plans the gradients of queries, keys and values; None where the portable kernels serve the call better.
 
     The kernel takes bfloat16 and float16 with head sizes 64, 128 and 256, or 192 over values of 128, a positive scale,
-    causal and window masks, a sink for each head; strides and alignments that the copy engine can follow.
-
-    Args:
-        call: the call, checked and not empty.
-        limits: the device.
-        tile: another tile than the table's, for measurements and tests.
+    causal and window masks, a sink for each head; strides and alignments that the copy engine can follow. `tile` is one
+    in place of the table's, for measurements and tests.
     """
     tile = tile or hopper_backward_tile(
         head_size=call.head_size, max_query_len=call.max_query_len, deterministic=call.deterministic

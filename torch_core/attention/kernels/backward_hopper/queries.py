@@ -66,10 +66,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
 
 @gluon.jit
 def query_sums(step, item, gradients, SHAPE: gl.constexpr):
-    """A pointer to the sums of the step's tile of queries.
-
-    They lie as the matrix units leave them, so that a thread adds 16 bytes at a time.
-    """
+    """A pointer to the sums of the step's queries, as the matrix units leave them: a thread adds 16 bytes at a time."""
     tile = item.end - 1 - step // SHAPE.GROUP
     place = (item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP) * gradients.query_tiles + item.first_tile + tile
     return gradients.query_sums + place.to(gl.int64) * (SHAPE.BLOCK_M * SHAPE.HEAD_SIZE)

@@ -7,32 +7,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardTile:
-    """Tile of hopper_backward_kernel.
+    """Tile of hopper_backward_kernel."""
 
-    Attributes:
-        block_m: queries of one step.
-        query_stages: tiles of queries in shared memory: two to four.
-        d_out_stages: tiles of output gradients in shared memory: two to four.
-        key_registers: registers of a thread that works on the gradients of keys and values, unless these are one role,
-            which has the registers that the others leave.
-        query_registers: registers of a thread that works on the gradient of queries.
-        load_registers: registers of the other threads.
-        heads_together: key/value heads whose programs alternate, at most.
-        block_n: keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
-        role_keys: keys whose gradients one role works out: 64, or 128 by two warpgroups that keep in step.
-        always_in_turns: programs add to the queries' gradient in order, also where no call asks for it.
-    """
-
-    block_m: int
-    query_stages: int
-    d_out_stages: int
+    block_m: int  # Queries of one step.
+    query_stages: int  # Tiles of queries in shared memory: two to four.
+    d_out_stages: int  # Tiles of output gradients in shared memory: two to four.
+    # Registers of a thread that works on the gradients of keys and values, unless these are one role, which has the
+    # registers that the others leave.
     key_registers: int = 208
-    query_registers: int = 72
-    load_registers: int = 24
-    heads_together: int = 1
-    block_n: int = 128
-    role_keys: int = 64
-    always_in_turns: bool = False
+    query_registers: int = 72  # Registers of a thread that works on the gradient of queries.
+    load_registers: int = 24  # Registers of the other threads.
+    heads_together: int = 1  # Key/value heads whose programs alternate, at most.
+    block_n: int = 128  # Keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
+    role_keys: int = 64  # Keys whose gradients one role works out: 64, or 128 by two warpgroups that keep in step.
+    always_in_turns: bool = False  # Programs add to the queries' gradient in order, also where no call asks for it.
 
     @property
     def head_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -61,11 +49,6 @@ def hopper_backward_tile(
     *, head_size: int, max_query_len: int, deterministic: bool = True
 ) -> HopperBackwardTile | None:
     """Returns the tile for a head size, None where there is none.
-
-    Args:
-        head_size: elements of a head.
-        max_query_len: an upper bound on the query length.
-        deterministic: programs add to the queries' gradient in order.
 
     Example:
         >>> [hopper_backward_tile(head_size=64, max_query_len=n).block_m for n in (512, 8192)]

@@ -13,38 +13,24 @@ _SEQS = gl.constexpr(32)
 
 
 class Sizes(NamedTuple):
-    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees.
+    """Sizes and strides of a call, known when compiling; rows and columns are those that the copy engine sees."""
 
-    Attributes:
-        NUM_KV_HEADS, GROUP: key/value heads; query heads of each.
-        HEADS_TOGETHER: key/value heads whose programs alternate.
-        HEAD_SIZE, VALUE_SIZE: elements of a head of queries and keys; of values.
-        REST_SIZE: elements of a head of queries and keys that lie in tiles of their own, the last ones.
-        BLOCK_M: queries of a tile.
-        BLOCK_N: keys of a program.
-        ROLE_KEYS: keys of a role that works out their gradients.
-        ADDERS: warpgroups that add to the queries' gradients.
-        LEFT: queries see keys of a window to the left.
-        QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
-        D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
-    """
-
-    NUM_KV_HEADS: Any
-    GROUP: Any
-    HEADS_TOGETHER: Any
-    HEAD_SIZE: Any
-    VALUE_SIZE: Any
-    REST_SIZE: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    ROLE_KEYS: Any
-    ADDERS: Any
-    LEFT: Any
-    QUERY_STRIDE: Any
+    NUM_KV_HEADS: Any  # Key/value heads.
+    GROUP: Any  # Query heads of each key/value head.
+    HEADS_TOGETHER: Any  # Key/value heads whose programs alternate.
+    HEAD_SIZE: Any  # Elements of a head of queries and keys.
+    VALUE_SIZE: Any  # Elements of a head of values.
+    REST_SIZE: Any  # Elements of a head of queries and keys that lie in tiles of their own, the last ones.
+    BLOCK_M: Any  # Queries of a tile.
+    BLOCK_N: Any  # Keys of a program.
+    ROLE_KEYS: Any  # Keys of a role that works out their gradients.
+    ADDERS: Any  # Warpgroups that add to the queries' gradients.
+    LEFT: Any  # Queries see keys of a window to the left.
+    QUERY_STRIDE: Any  # QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
     D_OUT_STRIDE: Any
     KEY_STRIDE: Any
     VALUE_STRIDE: Any
-    D_KEY_STRIDES: Any
+    D_KEY_STRIDES: Any  # D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
     D_VALUE_STRIDES: Any
 
 
@@ -59,90 +45,57 @@ class Tensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The destinations of gradients.
+    """The destinations of gradients."""
 
-    Attributes:
-        query_sums: float32 sums of the queries' gradients, tile by tile.
-        turns: number of tiles of keys that have added to each of them.
-        key, value: the gradients of keys and values.
-        scale: of the scores.
-        query_tiles: tiles of queries of a head, padding included.
-    """
-
-    query_sums: Any
-    turns: Any
-    key: Any
+    query_sums: Any  # Float32 sums of the queries' gradients, tile by tile.
+    turns: Any  # Number of tiles of keys that have added to each of them.
+    key: Any  # key, value: the gradients of keys and values.
     value: Any
-    scale: Any
-    query_tiles: Any
+    scale: Any  # Of the scores.
+    query_tiles: Any  # Tiles of queries of a head, padding included.
 
 
 class Rings(NamedTuple):
-    """The shared memory of a program: rings of tiles, score gradients, statistics of the rows of query tiles.
+    """The shared memory of a program: rings of tiles, score gradients, statistics of the rows of query tiles."""
 
-    Attributes:
-        key, value, query, d_out: tiles that the copy engine brings.
-        d_scores: two tiles, keys by rows.
-        weights: pairs of weights, where one warpgroup makes them for another; a tile for each slot of queries.
-        key_rest, query_rest: of the same slots, the last REST_SIZE elements of a head; None without them.
-        stats: log-sum-exp and delta of the tile of queries in each slot.
-        raw: a barrier for tiles that are zeroed in part before their slot counts as full.
-    """
-
-    key: Any
+    key: Any  # key, value, query, d_out: tiles that the copy engine brings.
     value: Any
     query: Any
     d_out: Any
-    d_scores: Any
-    weights: Any
-    key_rest: Any
+    d_scores: Any  # Two tiles, keys by rows.
+    weights: Any  # Pairs of weights, where one warpgroup makes them for another; a tile for each slot of queries.
+    key_rest: Any  # key_rest, query_rest: of the same slots, the last REST_SIZE elements of a head, or None.
     query_rest: Any
-    stats: Any
-    raw: Any
+    stats: Any  # Log-sum-exp and delta of the tile of queries in each slot.
+    raw: Any  # A barrier for tiles that are zeroed in part before their slot counts as full.
 
 
 class Item(NamedTuple):
-    """The tile of keys of a program, and the query tiles that see it.
+    """The tile of keys of a program, and the query tiles that see it."""
 
-    Attributes:
-        live: there is one.
-        spare: without one, the number of this program among those of its head.
-        spares: number of those programs.
-        kv_head: its head.
-        tile: its number in its sequence.
-        first_key: row of the tile's first key.
-        keys: keys of the sequence from there on.
-        first_query: row of the sequence's first query.
-        queries: queries of the sequence.
-        first_tile: the sequence's first tile among the padded tiles of queries.
-        start, end: tiles of queries, counted from the sequence's first query, that any key of the tile sees.
-        first, last: queries that see the tile's first key; those of the next key are one later.
-        lowest: the first key that the sequence's first query sees, at or below 0 without a window.
-    """
-
-    live: Any
-    spare: Any
-    spares: Any
-    kv_head: Any
-    tile: Any
-    first_key: Any
-    keys: Any
-    first_query: Any
-    queries: Any
-    first_tile: Any
-    start: Any
+    live: Any  # There is one.
+    spare: Any  # Without one, the number of this program among those of its head.
+    spares: Any  # Number of those programs.
+    kv_head: Any  # Its head.
+    tile: Any  # Its number in its sequence.
+    first_key: Any  # Row of the tile's first key.
+    keys: Any  # Keys of the sequence from there on.
+    first_query: Any  # Row of the sequence's first query.
+    queries: Any  # Queries of the sequence.
+    first_tile: Any  # The sequence's first tile among the padded tiles of queries.
+    start: Any  # start, end: tiles of queries, counted from the sequence's first query, that any key of the tile sees.
     end: Any
-    first: Any
-    last: Any
-    lowest: Any
+    first: Any  # The first query that sees the tile's first key.
+    last: Any  # The last of them; those of the next key are one later.
+    lowest: Any  # The first key that the sequence's first query sees, at or below 0 without a window.
 
 
 @gluon.jit
 def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE: gl.constexpr):
     """The work of this program: a few heads at a time, so that their sums stay in the L2 cache.
 
-    Programs of the same head wait for one another to add to the queries' gradient: the more heads alternate, the fewer.
-    Among the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.
+    Programs of a head wait for one another to add to the queries' gradient: the more heads alternate, the fewer. Among
+    the tiles of a head those with the most queries under a causal mask come first, and of a sequence the first.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N

@@ -20,22 +20,15 @@ from torch_core.device.mask import Bounds
 
 
 class _Rings(NamedTuple):
-    """The shared memory of a program: its work, and rings of tiles.
+    """The shared memory of a program: its work, and rings of tiles."""
 
-    Attributes:
-        items: where the tile of each work item stands.
-        query, key, value: tiles that the copy engine brings.
-        query_rest, key_rest: of the same slots, the elements of a head after the first HEAD_SIZE; None without them.
-        raw: a barrier for values that are zeroed in part before their slot counts as full.
-    """
-
-    items: Any
-    query: Any
+    items: Any  # Where the tile of each work item stands.
+    query: Any  # query, key, value: tiles that the copy engine brings.
     key: Any
     value: Any
-    query_rest: Any
+    query_rest: Any  # query_rest, key_rest: of the same slots, the elements of a head after HEAD_SIZE, or None.
     key_rest: Any
-    raw: Any
+    raw: Any  # A barrier for values that are zeroed in part before their slot counts as full.
 
 
 @gluon.jit

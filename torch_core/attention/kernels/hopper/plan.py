@@ -33,14 +33,9 @@ def hopper_launch(
     scale, causal and window masks, a sink for each head, and scales that are numbers; strides and alignments that the
     copy engine can follow.
 
-    Args:
-        call: the call.
-        limits: the device.
-        min_query: query rows from which on a sequence is served.
-        tile: another tile than the table's, for measurements.
-        pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
-            that divides the group.
-        chunks: chunks of keys that are work items of their own, for `combine_launch` to finish; paged calls only.
+    Sequences with at least `min_query` query rows are served. `tile` and `pack`, heads side by side, a power of two up
+    to 16 that divides the group, replace those of the tables, for measurements. `chunks` of keys, of paged calls, are
+    work items of their own, for `combine_launch` to finish.
     """
     tile = tile or hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:

@@ -137,9 +137,7 @@ def _attend_tiles(
     """Takes the tiles [start, end) of keys, last ones first; with MASKED, rows see the keys [first, last].
 
     Products and softmax overlap: the scores of tile `step` are made while the values of the one before are weighed.
-
-    Returns:
-        The next (step, acc, weights, state); the values of the last tile are not in `acc` yet.
+    Returns the next (step, acc, weights, state); the values of the last tile are not in `acc` yet.
     """
     keys = rings.key
     values = rings.value

@@ -55,11 +55,7 @@ def initial_state(scale, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, state, q, FIRST: gl.constexpr):
-    """The weights of a tile of raw scores, and the rows' state after it; masked scores are -inf.
-
-    Returns:
-        (pairs of 16-bit weights for `unpack_weights`, state).
-    """
+    """(Pairs of weights for `unpack_weights`, the rows' state) after a tile of raw scores, -inf where masked."""
     kind: gl.constexpr = 2 * (q.dtype == gl.float16) + FIRST
     if s.shape[1] == 128:
         return gl.inline_asm_elementwise(

@@ -12,29 +12,19 @@ REST_SIZES = {192: 64}
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """Tile of hopper_prefill_kernel.
+    """Tile of hopper_prefill_kernel."""
 
-    Attributes:
-        warpgroups: warpgroups that multiply, two or three.
-        block_n: keys of one step.
-        stages: tiles of keys, and of values, in shared memory: two or four.
-        query_stages: query tiles in shared memory.
-        consumer_registers: registers of a thread that multiplies.
-        producer_registers: registers of a thread that loads.
-        ping_pong: warpgroups multiply in turns.
-        overlap: a warpgroup's softmax runs during its own products with values; it then has two tiles of weights.
-        kv_heads: key/value heads that are worked on side by side; their keys and values stay in the L2 cache. The
-            plan takes the largest divisor of all of them that is no larger.
-    """
-
-    warpgroups: int
-    block_n: int
-    stages: int
-    query_stages: int
-    consumer_registers: int
-    producer_registers: int
-    ping_pong: bool = True
+    warpgroups: int  # Warpgroups that multiply, two or three.
+    block_n: int  # Keys of one step.
+    stages: int  # Tiles of keys, and of values, in shared memory: two or four.
+    query_stages: int  # Query tiles in shared memory.
+    consumer_registers: int  # Registers of a thread that multiplies.
+    producer_registers: int  # Registers of a thread that loads.
+    ping_pong: bool = True  # Warpgroups multiply in turns.
+    # A warpgroup's softmax runs during its own products with values; it then has two tiles of weights.
     overlap: bool = True
+    # Key/value heads that are worked on side by side; their keys and values stay in the L2 cache. The plan takes the
+    # largest divisor of all of them that is no larger.
     kv_heads: int = 2
 
     @property

@@ -18,22 +18,14 @@ from torch_core.device.mask import Bounds
 
 
 class _Rings(NamedTuple):
-    """The shared memory of a program: rings of tiles.
+    """The shared memory of a program: rings of tiles."""
 
-    Attributes:
-        query, key: tiles that the copy engine brings.
-        told: where the query tile of each slot stands.
-        raw: values as they lie in the cache.
-        raw_bounds: which rows of each of their slots are keys of the sequence.
-        value: values transposed.
-    """
-
-    query: Any
-    told: Any
+    query: Any  # query, key: tiles that the copy engine brings.
+    told: Any  # Where the query tile of each slot stands.
     key: Any
-    raw: Any
-    raw_bounds: Any
-    value: Any
+    raw: Any  # Values as they lie in the cache.
+    raw_bounds: Any  # Which rows of each of their slots are keys of the sequence.
+    value: Any  # Values transposed.
 
 
 @gluon.jit

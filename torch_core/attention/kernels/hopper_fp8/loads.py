@@ -34,8 +34,7 @@ def load_fp8_keys(call, rings, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_fp8_queries_and_values(call, rings, SHAPE: gl.constexpr):
-    """One warp: copies the query tile of each work item, and its value tiles as they lie in the cache, for
-    `transpose_values`.
+    """One warp: copies query tiles, and for `transpose_values` value tiles as they lie in the cache.
 
     Values are needed later than keys, so that it is the one to wait for the room of a query tile.
     """
@@ -96,12 +95,8 @@ def _copy_tiles(array, ring, step, bounds, table, low, high, num_keys, column, B
 
 @gluon.jit
 def _sequence(seq, tile, call, SHAPE: gl.constexpr):
-    """The rows and keys of a tile.
-
-    Returns:
-        (first query row, query tokens, first position, end of its keys, low key, high key, row of the table, first key
-        of its chunk, row of the scratch); the last two where keys are split, else 0.
-    """
+    """The rows and keys of a tile: (first query row, query tokens, first position, end of its keys, low key, high key,
+    row of the table, first key of its chunk, row of the scratch); the last two are 0 unless keys are split."""
     TOKENS: gl.constexpr = 64 * SHAPE.WARPGROUPS // SHAPE.PACK
     batch = call.batch
     start = gl.load(batch.query_start_loc + seq)

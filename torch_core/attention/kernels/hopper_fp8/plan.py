@@ -31,14 +31,7 @@ def hopper_fp8_launch(
     positive scale, causal and window masks, a sink for each head, scales of queries, keys and values; strides and
     alignments that the copy engine can follow. Scales must be positive.
 
-    Args:
-        call: the call.
-        limits: the device.
-        min_query: query rows from which on a sequence is served.
-        tile: another tile than the table's, for measurements.
-        pack: another number of heads side by side than `hopper_pack` says, for measurements; a power of two up to 16
-            that divides the group.
-        chunks: chunks of keys that are work items of their own, for `combine_launch` to finish.
+    The other arguments are those of `hopper_launch`.
     """
     tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if pack is None:

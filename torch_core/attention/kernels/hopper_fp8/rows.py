@@ -131,10 +131,8 @@ def _attend_tiles(
     """Takes the tiles [start, end) of keys, last ones first; with MASKED, rows see the keys [first, last].
 
     With OVERLAP the scores of tile `step` are made while the values of the one before are weighed, and the values of
-    the last tile are not in `acc` yet. Without, a tile is done with when the next one begins: fewer registers.
-
-    Returns:
-        The next (step, acc, words, state).
+    the last tile are not in `acc` yet. Without, a tile is done with when the next one begins: fewer registers. Returns
+    the next (step, acc, words, state).
     """
     keys = rings.key
     values = rings.value

@@ -75,10 +75,9 @@ def initial_fp8_state(scale, keys, S_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def fp8_softmax_step(s, state, FIRST: gl.constexpr):
-    """The weights of a tile of 128 raw scores, and the rows' state after it; masked scores are -inf.
+    """(Words of four e4m3 weights, `[64, 32]`, the rows' state) after a tile of 128 raw scores, -inf where masked.
 
-    Returns:
-        (words of four e4m3 weights, `[64, 32]`, state). The keys are in the order of `transpose_values`.
+    The keys are in the order of `transpose_values`.
     """
     words, state = gl.inline_asm_elementwise(
         _STEPS[int(FIRST)],

@@ -16,29 +16,17 @@ MIN_PACKED_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class HopperFp8Tile:
-    """Tile of hopper_fp8_prefill_kernel: 128 keys a step.
+    """Tile of hopper_fp8_prefill_kernel: 128 keys a step."""
 
-    Attributes:
-        warpgroups: warpgroups that multiply, two or three, of 64 query rows each.
-        stages: tiles of keys, and of transposed values, in shared memory.
-        raw_stages: tiles of values as they lie in the cache.
-        query_stages: query tiles in shared memory.
-        consumer_registers: registers of a thread that multiplies.
-        transposer_registers: registers of a thread that transposes values.
-        producer_registers: registers of a thread that loads.
-        transposer_warps: warps that transpose values.
-        overlap: a warpgroup's softmax runs during its own products with values.
-    """
-
-    warpgroups: int
-    stages: int
-    raw_stages: int
-    query_stages: int
-    consumer_registers: int
-    transposer_registers: int
-    producer_registers: int
-    transposer_warps: int = 4
-    overlap: bool = True
+    warpgroups: int  # Warpgroups that multiply, two or three, of 64 query rows each.
+    stages: int  # Tiles of keys, and of transposed values, in shared memory.
+    raw_stages: int  # Tiles of values as they lie in the cache.
+    query_stages: int  # Query tiles in shared memory.
+    consumer_registers: int  # Registers of a thread that multiplies.
+    transposer_registers: int  # Registers of a thread that transposes values.
+    producer_registers: int  # Registers of a thread that loads.
+    transposer_warps: int = 4  # Warps that transpose values.
+    overlap: bool = True  # A warpgroup's softmax runs during its own products with values.
 
     @property
     def rows(self) -> int:
@@ -61,9 +49,7 @@ _TILES: dict[int, tuple[tuple[int, HopperFp8Tile], ...]] = {
 
 
 def hopper_fp8_tile(*, head_size: int, max_query_len: int) -> HopperFp8Tile | None:
-    """Returns the tile for a head size, None where there is none.
-
-    Every tile of a head size gives the same bits: a warpgroup takes the same rows through the same tiles of keys.
+    """Returns the tile for a head size, None where there is none. All tiles of a head size give the same bits.
 
     Example:
         >>> [hopper_fp8_tile(head_size=64, max_query_len=n).rows for n in (512, 8192)]

@@ -36,29 +36,12 @@ def interleave(even, odd):
 
 @triton.jit
 def attend_pairs(
-    q_even,
-    q_odd,
-    acc_even,
-    acc_odd,
-    row_max,
-    row_sum,
-    pages,
-    position,
-    columns,
-    inside,
-    query_pos,
-    keys,
-    scoring,
-    ELEMENT: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    ALIBI_SQRT: tl.constexpr,
-):
-    """One step of `step.attend_tile` over a paged cache whose elements are read as pairs.
+    q_even, q_odd, acc_even, acc_odd, row_max, row_sum, pages, position, columns, inside, query_pos, keys, scoring,
+    ELEMENT: tl.constexpr, LAYOUT: tl.constexpr, ALIBI_SQRT: tl.constexpr,
+):  # fmt: skip
+    """`step.attend_tile` over a paged cache read as pairs; returns the new (acc_even, acc_odd, row_max, row_sum).
 
     LAYOUT is that of the 8-bit ELEMENTs; `keys.key` and `keys.value` point to pairs.
-
-    Returns:
-        The new (acc_even, acc_odd, row_max, row_sum).
     """
     BLOCK_SIZE: tl.constexpr = LAYOUT.BLOCK_SIZE
     key_pos = position + columns

@@ -41,13 +41,7 @@ def split_launches(
 ) -> tuple[list[LaunchPlan], tuple[tuple[str, ArraySpec], ...]]:
     """Plans the sequences with at most `max_query` query rows: the split kernel and, for several chunks, the combine.
 
-    Args:
-        call: the call.
-        max_query: query rows of the longest sequence that is served.
-        zero_padding: rows of padding are cleared too.
-
-    Returns:
-        The launches, and the scratch that they share.
+    With `zero_padding` rows of padding are cleared too. Returns the launches, and the scratch that they share.
     """
     pack = _pack(call)
     head_programs = _head_programs(call)

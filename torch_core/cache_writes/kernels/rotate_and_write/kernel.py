@@ -81,18 +81,9 @@ def rotary_write_kernel(
 
 @triton.jit
 def _rotate(
-    sources,
-    angles,
-    targets,
-    live,
-    scale,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    NEOX: tl.constexpr,
-):
+    sources, angles, targets, live, scale, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr, HAS_SCALE: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
     rounded: tl.constexpr = sources.dtype.element_ty
     dtype: tl.constexpr = targets.dtype.element_ty
     pair = tl.arange(0, PADDED_HALF)[None, :]

@@ -23,23 +23,15 @@ _STORES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 class _Work(NamedTuple):
-    """The operands of a program, and the destination of its result.
+    """The operands of a program, and the destination of its result."""
 
-    Attributes:
-        rows, weights: descriptors of the sorted rows and of all experts' rows.
-        bias: of each expert's columns, or None.
-        sorted_ids, tile_experts: as `align_experts_kernel` leaves them.
-        out: sorted rows.
-        items: tiles of rows times tiles of columns.
-    """
-
-    rows: Any
+    rows: Any  # rows, weights: descriptors of the sorted rows and of all experts' rows.
     weights: Any
-    bias: Any
-    sorted_ids: Any
+    bias: Any  # Of each expert's columns, or None.
+    sorted_ids: Any  # sorted_ids, tile_experts: as `align_experts_kernel` leaves them.
     tile_experts: Any
-    out: Any
-    items: Any
+    out: Any  # Sorted rows.
+    items: Any  # Tiles of rows times tiles of columns.
 
 
 @gluon.jit

@@ -103,27 +103,10 @@ def expert_product_kernel(
 
 @triton.jit
 def _product_tile(
-    x,
-    kernel,
-    bias,
-    out,
-    pairs,
-    places,
-    live,
-    expert,
-    column,
-    x_stride,
-    kernel_expert_stride,
-    kernel_row_stride,
-    PAIRS_PER_ROW: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COPIED: tl.constexpr,
-):
+    x, kernel, bias, out, pairs, places, live, expert, column, x_stride, kernel_expert_stride, kernel_row_stride,
+    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
     # A row that is not live reads pair 0's: no row of a product depends on another, and this one is not stored.
     steps = tl.arange(0, BLOCK_K)
     rows = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride + steps[None, :]

@@ -12,31 +12,19 @@ MAX_LOOKED_UP = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of one product.
+    """A tile of one product."""
 
-    Attributes:
-        rows, columns: of the result.
-        steps: elements of a row that one step multiplies.
-        num_warps, num_stages: see LaunchPlan.
-    """
-
-    rows: int
+    rows: int  # rows, columns: of the result.
     columns: int
-    steps: int
-    num_warps: int
+    steps: int  # Elements of a row that one step multiplies.
+    num_warps: int  # num_warps, num_stages: see LaunchPlan.
     num_stages: int
 
 
 def expert_tile(num_pairs: int, num_experts: int, in_size: int, dtype: str, *, gated: bool, shared_memory: int) -> Tile:
-    """Returns the tile for products of `num_pairs` rows, as many of each expert as of any other.
+    """Returns the tile for products of `num_pairs` rows of `in_size` elements, as many of each expert as of any other.
 
-    Args:
-        num_pairs: rows of all experts together.
-        num_experts: experts.
-        in_size: elements of a row.
-        dtype: element type of both operands.
-        gated: two products side by side, gate and up; `columns` are those of one of them.
-        shared_memory: bytes that a block may have.
+    `gated` ones are two side by side, gate and up, and the tile's columns are those of one of them.
     """
     rows = 16 if num_pairs <= MAX_LOOKED_UP else max(16, min(128, power_of_two(num_pairs // num_experts)))
     if dtype == "float32":

@@ -23,46 +23,27 @@ _ROPE_OFFSET = gl.constexpr(528)
 
 
 class Room(NamedTuple):
-    """Shared memory.
+    """Shared memory."""
 
-    Attributes:
-        codes: groups of tiles as the cache holds them: group g of a slot is number `GROUPS * slot + g`.
-        ropes: rotary keys, a slot for each tile.
-        query: groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
-        query_rope: its rotary part: like `query`, for packed rows in bfloat16.
-        weights: of a tile, for each warpgroup; for packed rows those of each group.
-        states: maxima and sums of the second warpgroup; the unit of each row's scores.
-        full: barriers: the tile of a slot has come.
-        ready: a barrier: the query is there.
-        other: a barrier: the second warpgroup's results are there for the first.
-    """
-
-    codes: Any
-    ropes: Any
-    query: Any
-    query_rope: Any
-    weights: Any
-    states: Any
-    full: Any
-    ready: Any
-    other: Any
+    codes: Any  # Groups of tiles as the cache holds them: group g of a slot is number `GROUPS * slot + g`.
+    ropes: Any  # Rotary keys, a slot for each tile.
+    query: Any  # Groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
+    query_rope: Any  # Its rotary part: like `query`, for packed rows in bfloat16.
+    weights: Any  # Of a tile, for each warpgroup; for packed rows those of each group.
+    states: Any  # Maxima and sums of the second warpgroup; the unit of each row's scores.
+    full: Any  # Barriers: the tile of a slot has come.
+    ready: Any  # A barrier: the query is there.
+    other: Any  # A barrier: the second warpgroup's results are there for the first.
 
 
 class Source(NamedTuple):
-    """The sources of copies.
+    """The sources of copies."""
 
-    Attributes:
-        query: the query.
-        latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys.
-        packed: the cache's bytes where its rows are packed, else None.
-        table: the sequence's blocks.
-    """
-
-    query: Any
-    latent_cache: Any
+    query: Any  # The query.
+    latent_cache: Any  # latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys.
     latent_rope: Any
-    packed: Any
-    table: Any
+    packed: Any  # The cache's bytes where its rows are packed, else None.
+    table: Any  # The sequence's blocks.
 
 
 @gluon.jit

@@ -44,16 +44,8 @@ _LEAST_SCALE = gl.constexpr(2.0**-64)
 
 @gluon.jit
 def attend(
-    OWN: gl.constexpr,
-    work,
-    scale,
-    window_right,
-    source,
-    room,
-    results,
-    STRIDES: gl.constexpr,
-    SHAPE: gl.constexpr,
-):
+    OWN: gl.constexpr, work, scale, window_right, source, room, results, STRIDES: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: attends to the tiles OWN, OWN + 2, ...; the first one merges and stores."""
     IN_COLUMNS: gl.constexpr = gl.SliceLayout(0, _PRODUCT)
     IN_KEYS: gl.constexpr = gl.SliceLayout(1, _PRODUCT)

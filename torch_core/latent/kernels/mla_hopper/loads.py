@@ -23,47 +23,31 @@ _ROPE_BYTES = gl.constexpr(64 * 64 * 2)
 
 
 class Room(NamedTuple):
-    """Shared memory.
+    """Shared memory."""
 
-    Attributes:
-        latents: a ring whose slots are halves of tiles, so that scores start, and a next tile is copied, half by half:
-            half h of tile i is half number 2 * i + h of the ring.
-        rope: rotary keys, a slot for each tile; they come with its second half.
-        query: the halves of the rows, and their rotary part. The first and the last lie in the last slots of `latents`
-            and `rope` until they have been read.
-        query_full: a barrier: the query has come.
-        query_read: a barrier: the parts in the rings have been read.
-        raw: for each half a barrier for latents that are zeroed in part before their slot counts as full.
-        weights: a ring of one slot: weights of a step.
-        factors: factors of the accumulated rows, which apply before the weights of the same slot are added.
-        grown: not 0 where any of these factors is not 1.
-    """
-
+    # A ring whose slots are halves of tiles, so that scores start, and a next tile is copied, half by half: half h of
+    # tile i is half number 2 * i + h of the ring.
     latents: Any
-    rope: Any
+    rope: Any  # Rotary keys, a slot for each tile; they come with its second half.
+    # The halves of the rows, and their rotary part. The first and the last lie in the last slots of `latents` and
+    # `rope` until they have been read.
     query: Any
-    query_full: Any
-    query_read: Any
-    raw: Any
-    weights: Any
-    factors: Any
-    grown: Any
+    query_full: Any  # A barrier: the query has come.
+    query_read: Any  # A barrier: the parts in the rings have been read.
+    raw: Any  # For each half a barrier for latents that are zeroed in part before their slot counts as full.
+    weights: Any  # A ring of one slot: weights of a step.
+    factors: Any  # Factors of the accumulated rows, which apply before the weights of the same slot are added.
+    grown: Any  # Not 0 where any of these factors is not 1.
 
 
 class Source(NamedTuple):
-    """The sources of copies.
+    """The sources of copies."""
 
-    Attributes:
-        query, query_rope: rows (token, head), as seen for halves and for rotary parts.
-        latent_cache, latent_rope: rows of the cache, likewise.
-        table: the sequence's blocks.
-    """
-
-    query: Any
+    query: Any  # query, query_rope: rows (token, head), as seen for halves and for rotary parts.
     query_rope: Any
-    latent_cache: Any
+    latent_cache: Any  # latent_cache, latent_rope: rows of the cache, likewise.
     latent_rope: Any
-    table: Any
+    table: Any  # The sequence's blocks.
 
 
 @gluon.jit
