@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch_core.cache.config import NULL_BLOCK, CacheConfig, CacheGroup
-from torch_core.cache.grouping import LayerGroups, group_layers
+from torch_core.cache.config import NULL_BLOCK, CacheConfig, CacheGroup, LayerGroups, group_layers
 from torch_core.cache.manager import CacheManager
 from torch_core.cache.records import BlockCopy, BlockSwap, CacheStats, CommittedStep, StepPlan, StepRow, StepRows
 

@@ -1,9 +1,10 @@
-"""The order of a batch: decodes first, and where decodes end and prefills begin."""
+"""The order of a batch, its division into decodes and prefills, and batches made from another one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +13,6 @@ from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.metadata.check import first_true
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.rows import SequenceRowLike
-
-__all__ = [
-    "BatchSplit",
-    "reorder_batch_to_split_decodes_and_prefills",
-    "split_decodes_and_prefills",
-    "split_prefill_chunks",
-]
 
 
 class BatchSplit(NamedTuple):
@@ -118,6 +112,131 @@ def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offs
     if len(seq_lens) > start:
         chunks.append((start + request_offset, len(seq_lens) + request_offset))
     return chunks
+
+
+def make_kv_sharing_fast_prefill_common_attn_metadata(
+    metadata: CommonAttentionMetadata, logits_indices: np.ndarray
+) -> CommonAttentionMetadata:
+    """Returns the batch of the chosen query tokens alone, over the same sequences.
+
+    Layers after the last one that writes keys and values of its own (`kv_sharing_target_layer_name`) feed nothing
+    but the logits, so a prompt's other tokens can be left out of them (YOCO, Gemma 3n). The mask is aligned
+    bottom-right, so the chosen tokens of a sequence must be its last ones.
+
+    Args:
+        metadata: the batch.
+        logits_indices: int[n], rising token numbers of the batch; at least one for each sequence.
+
+    Raises:
+        InvalidInput: the indices are out of range, not rising, or not the last tokens of every sequence.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> step = build_common_metadata([SequenceRow([5], 0, 3), SequenceRow([6], 2, 1)], block_size=4, num_blocks=8)
+        >>> make_kv_sharing_fast_prefill_common_attn_metadata(step, np.array([2, 3])).query_start_loc.tolist()
+        [0, 1, 2]
+    """
+    reqs, tokens = metadata.num_reqs, metadata.num_actual_tokens
+    indices = np.asarray(logits_indices)
+    if indices.size and (indices[0] < 0 or indices[-1] >= tokens or (np.diff(indices) <= 0).any()):
+        raise InvalidInput(
+            "logits_indices",
+            f"must rise strictly within 0..{tokens - 1}",
+            f"they begin with {indices[:4].tolist()} and end with {indices[-1]}",
+        )
+    ends = metadata.query_start_loc[1 : reqs + 1]
+    row = np.searchsorted(ends, indices, side="right")
+    counts = np.bincount(row, minlength=reqs)
+    last = ends[row] - indices <= counts[row]
+    if (counts == 0).any() or not last.all():
+        index = int(np.argmin(counts)) if (counts == 0).any() else int(row[np.argmin(last)])
+        raise InvalidInput(
+            "logits_indices",
+            f"do not choose the last tokens of row {index} ({counts[index]} chosen)",
+            "every sequence needs at least its last token, and no gaps",
+        )
+    return replace(
+        metadata,
+        query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        seq_lens=metadata.seq_lens[:reqs],
+        block_tables=metadata.block_tables[:reqs],
+        slot_mapping=metadata.slot_mapping[indices],
+        positions=metadata.positions[indices],
+        num_actual_tokens=int(indices.size),
+        max_query_len=int(counts.max(initial=0)),
+        packed=None,
+        layout=None,
+    )
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int, metadata: CommonAttentionMetadata
+) -> tuple[CommonAttentionMetadata, Callable[[Any], Any]]:
+    """Returns a batch in which each chunk that a sequence's query touches is a sequence of its own.
+
+    In chunked local attention a query sees the keys of its own chunk of `attn_chunk_size` positions only (Llama 4).
+    Cutting each sequence at the chunk boundaries converts the mask into the plain causal one. Our kernels mask chunks
+    themselves (`AttentionSpec.attention_chunk`); this form is for kernels that do not, and a check on those that do.
+    The idea is vLLM's (`vllm/v1/attention/backends/utils.py`, same name).
+
+    Args:
+        attn_chunk_size: positions of a chunk, a multiple of the block size.
+        metadata: the batch; padding rows are dropped. Slots and positions stay those of the real sequences.
+
+    Returns:
+        The virtual batch, and a function that makes its block tables from another numpy or torch table of the same
+        rows, for `update_block_table`.
+
+    Raises:
+        InvalidInput: the chunk size is not a positive multiple of the block size.
+
+    Example:
+        >>> from torch_core.metadata import SequenceRow, build_common_metadata
+        >>> step = build_common_metadata([SequenceRow([5, 6, 7], 2, 4)], block_size=2, num_blocks=8)
+        >>> local, _ = make_local_attention_virtual_batches(4, step)
+        >>> local.query_start_loc.tolist(), local.seq_lens.tolist(), local.block_tables.tolist()
+        ([0, 2, 4], [4, 2], [[5, 6], [7, 0]])
+    """
+    block_size = metadata.block_size
+    if attn_chunk_size < 1 or attn_chunk_size % block_size:
+        raise InvalidInput(
+            "attn_chunk_size",
+            value=attn_chunk_size,
+            wanted=f"it must be a positive multiple of the block size, {block_size}",
+        )
+    reqs = metadata.num_reqs
+    ends = metadata.seq_lens[:reqs].astype(np.int64)
+    begins = ends - metadata.query_lens[:reqs]
+    first_chunk = begins // attn_chunk_size
+    num_chunks = (ends - 1) // attn_chunk_size - first_chunk + 1
+    row = np.repeat(np.arange(reqs), num_chunks)
+    chunk = first_chunk[row] + np.arange(row.size) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+
+    start = chunk * attn_chunk_size
+    stop = np.minimum(start + attn_chunk_size, ends[row])
+    query_lens = stop - np.maximum(start, begins[row])
+    seq_lens = (stop - start).astype(np.int32)
+    column = start[:, None] // block_size + np.arange(attn_chunk_size // block_size)
+    column = np.minimum(column, metadata.block_tables.shape[1] - 1)
+
+    def make_block_tables(block_tables: Any) -> Any:
+        return block_tables[row[:, None], column]
+
+    used = np.arange(column.shape[1]) < -(-seq_lens // block_size)[:, None]
+    virtual = replace(
+        metadata,
+        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        seq_lens=seq_lens,
+        block_tables=make_block_tables(metadata.block_tables) * used,
+        num_reqs=row.size,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(seq_lens.max(initial=0)),
+        causal=True,
+        encoder=None,
+        packed=None,
+        layout=None,
+    )
+    return virtual, make_block_tables
 
 
 def _boundary(flags: np.ndarray) -> tuple[int, int | None]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, RequestTooLong
 
-__all__ = ["Buckets"]
-
 
 @dataclass(frozen=True, slots=True)
 class Buckets:

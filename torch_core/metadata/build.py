@@ -14,10 +14,7 @@ from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, enco
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
 from torch_core.metadata.slots import multiples, write_slots, write_uniform_slots
-from torch_core.metadata.table_cache import BlockTableCache
-from torch_core.metadata.tables import write_checked_tables
-
-__all__ = ["build_common_metadata"]
+from torch_core.metadata.tables import BlockTableCache, write_checked_tables
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
 

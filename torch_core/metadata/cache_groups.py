@@ -10,10 +10,7 @@ from torch_core.metadata.check import check_written_blocks
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.rows import RowColumns, SequenceRowLike
 from torch_core.metadata.slots import write_slots
-from torch_core.metadata.table_cache import BlockTableCache
-from torch_core.metadata.tables import write_checked_tables
-
-__all__ = ["build_group_metadata", "group_fields", "group_layout"]
+from torch_core.metadata.tables import BlockTableCache, write_checked_tables
 
 
 def group_fields(cache_group: int) -> tuple[str, str]:

@@ -10,8 +10,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.metadata.common import CommonAttentionMetadata
 
-__all__ = ["check_metadata"]
-
 SeqIds = Sequence[str | None] | None
 
 

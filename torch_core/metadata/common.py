@@ -9,8 +9,6 @@ import numpy as np
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata.layout import PackedLayout
 
-__all__ = ["CommonAttentionMetadata", "EncoderMetadata"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncoderMetadata:

@@ -14,8 +14,6 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
-__all__ = ["get_dcp_local_seq_lens", "get_dcp_local_slots", "make_dcp_common_attn_metadata"]
-
 
 def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: Any, interleave_size: int = 1) -> Any:
     """Returns how many of each sequence's tokens this rank holds, in the type of `seq_lens`.

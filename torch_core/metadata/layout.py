@@ -11,8 +11,6 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 
-__all__ = ["FieldLayout", "PackedLayout", "metadata_layout"]
-
 # 128 bytes: Triton specialises on 16-byte aligned pointers, and a cache line is never shared by two fields.
 _ALIGN_ELEMENTS = 32
 

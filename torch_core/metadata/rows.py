@@ -14,8 +14,6 @@ from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata.check import row_name
 
-__all__ = ["SequenceRow", "SequenceRowLike"]
-
 
 class SequenceRowLike(Protocol):
     """The work of one sequence in one step; the allocator's records satisfy this protocol.

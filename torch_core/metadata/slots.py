@@ -8,8 +8,6 @@ import numpy as np
 
 from torch_core.base.specs import PAD_SLOT_ID
 
-__all__ = ["compute_positions"]
-
 
 def compute_positions(query_start_loc: np.ndarray, num_computed_tokens: np.ndarray) -> np.ndarray:
     """Returns int32[T]: the position in its sequence of each new token.

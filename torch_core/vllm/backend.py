@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch_core.vllm.builder import AttentionMetadataBuilder
     from torch_core.vllm.impl import AttentionImplBase
 
-__all__ = ["AttentionBackend"]
-
 _MAX_BLOCK_SIZE = 256
 _FP8_CAPABILITY = DeviceCapability(8, 9)
 

@@ -15,8 +15,6 @@ from torch_core.metadata import CommonAttentionMetadata
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 
-__all__ = ["AttentionMetadataBuilder"]
-
 
 class AttentionMetadataBuilder(ABC):
     """Builds the metadata of a step once for all layers of a cache group. Names follow vLLM's class of this name.

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, PackedLayout, build_common_metadata
+from torch_core.vllm.buffers import ENCODER_FIELDS, StepBuffers
 from torch_core.vllm.builder import AttentionMetadataBuilder
-from torch_core.vllm.upload import ENCODER_FIELDS, StepBuffers
-
-__all__ = ["CommonAttentionState", "StepGraphs"]
 
 
 class CommonAttentionState:

@@ -9,11 +9,9 @@ import torch
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CascadeCosts
+from torch_core.vllm.buffers import WorkspaceManager
 from torch_core.vllm.mla import MLADims
 from torch_core.vllm.types import AttentionType, ContextParallel
-from torch_core.vllm.workspace import WorkspaceManager
-
-__all__ = ["AttentionSelectorConfig", "BuilderConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

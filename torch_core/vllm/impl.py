@@ -12,8 +12,6 @@ from torch import Tensor
 from torch_core.base.errors import InvalidInput
 from torch_core.vllm.types import ContextParallel, QuantKey
 
-__all__ = ["AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionScales", "MLAAttentionImpl"]
-
 
 def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
     """Returns [rows, num_heads, size], a view of that or of flat rows.

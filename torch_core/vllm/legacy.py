@@ -18,17 +18,6 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.vllm.types import AttentionType
 
-__all__ = [
-    "CommonMetadataBuilder",
-    "compute_slot_mapping",
-    "compute_slot_mapping_start_idx",
-    "get_num_prefill_decode_query_kv_tokens",
-    "get_seq_len_block_table_args",
-    "is_all_cross_attn_metadata_set",
-    "is_all_encoder_attn_metadata_set",
-    "is_block_tables_empty",
-]
-
 
 def is_block_tables_empty(block_tables: Mapping[Any, Any] | None) -> bool:
     """Returns whether there are no block tables: None, or a mapping to None alone (a profiling run).

@@ -15,19 +15,17 @@ from torch_core.base.specs import PAD_SLOT_ID, ArraySpec, AttentionSpec, LatentC
 from torch_core.latent.call import LatentCall
 from torch_core.launch.run import scratch_of
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
-from torch_core.vllm.mla_metadata import (
+from torch_core.vllm.mla import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
     MLACommonPrefillMetadata,
     MLAContextChunk,
 )
-from torch_core.vllm.rank_arrays import RankArrays
+from torch_core.vllm.ranks import RankArrays
 from torch_core.vllm.types import AttentionCGSupport
-from torch_core.vllm.upload import upload
-
-__all__ = ["MLACommonMetadataBuilder", "TorchMLAMetadataBuilder", "TritonMLAMetadataBuilder"]
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder):

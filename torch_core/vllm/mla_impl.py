@@ -13,12 +13,10 @@ from torch_core.attention.call import DenseCall
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
 from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.vllm.buffers import WorkspaceManager
 from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata
-from torch_core.vllm.mla_metadata import MLACommonMetadata
+from torch_core.vllm.mla import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
-from torch_core.vllm.workspace import WorkspaceManager
-
-__all__ = ["TorchMLAImpl", "TritonMLAImpl"]
 
 
 class TritonMLAImpl(MLAAttentionImpl):

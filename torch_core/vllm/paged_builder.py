@@ -17,15 +17,12 @@ from torch_core.metadata import (
     prefix_piece_tokens,
     use_cascade_attention,
 )
+from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.prompt_ranks import prompt_share
-from torch_core.vllm.rank_arrays import RankArrays
+from torch_core.vllm.ranks import RankArrays, prompt_share
 from torch_core.vllm.types import AttentionCGSupport, AttentionType
-from torch_core.vllm.upload import upload
-
-__all__ = ["PagedAttentionMetadataBuilder"]
 
 _CACHED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 

@@ -13,14 +13,11 @@ from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.cascade import cascade_calls
 from torch_core.attention.context_parallel import context_call, local_call, merge_parts
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.vllm.groups import merge_over_group
 from torch_core.vllm.impl import AttentionLayer, check_metadata
 from torch_core.vllm.paged_layer import PagedLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.prompt_ranks import PromptShare
+from torch_core.vllm.ranks import PromptShare, merge_over_group
 from torch_core.vllm.types import AttentionType
-
-__all__ = ["PagedAttentionImpl"]
 
 _NO_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 

@@ -24,8 +24,6 @@ from torch_core.vllm.types import (
     is_quantized_kv_cache,
 )
 
-__all__ = ["PagedLayer"]
-
 
 class PagedLayer(AttentionImpl):
     """The options of one layer, checked, and the calls that `PagedAttentionImpl` runs.

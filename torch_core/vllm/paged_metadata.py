@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_core.attention.cascade import SharedPrefix, shared_prefix
-from torch_core.vllm.prompt_ranks import PromptShare
-
-__all__ = ["PagedAttentionMetadata"]
+from torch_core.vllm.ranks import PromptShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
+from torch import Tensor
 
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.vllm.groups import ContextGroup
-
-__all__ = [
-    "CACHE_DTYPES",
-    "FP8_STATIC_TENSOR",
-    "PACKED_LATENTS",
-    "AttentionCGSupport",
-    "AttentionType",
-    "ContextParallel",
-    "DeviceCapability",
-    "DeviceInfo",
-    "KVCacheLayoutType",
-    "MultipleOf",
-    "QuantKey",
-    "is_quantized_kv_cache",
-    "is_valid_kv_cache_layout",
-]
 
 #: The names of cache dtypes; "auto" is the model's own dtype.
 CACHE_DTYPES = {
@@ -138,6 +122,18 @@ class DeviceInfo:
         properties = torch.cuda.get_device_properties(device)
         capability = DeviceCapability(properties.major, properties.minor)
         return cls(type="cuda", capability=capability, num_sms=properties.multi_processor_count)
+
+
+class ContextGroup(Protocol):
+    """The collectives of the ranks that share a layer's sequences; all ranks call them in the same order."""
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Returns the tensors of all ranks, joined along `dim` in the order of ranks."""
+        ...
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Returns `[ranks, ...]`: from each rank the entry of its tensor's first axis that is for this rank."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

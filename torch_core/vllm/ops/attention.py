@@ -13,16 +13,7 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.latent.call import LatentCall
 from torch_core.ops import run
-from torch_core.vllm.ops.integers import as_int32
-from torch_core.vllm.ops.scales import Scale, one_scale, refuse_4_bits, run_descaled
-
-__all__ = [
-    "context_attention_fwd",
-    "decode_attention_fwd",
-    "merge_attn_states",
-    "unified_attention",
-    "unified_attention_diffkv",
-]
+from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_4_bits, run_descaled
 
 
 def unified_attention(

@@ -9,14 +9,7 @@ from torch import Tensor
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.vllm.ops.integers import as_int32
-from torch_core.vllm.ops.scales import Scale, as_stored, refuse_4_bits, stored_dtype
-
-__all__ = [
-    "triton_reshape_and_cache_flash",
-    "triton_reshape_and_cache_flash_diffkv",
-    "triton_reshape_and_cache_flash_per_token_head_quant",
-]
+from torch_core.vllm.ops.arguments import Scale, as_int32, as_stored, refuse_4_bits, stored_dtype
 
 
 def triton_reshape_and_cache_flash(

@@ -17,10 +17,7 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.vllm.ops.integers import as_int32
-from torch_core.vllm.ops.scales import Scale, one_scale, sequence_of_token, stored_dtype
-
-__all__ = ["chunked_prefill_paged_decode", "context_attention_fwd"]
+from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, sequence_of_token, stored_dtype
 
 
 def context_attention_fwd(

@@ -1,4 +1,4 @@
-"""Scales as vLLM passes them: one for a tensor, one for each key/value head, one for each sequence and head."""
+"""Arguments as vLLM passes them: integers of 64 bits, and scales of a tensor, of heads, or of sequences and heads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,33 @@ import torch
 from torch import Tensor
 
 from torch_core.attention.call import PagedCall
+from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.ops import run
 from torch_core.vllm.types import CACHE_DTYPES
 
-__all__ = ["Scale", "as_stored", "one_scale", "refuse_4_bits", "run_descaled", "sequence_of_token", "stored_dtype"]
+
+def as_int32(name: str, values: Tensor) -> Tensor:
+    """Returns integers as int32; negative ones, which mean nothing at all, stay negative.
+
+    On a CPU, if values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
+    slot, block or length. On CUDA the caller is responsible for it, as for every value.
+
+    Raises:
+        InvalidInput: no integers, or one that does not fit.
+    """
+    if values.dtype == torch.int32:
+        return values
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise InvalidInput(name, f"is {values.dtype}", "it must hold integers")
+    if values.device.type == "cpu":
+        wide = (values > INT32_MAX).nonzero()
+        if len(wide):
+            first = wide[0].tolist()
+            raise InvalidInput(f"{name}{first}", f"is {values[tuple(first)].item()}", "it must fit an int32")
+        values = values.clamp(min=-INT32_MAX)
+    return values.to(torch.int32)
+
 
 Scale = Tensor | float | None
 
