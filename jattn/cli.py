@@ -15,6 +15,7 @@ from typing import Any
 
 from jattn import __version__
 from jattn.bench import NAMES as BENCHMARKS
+from jattn.bench import load_benchmark
 from jattn.llm.arguments import (
     add_engine_arguments,
     add_implementation,
@@ -282,4 +283,4 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise InvalidInput("bench", f"{arguments.name!r} does not exist", f"use one of {', '.join(BENCHMARKS)}")
     from jattn.bench.runner import main as run_benchmark
 
-    return run_benchmark(importlib.import_module(f"jattn.bench.{arguments.name.replace('-', '_')}").BENCHMARK, rest)
+    return run_benchmark(load_benchmark(arguments.name), rest)

@@ -1,25 +1,36 @@
-"""Benchmarks: `jattn bench NAME` runs `BENCHMARK` of the module of that name by `jattn.bench.runner.main`."""
+"""Benchmarks: `jattn bench NAME` runs the `Benchmark` that `load_benchmark` returns by `jattn.bench.runner.main`."""
 
-__all__ = ["NAMES"]
+from __future__ import annotations
 
-#: The benchmarks of the command line; a hyphen is an underscore in the module's name.
-NAMES = (
-    "generate",
-    "allocator",
-    "decode",
-    "prefill",
-    "backward",
-    "load",
-    "overhead",
-    "module",
-    "mla",
-    "moe",
-    "engine",
-    "tune",
-    "compilers",
-    "serve",
-    "cascade",
-    "chunks",
-    "mixed",
-    "mla-prefill",
-)
+import importlib
+from typing import Any
+
+__all__ = ["NAMES", "load_benchmark"]
+
+#: The benchmarks of the command line, each with its module and its name there.
+NAMES = {
+    "generate": "generate.BENCHMARK",
+    "allocator": "allocator.BENCHMARK",
+    "decode": "decode.BENCHMARK",
+    "prefill": "prefill.BENCHMARK",
+    "backward": "backward.BENCHMARK",
+    "load": "load.BENCHMARK",
+    "overhead": "overhead.BENCHMARK",
+    "module": "module.BENCHMARK",
+    "mla": "mla.BENCHMARK",
+    "moe": "moe.BENCHMARK",
+    "engine": "engine.BENCHMARK",
+    "tune": "tune.BENCHMARK",
+    "compilers": "compilers.BENCHMARK",
+    "serve": "serve.BENCHMARK",
+    "cascade": "decode.CASCADE",
+    "chunks": "prefill.CHUNKS",
+    "mixed": "prefill.MIXED",
+    "mla-prefill": "mla.PREFILL",
+}
+
+
+def load_benchmark(name: str) -> Any:
+    """Returns the `jattn.bench.runner.Benchmark` of a name, whose libraries are imported only now."""
+    module, _, attribute = NAMES[name].partition(".")
+    return getattr(importlib.import_module(f"jattn.bench.{module}"), attribute)

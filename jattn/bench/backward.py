@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import jax
 import torch
 
-from jattn.bench import dense, measure, mla_prefill, peers
-from jattn.bench.batch import HEADS, dense_call, random_batch
+from jattn.bench import measure, mla
+from jattn.bench.batch import HEADS, dense_call, dense_rows, ours_in_jax, random_batch
+from jattn.bench.peers import cudnn, sdpa
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.prefill import LENGTHS, TOTAL_TOKENS, check_lengths
 from jattn.bench.report import OURS, BenchReport
 from jattn.bench.runner import Benchmark
 from jattn.bench.session import Column, Session, in_graph
+from jattn.bridge import to_jax
 from torch_core import ops
 from torch_core.attention.backward_call import DenseBackwardCall, backward_of
 from torch_core.attention.call import DenseCall
@@ -45,10 +48,6 @@ def run(
         both: the same as passes "both".
         peers: measure cuDNN and FlashAttention-2, of JAX and of torch, too.
         dropout: also measure torch's call with dropout at this rate, if it is above 0.
-
-    Raises:
-        InvalidInput: a length that does not divide `TOTAL_TOKENS`, or a rate outside [0, 1).
-        Unsupported: torch or JAX has no CUDA device.
     """
     check_lengths(lengths)
     if not 0 <= dropout < 1:
@@ -62,16 +61,16 @@ def run(
         if peers:
             columns["FA2 SDPA dropout"] = lambda calls: step.sdpa("flash", calls[0], dropout)
     if passes != "forward":
-        columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(_any_order(call), ops.run))
+        columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(replace(call, deterministic=False), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
     if peers:
-        columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], dense.cudnn)
+        columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], cudnn)
         columns["FA2 SDPA"] = lambda calls: step.sdpa("flash", calls[0])
         columns["cuDNN SDPA"] = lambda calls: step.sdpa("cudnn", calls[0])
-    columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], dense.attend)
+    columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], ours_in_jax)
     heads, value_size = HEADS, head_size
-    if head_size == mla_prefill.KEY_SIZE:
-        heads, value_size = mla_prefill.HEADS, mla_prefill.VALUE_SIZE
+    if head_size == mla.KEY_SIZE:
+        heads, value_size = mla.PROMPT_HEADS, mla.VALUE_SIZE
     by_key, by_value = _PRODUCTS[passes]
     for length in lengths:
         # Half of the square is masked, and each product of it is two operations.
@@ -97,7 +96,7 @@ class _Step:
         d_out = _d_out(call)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            results = ops.run(dataclasses.replace(call, with_lse=True))
+            results = ops.run(replace(call, with_lse=True))
             return results["out"], results["lse"]
 
         if self._forward_only:
@@ -111,13 +110,10 @@ class _Step:
         return step
 
     def sdpa(self, backend: str, call: DenseCall[torch.Tensor], dropout: float = 0.0) -> float:
-        attend = peers.sdpa(backend)
-        length = call.max_query_len
-        rows = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (call.query, call.key, call.value)]
-        rows = [x.detach().requires_grad_() for x in rows]
+        query, key, value = rows = [x.detach().requires_grad_() for x in dense_rows(call)]
 
         def forward() -> torch.Tensor:
-            return attend(*rows, causal=True, dropout=dropout)
+            return sdpa(backend, query, key, value, causal=True, dropout=dropout)
 
         kept = forward()
         d_out = torch.randn_like(kept)
@@ -132,10 +128,6 @@ class _Step:
         return measure.eager_us(step)
 
     def in_jax(self, call: DenseCall[torch.Tensor], attend: Callable[..., Any]) -> float:
-        import jax
-
-        from jattn.bridge import to_jax
-
         rows = [to_jax(x) for x in (call.query, call.key, call.value)]
         d_out, starts = to_jax(_d_out(call)), to_jax(call.query_start_loc)
 
@@ -155,8 +147,8 @@ class _Step:
 
 
 def _call(head_size: int, length: int) -> DenseCall[torch.Tensor]:
-    if head_size == mla_prefill.KEY_SIZE:
-        return mla_prefill.prompt_call(length)
+    if head_size == mla.KEY_SIZE:
+        return mla.prompt_call(length)
     return dense_call(random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size))
 
 
@@ -170,13 +162,9 @@ def _portable(call: DenseBackwardCall[torch.Tensor]) -> dict[str, torch.Tensor]:
     return run_operation(plan, {name: getattr(call, name) for name, _ in plan.inputs})
 
 
-def _any_order(call: DenseCall[torch.Tensor]) -> DenseCall[torch.Tensor]:
-    return dataclasses.replace(call, deterministic=False)
-
-
 def _dropping(call: DenseCall[torch.Tensor], rate: float) -> DenseCall[torch.Tensor]:
     seeds = torch.randint(-(1 << 31), 1 << 31, (call.num_seqs, call.num_heads, 2), device="cuda", dtype=torch.int32)
-    return dataclasses.replace(call, dropout_rate=rate, dropout_seeds=seeds)
+    return replace(call, dropout_rate=rate, dropout_seeds=seeds)
 
 
 BENCHMARK = Benchmark("backward", __doc__, run, draw=draw_fractions)

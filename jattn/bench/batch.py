@@ -1,4 +1,4 @@
-"""Batches over a paged cache for the CUDA benchmarks, and the calls on them that several benchmarks time."""
+"""Paged and dense batches of the CUDA benchmarks, and the calls on them that several benchmarks time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from jattn.bench import measure
+from jattn import ops
+from jattn.bench import measure, peers
+from jattn.bench.session import Column
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.run import run
@@ -75,11 +77,9 @@ def random_batch(
     )
 
 
-def cold_batches(
-    parts: Parts, *, query_dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = torch.bfloat16
-) -> list[Batch]:
+def cold_batches(parts: Parts, **dtypes: torch.dtype) -> list[Batch]:
     """Makes as many batches as it takes to find each one's cache cold when its turn comes; see `random_batch`."""
-    make = functools.partial(random_batch, parts, query_dtype=query_dtype, cache_dtype=cache_dtype)
+    make = functools.partial(random_batch, parts, **dtypes)
     first = make()
     return [first, *(make() for _ in range(1, measure.num_pools(first.kv_cache.nbytes)))]
 
@@ -125,7 +125,7 @@ def ours(batch: Batch, scale: torch.Tensor | None = None) -> Callable[[], Any]:
 
 
 def fa3(found: Any, batch: Batch) -> Callable[[], Any]:
-    """Returns the call of FlashAttention-3 on a batch; `found` is the result of `jattn.bench.peers.load_peers`."""
+    """Returns the call of FlashAttention-3 on a batch; `found` is the result of `peers.load_peers`."""
     key, value = batch.kv_cache.unbind(1)
     query, options = batch.query, _bounds(batch)
     if key.dtype.itemsize == 1:
@@ -151,3 +151,52 @@ def _bounds(batch: Batch) -> dict[str, Any]:
         "seq_lens": batch.seq_lens,
         "block_table": batch.block_tables,
     }
+
+
+def dense_ours(call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
+    """Returns this project's dense call, into an output of its own."""
+    call = replace(call, out=_dense_output(call))
+    return lambda: run(call)
+
+
+def dense_sdpa(backend: str, call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
+    """Returns the same attention by torch's scaled_dot_product_attention; see `peers.sdpa`."""
+    rows = dense_rows(call)
+    return lambda: peers.sdpa(backend, *rows, causal=True)
+
+
+def dense_rows(call: DenseCall[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns query, keys and values of sequences of one length, [sequences, heads, length, head size] each."""
+    return [x.unflatten(0, (-1, call.max_query_len)).transpose(1, 2) for x in (call.query, call.key, call.value)]
+
+
+def dense_fa3(found: Any, call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
+    """Returns the same attention by FlashAttention-3; `found` as in `fa3`."""
+    starts, length, out = call.query_start_loc, call.max_query_len, _dense_output(call)
+    bounds = {"cu_q": starts, "cu_k": starts, "max_q": length, "max_k": length}
+    return lambda: found.fa3(call.query, call.key, call.value, out=out, **bounds)
+
+
+def _dense_output(call: DenseCall[torch.Tensor]) -> torch.Tensor:
+    return call.query.new_empty(*call.query.shape[:2], call.value_head_size)
+
+
+def dense_in_jax(attend: Callable[..., Any]) -> Column:
+    """Returns the column of a JAX function `attend(query, key, value, starts, length)` on dense calls."""
+
+    def timed(calls: list[DenseCall[torch.Tensor]]) -> float:
+        def step(query: Any, *arrays: Any) -> Any:
+            return attend(query, *arrays, calls[0].max_query_len)
+
+        same_size = calls[0].value_head_size == calls[0].query.shape[-1]
+        tensors = [(call.key, call.value, call.query_start_loc) for call in calls]
+        return measure.chained_us(
+            step if same_size else measure.fed(step), calls[0].query, tensors, rotations=4, rounds=5
+        )
+
+    return timed
+
+
+def ours_in_jax(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
+    """Runs this project's JAX function for `dense_in_jax`."""
+    return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")

@@ -9,9 +9,13 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import triton
+
 from jattn.bench.runner import Benchmark, check_places
 from jattn.table import aligned
 from torch_core.base.errors import InvalidInput
+from torch_core.variants import in_use, resources
 
 #: Bytes of shared memory that a block may have, by compute capability.
 _SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
@@ -23,22 +27,14 @@ Rows = dict[str, dict[str, Any]]
 
 
 def compile_all(arches: Sequence[int], only: str = "") -> Rows:
-    """Compiles the variants in use on these devices, without a GPU. A variant that fails has its error as row.
-
-    Args:
-        arches: compute capabilities as one number each.
-        only: take labels that start with it.
-    """
-    from torch_core.variants.in_use import variants_in_use
-    from torch_core.variants.resources import measure
-
+    """Compiles the variants in use on these devices, without a GPU. A variant that fails has its error as row."""
     rows: Rows = {}
     for arch in arches:
-        for label, (variant, _) in variants_in_use(arch).items():
+        for label, (variant, _) in in_use.variants_in_use(arch).items():
             if label.startswith(only):
                 # Compilers fail with exceptions of every kind, and each is a finding.
                 try:
-                    rows[f"sm_{arch} {label}"] = asdict(measure(variant, arch))
+                    rows[f"sm_{arch} {label}"] = asdict(resources.measure(variant, arch))
                 except Exception as error:
                     lines = str(error).strip().splitlines() or [""]
                     rows[f"sm_{arch} {label}"] = {"error": f"{type(error).__name__}: {lines[-1]}"}
@@ -46,38 +42,24 @@ def compile_all(arches: Sequence[int], only: str = "") -> Rows:
 
 
 def compare_records(records: dict[str, Rows]) -> list[str]:
-    """Returns a table with a row per Triton version and device: registers and spills, compared with the first
-    version's.
+    """Returns a table with a row per Triton version and device: registers and spills, compared with the first.
 
     A kernel is too large if it compiles and needs more shared memory than a block of the device may have.
-
-    Args:
-        records: rows by Triton version, the one to compare with first.
     """
     first = next(iter(records.values()))
-    sides = ("fewer", "equal", "more")
-    cells: list[tuple[str, ...]] = [
-        (
-            "triton",
-            "device",
-            "compiled",
-            "failed",
-            "too large",
-            *(f"{of} {side}" for of in ("registers", "spills") for side in sides),
-        )
-    ]
+    more = [f"{of} {side}" for of in ("registers", "spills") for side in ("fewer", "equal", "more")]
+    cells = [["triton", "device", "compiled", "failed", "too large", *more]]
     for version, rows in records.items():
         for device in dict.fromkeys(label.split()[0] for label in rows):
             own = {label: row for label, row in rows.items() if label.split()[0] == device}
             good = {label: row for label, row in own.items() if "error" not in row}
             both = [(first[label], row) for label, row in good.items() if "registers" in first.get(label, {})]
             limit = _SHARED_MEMORY.get(int(device[3:]), math.inf)
-            large = sum(row["shared_memory"] > limit for row in good.values())
-            counts = [len(good), len(own) - len(good), large]
+            counts = [len(good), len(own) - len(good), sum(row["shared_memory"] > limit for row in good.values())]
             for field in ("registers", "spilled"):
-                more = [row[field] - before[field] for before, row in both]
-                counts += [sum(x < 0 for x in more), sum(x == 0 for x in more), sum(x > 0 for x in more)]
-            cells.append((version, device, *map(str, counts)))
+                signs = [np.sign(row[field] - before[field]) for before, row in both]
+                counts += [signs.count(sign) for sign in (-1, 0, 1)]
+            cells.append([version, device, *map(str, counts)])
     return aligned(cells, right=range(2, 11))
 
 
@@ -95,9 +77,6 @@ def run(
         only: take variants whose label starts with it.
         json: the record to write.
         compare: records to compare; nothing is compiled then.
-
-    Raises:
-        InvalidInput: the folder of the record, or a record, does not exist; a device that Triton has no code for.
     """
     if compare:
         records: dict[str, Rows] = {}
@@ -113,8 +92,6 @@ def run(
         # LLVM would end the process.
         raise InvalidInput(f"--arch has {min(arch)}; Triton compiles for compute capabilities from {_OLDEST} on.")
     check_places(json_path=json)
-    import triton
-
     rows = compile_all(arch, only)
     json.write_text(dumps({"triton": triton.__version__, "variants": rows}, indent=1) + "\n")
     failed = [f"{label}: {row['error']}" for label, row in rows.items() if "error" in row]

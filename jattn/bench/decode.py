@@ -6,20 +6,42 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
-from jattn.bench import cascade, measure, peers
-from jattn.bench.batch import KV_HEADS, Batch, cold_batches, fa3, ours, packed, vllm_triton
+from jattn import ops
+from jattn.bench import measure, peers
+from jattn.bench.batch import (
+    BLOCK_SIZE,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    cold_batches,
+    fa3,
+    ours,
+    packed,
+    random_batch,
+    vllm_triton,
+)
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
 from jattn.bench.session import Column, Session, in_graph
+from torch_core.metadata import prefix_piece_tokens, use_cascade_attention
+from torch_core.vllm import AttentionScales, PagedAttentionMetadata, TritonAttentionImpl
 
 #: Sequences and tokens of each, in the rows of the default table.
 SHAPES = ("1x1024", "1x8192", "1x65536", "8x8192", "32x4096", "64x2048", "128x1024", "128x4096", "256x512")
+SEQUENCES = (2, 4, 8, 16, 64, 256)
+#: Tokens that all sequences share.
+PREFIXES = (256, 512, 1024, 2048, 8192)
 _SIZE = 128
 _MAX_COPIED_TOKENS = 1 << 18
 _OURS_IN_JAX = f"{OURS} in JAX"
+_PLAIN, _CASCADE = f"{OURS} plain", f"{OURS} cascade"
+# Tokens that a sequence has for itself behind a shared prefix.
+_OWN = 64
 
 
 def run(
@@ -43,7 +65,7 @@ def run(
         read = num_seqs * tokens * 2 * KV_HEADS * _SIZE * cache_dtype.itemsize
         session.add(
             Row(f"{num_seqs} x {tokens}", read / session.copy * 1e6, {}),
-            _columns(session.peers, cache_dtype, not no_jax, num_seqs * tokens),
+            _columns(session.peers, fp8, not no_jax, num_seqs * tokens),
             cold_batches(((num_seqs, 1, tokens - 1),), cache_dtype=cache_dtype),
             required=(OURS, _OURS_IN_JAX),
         )
@@ -51,15 +73,14 @@ def run(
     return session.report(name, compared=lambda name: None if name == OURS else OURS)
 
 
-def _columns(found: Any, cache_dtype: torch.dtype, jax_columns: bool, num_tokens: int) -> dict[str, Column]:
-    quantised = cache_dtype.itemsize == 1
-    scale = torch.ones(1, device="cuda") if quantised else None
+def _columns(found: Any, fp8: bool, jax_columns: bool, num_tokens: int) -> dict[str, Column]:
+    scale = torch.ones(1, device="cuda") if fp8 else None
     columns = {OURS: in_graph(lambda batch: ours(batch, scale))}
     if found is not None:
         columns["FA3"] = in_graph(lambda batch: fa3(found, batch))
         columns["vLLM Triton"] = in_graph(lambda batch: vllm_triton(found, batch))
     # Peers that copy the cache, in the call or before it; beyond this size they only show how memory runs out.
-    copies = not quantised and num_tokens <= _MAX_COPIED_TOKENS
+    copies = not fp8 and num_tokens <= _MAX_COPIED_TOKENS
     if copies:
         columns["cuDNN SDPA dense"] = in_graph(_cudnn)
     if jax_columns:
@@ -72,16 +93,13 @@ def _columns(found: Any, cache_dtype: torch.dtype, jax_columns: bool, num_tokens
 
 
 def _cudnn(batch: Batch) -> Callable[[], Any]:
-    attend = peers.sdpa("cudnn")
     # Dense and contiguous: the input of cuDNN without pages.
     dense = batch.kv_cache[1:].reshape(len(batch.seq_lens), -1, 2, KV_HEADS, _SIZE)[:, : batch.max_key_len]
     key, value = (dense[:, :, index].transpose(1, 2) for index in range(2))
-    return lambda: attend(batch.query[:, :, None], key, value, causal=False)
+    return lambda: peers.sdpa("cudnn", batch.query[:, :, None], key, value, causal=False)
 
 
 def _ours_in_jax(batches: list[Batch]) -> float:
-    from jattn import ops
-
     def attend(query: Any, *arrays: Any) -> Any:
         return ops.paged_attention(query, *arrays, max_query_len=1, implementation="triton")
 
@@ -93,18 +111,15 @@ def _gather(batches: list[Batch]) -> float:
 
 
 def _pallas(batches: list[Batch]) -> float:
-    attend = peers.pallas_paged()
     # Its own layout, made beforehand: [num_kv_heads, num_blocks, block_size, head_size], keys and values apart.
     arrays = [
         (*(x.permute(2, 0, 1, 3).contiguous() for x in b.kv_cache.unbind(1)), b.block_tables, b.seq_lens)
         for b in batches
     ]
-    return _chained(attend, batches, arrays)
+    return _chained(peers.pallas_paged(), batches, arrays)
 
 
 def _cudnn_in_jax(batches: list[Batch]) -> float:
-    import jax
-
     def attend(query: Any, key: Any, value: Any) -> Any:
         return jax.nn.dot_product_attention(query[:, None], key, value, implementation="cudnn")[:, 0]
 
@@ -116,10 +131,73 @@ def _chained(attend: Callable[..., Any], batches: list[Batch], tensors: list[tup
     return measure.chained_us(attend, batches[0].query, tensors, rotations=max(1, 16 // len(batches)))
 
 
+def run_cascade(*, sequences: Sequence[int] = SEQUENCES, prefixes: Sequence[int] = PREFIXES) -> BenchReport:
+    """Measures by graph replay: 32 query heads, 8 key/value heads of 128, bfloat16, 64 own tokens of each sequence.
+
+    Args:
+        sequences: number of sequences in a batch, with one new token each.
+        prefixes: tokens that they share, whole blocks.
+
+    Returns:
+        A row for each batch, its label with a star if the builder chooses cascade; see `verdicts` for the values.
+    """
+    session, chosen = Session("decode"), []
+    heads: dict[str, Any] = {"num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": _SIZE}
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for prefix in prefixes:
+        for seqs in sequences:
+            chosen.append(use_cascade_attention(prefix, np.ones(seqs), **heads, bytes_per_element=2, num_sms=num_sms))
+            batch = random_batch(((seqs, 1, prefix + _OWN - 1),))
+            batch.block_tables[:, : prefix // BLOCK_SIZE] = batch.block_tables[0, : prefix // BLOCK_SIZE]
+            read = (prefix + seqs * _OWN) * 2 * KV_HEADS * _SIZE * 2
+            row = Row(f"{seqs} x {prefix}{' *' if chosen[-1] else ''}", read / session.copy * 1e6, {})
+            columns = {_PLAIN: in_graph(lambda batch: cascade_step(batch, 0))}
+            columns[_CASCADE] = in_graph(lambda batch, prefix=prefix: cascade_step(batch, prefix))
+            session.add(row, columns, [batch], required=columns)
+    return session.report("shared prefix, us; * where cascade is chosen", values=verdicts(session.rows, chosen))
+
+
+def verdicts(rows: Sequence[Row], chosen: Sequence[bool]) -> dict[str, float]:
+    """Returns in how many rows cascade was chosen and lost, and left out where it won a fifth or more."""
+    gains = [row.us[_PLAIN] / row.us[_CASCADE] for row in rows]
+    pairs = list(zip(gains, chosen, strict=True))
+    return {
+        "cascade chosen where it lost": sum(taken and gain < 1 for gain, taken in pairs),
+        "left out where it won a fifth": sum(not taken and gain >= 1.25 for gain, taken in pairs),
+    }
+
+
+def cascade_step(batch: Batch, prefix: int) -> Callable[[], Any]:
+    """Returns a layer's decode step, by cascade over the first `prefix` tokens or plain with 0."""
+    seqs, position = len(batch.seq_lens), batch.max_key_len - 1
+    metadata = PagedAttentionMetadata(
+        num_actual_tokens=seqs,
+        max_query_len=1,
+        query_start_loc=batch.starts,
+        max_seq_len=batch.max_key_len,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_tables,
+        slot_mapping=batch.block_tables[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+    )
+    if prefix:
+        piece = prefix_piece_tokens(seqs, num_query_heads=HEADS, num_kv_heads=KV_HEADS)
+        metadata = metadata.with_shared_prefix(prefix, piece)
+    impl = TritonAttentionImpl(HEADS, _SIZE, _SIZE**-0.5, KV_HEADS)
+    scales, new = AttentionScales.of(device=batch.query.device), batch.query[:, :KV_HEADS].contiguous()
+    return lambda: impl.forward(scales, batch.query, new, new, batch.kv_cache, metadata, batch.out)
+
+
+CASCADE = Benchmark(
+    "cascade",
+    "A layer's decode step over a prefix that all sequences share: plain, by cascade, and the builder's choice.",
+    run_cascade,
+    draw=draw_fractions,
+)
 BENCHMARK = Benchmark(
     "decode",
     __doc__,
     run,
-    modes=(Mode("--cascade", cascade.BENCHMARK, "--cascade measures a bfloat16 cache and no peers"),),
+    modes=(Mode("--cascade", CASCADE, "--cascade measures a bfloat16 cache and no peers"),),
     draw=draw_fractions,
 )

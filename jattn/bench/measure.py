@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from jattn.bridge import to_jax
 from torch_core.base.errors import Unsupported
 
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
@@ -31,8 +35,6 @@ _REST_SECONDS = 0.3
 
 def require_cuda(name: str) -> None:
     """Raises Unsupported unless torch and JAX both have a CUDA device."""
-    import jax
-
     if not torch.cuda.is_available() or jax.default_backend() != "gpu":
         raise Unsupported(
             f"jattn bench {name} measures CUDA kernels and needs a CUDA device in torch and in JAX; torch has "
@@ -105,7 +107,6 @@ def jax_us(
     With `donated` a run's last argument is the result of the one before, first `donated` itself: results that lie where
     they lay spare XLA an update of its command buffers.
     """
-    import jax
 
     def run(last: Any) -> Any:
         return program(*arguments) if donated is None else program(*arguments, last)
@@ -144,10 +145,6 @@ def chained_us(
     and 3 us a call on an H200's machine): a model's step is longer, too. A program's result takes the place of the
     query, as a donated cache does.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from jattn.bridge import to_jax
 
     def program(arrays: Any, query: Any, *, rotations: int) -> Any:
         for array in arrays * rotations:
@@ -170,7 +167,6 @@ def chained_us(
 
 def fed(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a call for `chained_us` whose result is the query with one element of `attend`'s result, at rank 3."""
-    import jax
 
     def step(query: Any, *arrays: Any) -> Any:
         # One element, so that the next call waits for this one.
@@ -184,8 +180,6 @@ def kernels_us(call: Callable[[], Any]) -> float:
 
     Every kernel of the process is counted, launched by JAX or by torch, so this compares them.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:

@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from jattn.bench import measure, mla_prefill
+from jattn import ops
+from jattn.bench import measure, peers
+from jattn.bench.batch import dense_fa3, dense_in_jax, dense_ours, dense_sdpa, ours_in_jax
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
 from jattn.bench.session import Column, Session, in_graph
+from torch_core.attention.call import DenseCall
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
 from torch_core.latent.call import LatentCall
@@ -23,6 +26,11 @@ from torch_core.vllm.mla import compute_num_kv_splits
 #: Sequences and tokens of each, in the rows of the default table.
 SHAPES = ("1x8192", "8x8192", "64x2048", "128x4096")
 HEADS = (16, 128)
+#: Prompts: tokens of one sequence in each row, and all of them together.
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+TOTAL_TOKENS = 16384
+#: Prompts: heads of queries, keys and values, and their elements.
+PROMPT_HEADS, KEY_SIZE, VALUE_SIZE = 16, 192, 128
 _RANK, _ROPE, _BLOCK = 512, 64, 64
 _SCALE = 192**-0.5
 # Bytes of a token by the format of the cache.
@@ -46,10 +54,6 @@ def run(
             dense kernel for the last two.
         peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
         no_jax: leave out the JAX call.
-
-    Raises:
-        InvalidInput: a number of heads below 1, or no module of peers in the folder.
-        Unsupported: torch or JAX has no CUDA device.
     """
     if min(heads) < 1:
         raise InvalidInput(f"--heads has {min(heads)}; each must be at least 1.")
@@ -67,9 +71,11 @@ def run(
                 [first, *(_latents(num_seqs, tokens, num_heads, cache) for _ in others)],
                 required=(OURS,),
             )
-    return session.report(
-        f"latent attention, decode, {cache} cache", compared=lambda name: None if name == OURS else OURS
-    )
+    return session.report(f"latent attention, decode, {cache} cache", compared=_compared)
+
+
+def _compared(name: str) -> str | None:
+    return None if name == OURS else OURS
 
 
 def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> LatentCall[torch.Tensor]:
@@ -127,8 +133,6 @@ def _vllm(found: Any, call: LatentCall[torch.Tensor]) -> Callable[[], Any]:
 
 
 def _ours_in_jax(calls: list[LatentCall[torch.Tensor]]) -> float:
-    from jattn import ops
-
     def attend(query: Any, *arrays: Any) -> Any:
         return ops.mla_attention(
             query, *arrays, kv_lora_rank=_RANK, max_query_len=1, scale=_SCALE, implementation="triton"
@@ -139,10 +143,66 @@ def _ours_in_jax(calls: list[LatentCall[torch.Tensor]]) -> float:
     return measure.chained_us(measure.fed(attend), calls[0].query, arrays, rotations=rotations)
 
 
+def run_prefill(*, lengths: Sequence[int] = LENGTHS, peers: Path | None = None, no_jax: bool = False) -> BenchReport:
+    """Measures 16k tokens in sequences of each length: 16 heads, bfloat16, causal.
+
+    Args:
+        lengths: tokens of one sequence in each row; each divides 16384.
+        peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
+        no_jax: leave out the JAX call and cuDNN through JAX.
+    """
+    session = Session("mla", peers)
+    columns = _prefill_columns(session.peers, not no_jax)
+    for length in lengths:
+        # Half of the square is masked: two operations for each product of it.
+        operations = float(TOTAL_TOKENS * length * PROMPT_HEADS * (KEY_SIZE + VALUE_SIZE))
+        row, calls = session.rate_row(str(length), operations), [prompt_call(length) for _ in range(2)]
+        session.add(row, columns, calls, required=(OURS,))
+    return session.report("latent attention, prompts, heads of 192 and values of 128, TFLOP/s", compared=_compared)
+
+
+def prompt_call(length: int) -> DenseCall[torch.Tensor]:
+    """Returns the causal attention of random prompts, 16k tokens in sequences of one length.
+
+    Every head has keys and values of its own, as expanded latents have.
+    """
+    query, key, value = (
+        torch.randn(TOTAL_TOKENS, PROMPT_HEADS, size, device="cuda", dtype=torch.bfloat16)
+        for size in (KEY_SIZE, KEY_SIZE, VALUE_SIZE)
+    )
+    starts = torch.arange(0, TOTAL_TOKENS + 1, length, device="cuda", dtype=torch.int32)
+    return DenseCall(
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=starts,
+        key_start_loc=starts,
+        spec=AttentionSpec(scale=KEY_SIZE**-0.5),
+        max_query_len=length,
+        max_key_len=length,
+    )
+
+
+def _prefill_columns(found: Any, jax_columns: bool) -> dict[str, Column]:
+    columns = {OURS: in_graph(dense_ours), "cuDNN SDPA": in_graph(lambda call: dense_sdpa("cudnn", call))}
+    if found is not None:
+        columns["FA3"] = in_graph(lambda call: dense_fa3(found, call))
+    if jax_columns:
+        columns[f"{OURS} in JAX"] = dense_in_jax(ours_in_jax)
+        columns["cuDNN in JAX"] = dense_in_jax(peers.cudnn)
+    return columns
+
+
+PREFILL = Benchmark(
+    "mla-prefill",
+    "Prompts of multi-head latent attention in the plain form, keys of 192 and values of 128 elements, next to peers.",
+    run_prefill,
+    draw=draw_fractions,
+)
 BENCHMARK = Benchmark(
     "mla",
     __doc__,
     run,
-    modes=(Mode("--prefill", mla_prefill.BENCHMARK, "--prefill has 16 heads and no cache"),),
+    modes=(Mode("--prefill", PREFILL, "--prefill has 16 heads and no cache"),),
     draw=draw_fractions,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -9,9 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_core.base.errors import InvalidInput
+
+_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def load_peers(directory: Path | None) -> Any:
@@ -33,37 +39,28 @@ def load_peers(directory: Path | None) -> Any:
         sys.path.remove(str(directory.resolve()))
 
 
-def sdpa(backend: str) -> Callable[..., torch.Tensor]:
-    """Returns torch's scaled_dot_product_attention with one backend ("cudnn" or "flash"), on [batch, heads, n, d]."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    chosen = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
-
-    def call(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
-    ) -> torch.Tensor:
-        with sdpa_kernel(chosen):
-            return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=causal, enable_gqa=True
-            )
-
-    return call
+def sdpa(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
+) -> torch.Tensor:
+    """Runs torch's scaled_dot_product_attention with one backend ("cudnn" or "flash"), on [batch, heads, n, d]."""
+    with sdpa_kernel(_SDPA[backend]):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, enable_gqa=True
+        )
 
 
-def cudnn(query: Any, key: Any, value: Any) -> Any:
-    """Causal attention of cuDNN through JAX, on [batch, n, heads, d]."""
-    import jax
+def cudnn(query: Any, key: Any, value: Any, starts: Any, length: int, *, fp8: bool = False) -> Any:
+    """Causal attention of cuDNN through JAX over sequences of one length, on [tokens, heads, d]; see `dense_in_jax`."""
+    rows = [x.reshape(-1, length, *x.shape[1:]) for x in (query, key, value)]
+    attend = (
+        _cudnn_fp8 if fp8 else functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    )
+    out: Any = attend(*rows)
+    return out.reshape(*query.shape[:2], -1)
 
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
-
-def cudnn_fp8(query: Any, key: Any, value: Any) -> Any:
-    """The same in e4m3, with scales of 1; JAX has it under a private name only.
-
-    Raises:
-        ImportError: this JAX has it no longer.
-    """
-    import jax.numpy as jnp
+def _cudnn_fp8(query: Any, key: Any, value: Any) -> Any:
+    """Runs cuDNN in e4m3 with scales of 1. JAX has it under a private name only; ImportError if it has it no longer."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     scales = dict.fromkeys(fused.fp8_params_keys, jnp.ones((1, 1, 1, 1), jnp.float32))
@@ -94,10 +91,6 @@ def pallas_paged() -> Callable[..., Any]:
 
 def xla_gather(query: Any, kv_cache: Any, block_tables: Any) -> Any:
     """Decode as one writes it in jnp: gather the blocks of each (full) sequence, then dense attention."""
-    import jax
-
     gathered = kv_cache[block_tables]
-    num_seqs = block_tables.shape[0]
-    key = gathered[:, :, 0].reshape(num_seqs, -1, *kv_cache.shape[3:])
-    value = gathered[:, :, 1].reshape(num_seqs, -1, *kv_cache.shape[3:])
+    key, value = (gathered[:, :, x].reshape(block_tables.shape[0], -1, *kv_cache.shape[3:]) for x in range(2))
     return jax.nn.dot_product_attention(query[:, None], key, value)[:, 0]

@@ -29,10 +29,6 @@ class Session:
     Attributes:
         copy: bytes per second of a large copy.
         matmul: operations per second of a large bfloat16 matrix product.
-
-    Raises:
-        InvalidInput: the module is not in the folder of the peers.
-        Unsupported: torch or JAX has no CUDA device.
     """
 
     def __init__(self, name: str, peers_directory: Path | None = None) -> None:
@@ -87,15 +83,9 @@ class Session:
         name: str,
         *,
         values: dict[str, float] | None = None,
-        compared: Callable[[str], str | None] | None = None,
+        compared: Callable[[str], str | None] = lambda name: None,
     ) -> BenchReport:
-        """Returns the report of all rows.
-
-        Args:
-            name: the benchmark and its options.
-            values: see `BenchReport`.
-            compared: returns the column that a column is compared with, or None for no comparison.
-        """
+        """Returns the report of all rows; `compared` returns the column that a column is compared with, or None."""
         report = BenchReport(
             name=name,
             device=measure.device_name(),
@@ -106,8 +96,6 @@ class Session:
             notes=tuple(self._notes),
             values=values or {},
         )
-        if compared is None:
-            return report
         pairs = {name: ours for name in report.columns if (ours := compared(name))}
         return replace(report, summary=tuple(report.comparisons(pairs, pairs.__getitem__)))
 

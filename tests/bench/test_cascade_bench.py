@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 
-from jattn.bench import cascade, decode
+from jattn.bench import decode
 from jattn.bench.batch import HEADS, KV_HEADS, Batch
 from jattn.bench.report import Row
 from jattn.bench.runner import main
@@ -29,16 +29,16 @@ def test_both_steps_compute_the_same():
         max_query_len=1,
         max_key_len=length,
     )
-    plain = cascade._step(batch, 0)().clone()
+    plain = decode.cascade_step(batch, 0)().clone()
 
-    assert (cascade._step(batch, prefix)() - plain).abs().max() < 1e-5
+    assert (decode.cascade_step(batch, prefix)() - plain).abs().max() < 1e-5
     assert torch.equal(batch.kv_cache[9, 0, (length - 1) % 16], batch.query[2, :KV_HEADS])
 
 
 def test_a_wrong_choice_is_counted():
     rows = [Row("", 1.0, {"jattn plain": plain, "jattn cascade": 10.0}) for plain in (9.0, 9.0, 12.0, 12.5, 20.0)]
 
-    assert cascade.verdicts(rows, [True, False, False, False, True]) == {
+    assert decode.verdicts(rows, [True, False, False, False, True]) == {
         "cascade chosen where it lost": 1,
         "left out where it won a fifth": 1,
     }

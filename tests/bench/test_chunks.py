@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jattn.bench import batch as batches
-from jattn.bench import chunks, measure, prefill
+from jattn.bench import measure, prefill
 from jattn.bench.runner import main, sizes
 from torch_core.attention.call import PagedCall
 from torch_core.base.errors import Unsupported
@@ -21,7 +21,7 @@ from torch_core.launch.plan import OperationPlan
 
 def _plans(seqs: int, new: int, before: int, dtype: str = "bfloat16") -> dict[str, OperationPlan]:
     blocks = math.ceil((before + new) / 16)
-    return chunks.plans(
+    return prefill.chunk_plans(
         PagedCall(
             query=ArraySpec((seqs * new, 32, 128), dtype),
             kv_cache=ArraySpec((seqs * blocks + 1, 2, 16, 8, 128), dtype),
@@ -40,8 +40,8 @@ def _kernel(plan: OperationPlan) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "hopper"), ("float8_e4m3fn", "hopper_fp8")])
-@pytest.mark.parametrize("before", chunks.CONTEXTS)
-@pytest.mark.parametrize(("seqs", "new"), [sizes(shape) for shape in chunks.SHAPES])
+@pytest.mark.parametrize("before", prefill.CONTEXTS)
+@pytest.mark.parametrize(("seqs", "new"), [sizes(shape) for shape in prefill.SHAPES])
 def test_each_column_forces_its_kernel_for_every_sequence(seqs, new, before, dtype, kernel):
     plans = _plans(seqs, new, before, dtype)
     forced = {name.removeprefix("jattn "): plan for name, plan in plans.items() if name != "jattn"}
@@ -75,13 +75,13 @@ def test_a_row_times_every_kernel_and_notes_the_one_that_fails(monkeypatch):
         out=None,
         max_query_len=32,
     )
-    monkeypatch.setattr(chunks, "run_operation", run_operation)
+    monkeypatch.setattr(prefill, "run_operation", run_operation)
     monkeypatch.setattr(batches, "random_batch", lambda parts, **_: batch)
     monkeypatch.setattr(measure, "graph_us", lambda calls: [call() for call in calls] and 50.0)
     for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
         monkeypatch.setattr(measure, name, lambda *_, result=result: result)
     monkeypatch.setattr(measure, "device_name", lambda: "a device")
-    report = chunks.run(shapes=["2x32"], contexts=[2048])
+    report = prefill.run_chunks(shapes=["2x32"], contexts=[2048])
     assert report.columns == ("jattn", "jattn portable", "jattn Hopper packed", "jattn Hopper unpacked")
     assert report.rows[0].us["jattn Hopper packed"] == 50.0
     assert report.notes == ("jattn portable at 2 x 32 on 2048: no",)

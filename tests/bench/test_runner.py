@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from jattn.bench import NAMES
+from jattn.bench import NAMES, load_benchmark
 from jattn.bench.runner import Benchmark, main, sizes
 from torch_core.base.errors import InvalidInput
 
@@ -91,7 +90,7 @@ def test_what_is_no_list_of_sizes_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_has_its_name_and_documents_its_options(name: str, capsys) -> None:
-    benchmark = importlib.import_module(f"jattn.bench.{name.replace('-', '_')}").BENCHMARK
+    benchmark = load_benchmark(name)
     assert benchmark.name == name
     with pytest.raises(SystemExit) as ended:
         main(benchmark, ["--help"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jattn.bench import tiles, tune
+from jattn.bench import tune
 from jattn.bench.runner import main
 from torch_core.base.errors import InvalidInput
 from torch_core.variants import in_use, resources
@@ -22,7 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(in_use, "variants_in_use", lambda: {"decode: a_kernel": (None, True)})
     monkeypatch.setattr(resources, "measure_all", lambda variants: TABLE)
-    monkeypatch.setattr(tiles, "search", lambda size: pytest.fail("the search ran"))
+    monkeypatch.setattr(tune, "search", lambda size: pytest.fail("the search ran"))
 
 
 def test_the_compiled_table_is_written_to_the_current_directory(tmp_path, capsys):
