@@ -19,8 +19,7 @@ from jattn.bench.runner import Benchmark, check_places
 from jattn.bench.session import Session, in_graph
 from jattn.table import aligned
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
-from torch_core.attention.kernels.hopper.plan import hopper_launch
-from torch_core.attention.kernels.hopper.tiles import HopperTile
+from torch_core.attention.kernels.hopper.plan import HopperTile, hopper_launch
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.launch.compile import KernelVariant, compile_variant, kernel_variant

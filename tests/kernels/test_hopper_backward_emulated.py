@@ -17,8 +17,7 @@ from tests.support.backward_cases import (
 from tests.support.emulated.run import run_emulated_operation
 from torch_core import ops
 from torch_core.attention.backward_call import DenseBackwardCall
-from torch_core.attention.kernels.backward_hopper.plan import hopper_backward_plan
-from torch_core.attention.kernels.backward_hopper.tiles import HopperBackwardTile
+from torch_core.attention.kernels.backward_hopper.plan import HopperBackwardTile, hopper_backward_plan
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.plan import DeviceLimits, OperationPlan
 from torch_core.launch.tensors import array_spec

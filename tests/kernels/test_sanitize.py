@@ -11,9 +11,9 @@ import pytest
 from tests.kernels import sanitize
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import AttentionCall, DenseCall
-from torch_core.attention.kernels.backward_hopper.tiles import hopper_backward_tile
-from torch_core.attention.kernels.hopper.tiles import hopper_tile
-from torch_core.attention.kernels.hopper_fp8.tiles import hopper_fp8_tile
+from torch_core.attention.kernels.backward_hopper.plan import hopper_backward_tile
+from torch_core.attention.kernels.hopper.plan import hopper_tile
+from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_tile
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 from torch_core.launch.planner import plan_call

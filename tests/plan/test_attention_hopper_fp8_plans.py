@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import paged_plan
-from torch_core.attention.kernels.hopper_fp8.tiles import hopper_fp8_tile
+from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_tile
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.launch.plan import ABSENT, Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.kernels.hopper.tiles import hopper_tile
+from torch_core.attention.kernels.hopper.plan import hopper_tile
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan
 

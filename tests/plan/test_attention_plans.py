@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.attention_plans import dense_plan, paged_plan
-from torch_core.attention.kernels.split.tiles import chunk_size
+from torch_core.attention.kernels.split.plan import chunk_size
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.launch.plan import DeviceLimits, OperationPlan

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.attention_plans import latent_call
 from torch_core.base.specs import ArraySpec
-from torch_core.latent.kernels.mla.tiles import latent_chunk, latent_tile
+from torch_core.latent.kernels.mla.plan import latent_chunk, latent_tile
 from torch_core.launch.plan import Descriptor, DeviceLimits, OperationPlan
 from torch_core.launch.planner import plan_call
 

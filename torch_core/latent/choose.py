@@ -9,8 +9,7 @@ from torch_core.attention.partials import Chunks, combine_launch
 from torch_core.attention.portable import block_seqs
 from torch_core.base.specs import ArraySpec
 from torch_core.latent.call import LatentCall
-from torch_core.latent.kernels.mla.plan import portable_latent
-from torch_core.latent.kernels.mla.tiles import latent_chunk
+from torch_core.latent.kernels.mla.plan import latent_chunk, portable_latent
 from torch_core.latent.kernels.mla_few.plan import few_latent
 from torch_core.latent.kernels.mla_hopper.plan import hopper_latent
 from torch_core.latent.operands import LatentKernel

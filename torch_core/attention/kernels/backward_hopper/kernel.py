@@ -9,19 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_core.attention.kernels.backward_hopper.gradients import key_gradients
 from torch_core.attention.kernels.backward_hopper.loads import load_tiles
 from torch_core.attention.kernels.backward_hopper.queries import pass_turns, query_gradients, take_turns
-from torch_core.attention.kernels.backward_hopper.wide import (
-    uneven_gradients,
-    wide_key_gradients,
-    wide_value_gradients,
-)
-from torch_core.attention.kernels.backward_hopper.work import (
-    Gradients,
-    Rings,
-    Sizes,
-    Tensors,
-    find_item,
-    zero_padding,
-)
+from torch_core.attention.kernels.backward_hopper.wide import uneven_gradients, wide_key_gradients, wide_value_gradients
+from torch_core.attention.kernels.backward_hopper.work import Gradients, Rings, Sizes, Tensors, find_item, zero_padding
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 
 

@@ -80,12 +80,7 @@ def fp8_softmax_step(s, state, FIRST: gl.constexpr):
     The keys are in the order of `transpose_values`.
     """
     words, state = gl.inline_asm_elementwise(
-        _STEPS[int(FIRST)],
-        _CONSTRAINTS,
-        [s, state],
-        dtype=(gl.int32, gl.float32),
-        is_pure=False,
-        pack=64,
+        _STEPS[int(FIRST)], _CONSTRAINTS, [s, state], dtype=(gl.int32, gl.float32), is_pure=False, pack=64
     )
     # Of a row of the products, a thread has the columns 8 * i + 2 * t + (0, 1), t from 0 to 3; of a left operand it
     # gives the columns 16 * i + 4 * t + (0, 1, 2, 3). In that order of keys these are the same weights.

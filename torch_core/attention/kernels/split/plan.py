@@ -1,15 +1,14 @@
-"""The launches of the split and the combine kernel: from shapes, dtypes and options alone."""
+"""The launches of the split and the combine kernel, tiles and chunks: from shapes, dtypes and options alone."""
 
 from __future__ import annotations
 
 from torch_core.attention.call import PagedCall
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
-from torch_core.attention.kernels.split.tiles import chunk_size, split_tile
 from torch_core.attention.operands import cache_constexprs, make_launch, padded
 from torch_core.attention.partials import Chunks, combine_launch
 from torch_core.attention.portable import Tile, block_seqs, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
-from torch_core.launch.operands import ceil_div
+from torch_core.launch.operands import ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, LaunchPlan
 
 # Query tokens times packed heads that one program of the split kernel takes at most.
@@ -22,6 +21,17 @@ _MANY_PROGRAMS = 400
 _WHOLE_KEYS = 12288
 # Rows of a sequence that a mixed batch gives to the split kernel, at most: those of its smallest tile.
 _MIXED_ROWS = 16
+_MIN_CHUNK = 128
+_MAX_CHUNK = 4096
+# Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
+# merge than they balance. Small batches get half as many, because each program starts with a chain of cold loads; by
+# bytes of a key's element.
+_TARGET_PROGRAMS = 256
+_SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
+_SMALL_TARGET = 128
+# Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
+# the table is wide, and leave after about a microsecond.
+_MAX_PROGRAMS = 8192
 
 
 def short_query_len(call: PagedCall[ArraySpec]) -> int:
@@ -45,15 +55,7 @@ def split_launches(
     """
     pack = _pack(call)
     head_programs = _head_programs(call)
-    key_bytes = DTYPE_BYTES[call.keys().dtype]
-    tile = split_tile(
-        rows=max_query * pack,
-        programs=call.num_seqs * head_programs,
-        table_tokens=call.table_tokens,
-        head_padded=max(padded(call.head_size), padded(call.value_head_size)),
-        key_bytes=key_bytes,
-        query_bytes=DTYPE_BYTES[call.query.dtype],
-    )
+    tile = _tile(call, max_query * pack, call.num_seqs * head_programs)
     chunk = _chunk_size(call)
     chunks = Chunks.of(call, chunk, max_query)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
@@ -85,6 +87,50 @@ def split_launches(
     if chunks.number == 1:
         return [split], ()
     return [split, combine_launch(call, chunks, min_chunks=2)], chunks.scratch(call)
+
+
+def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:
+    """Returns the keys of a chunk, a multiple of 128: from the padded batch and the table's width, never from lengths.
+
+    The chunks of a full table are of about equal length. Four sizes from one power of two to the next keep the number
+    of compiled variants small. A chunk of keys needs `head_programs` programs.
+
+    Example:
+        >>> chunk_size(num_seqs=1, table_tokens=65536, head_programs=8, key_bytes=2)
+        2048
+        >>> chunk_size(num_seqs=16, table_tokens=2112, head_programs=8, key_bytes=2)
+        1280
+    """
+    work = num_seqs * table_tokens * head_programs
+    if work <= _SMALL_WORK[key_bytes]:
+        return max(_MIN_CHUNK, power_of_two(ceil_div(work, _SMALL_TARGET)))
+    wanted = max(_MIN_CHUNK, min(_MAX_CHUNK, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
+    if wanted >= table_tokens:
+        return max(_MIN_CHUNK, power_of_two(table_tokens))
+    chunk = ceil_div(table_tokens, ceil_div(table_tokens, wanted))
+    step = max(_MIN_CHUNK, power_of_two(chunk) // 8)
+    return ceil_div(chunk, step) * step
+
+
+def _tile(call: PagedCall[ArraySpec], rows: int, programs: int) -> Tile:
+    """Returns the tile for `rows` query tokens times packed heads of one program, of as many programs a chunk."""
+    head_padded = max(padded(call.head_size), padded(call.value_head_size))
+    key_bytes = DTYPE_BYTES[call.keys().dtype]
+    block_m = max(16, power_of_two(rows))
+    if call.query.dtype == "float32":
+        block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
+        return Tile(block_m, block_n, 2 if block_m > 32 else 3, 8)
+    if head_padded > 128:
+        return Tile(block_m, 32, 3, 4)
+    if block_m > 16:
+        return Tile(block_m, 64, 3, 4)
+    if programs < 512:
+        # One program for each multiprocessor, or two: tall tiles must keep enough loads in flight.
+        tall = key_bytes == 1 or programs * call.table_tokens <= _SMALL_WORK[key_bytes]
+        return Tile(16, 128 if tall else 64, 3, 4)
+    if key_bytes == 1:
+        return Tile(16, 32, 3, 1) if programs >= 1024 else Tile(16, 64, 3, 2)
+    return Tile(16, 64, 2, 2)
 
 
 def _fills_device(call: PagedCall[ArraySpec]) -> bool:

@@ -53,12 +53,7 @@ def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operat
         "BLOCK_H": power_of_two(hidden),
         "STAGES": _STAGES,
     }
-    sums = {
-        "PARTS": parts,
-        "SIZE": hidden,
-        "BLOCK_P": power_of_two(parts),
-        "BLOCK_N": _SUMMED_COLUMNS,
-    }
+    sums = {"PARTS": parts, "SIZE": hidden, "BLOCK_P": power_of_two(parts), "BLOCK_N": _SUMMED_COLUMNS}
     launches = (
         named_launch(
             one_token_kernel, (slices, call.num_pairs), arguments, constants, writes=("partials",),
