@@ -28,6 +28,7 @@ _PREFILL_TOKENS = 8192
 _FP8 = "float8_e4m3fn"
 _SPEC = AttentionSpec(scale=0.088)
 _WINDOW = AttentionSpec(scale=0.088, window_left=4095)
+_CAPPED = AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0)
 _SCALE = ArraySpec((1,), "float32")
 _TOKEN_SCALES = ArraySpec((_NUM_BLOCKS, 16, 8), "float32")
 _OUT, _LSE = ArraySpec((_PREFILL_TOKENS, 32, 128), "bfloat16"), ArraySpec((_PREFILL_TOKENS, 32), "float32")
@@ -47,15 +48,13 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     calls: dict[str, Call[ArraySpec]] = {
         "write": _write(),
         "write one": _write(tokens=1),
-        "write fp8": _write(cache_dtype=_FP8, **_SCALED),
+        "write fp8": _write(_FP8, **_SCALED),
         "rotate and write": _rotary_write(),
         "rotate and write one": _rotary_write(tokens=1),
-        "rotate and write fp8": _rotary_write(cache_dtype=_FP8, **_SCALED),
+        "rotate and write fp8": _rotary_write(_FP8, **_SCALED),
         "write head 80": _write(head_size=80),
-        "write per token and head int8": _write(
-            cache_dtype="int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES
-        ),
-        "copy blocks": CopyCall(kv_cache=_cache("bfloat16"), block_mapping=ArraySpec((64, 2), "int32")),
+        "write per token and head int8": _write("int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES),
+        "copy blocks": CopyCall(kv_cache=_cache("bfloat16"), block_mapping=_i32(64, 2)),
         "merge": MergeCall(out_a=_OUT, lse_a=_LSE, out_b=_OUT, lse_b=_LSE),
         "decode": _decode(),
         "decode long": _decode(num_seqs=1, table_tokens=65536),
@@ -66,19 +65,9 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "decode head 64": _decode(head_size=64),
         "decode head 256": _decode(head_size=256, heads=(8, 4)),
         "decode float32": _decode(dtype="float32"),
-        "latent write": LatentWriteCall(
-            kv_c=ArraySpec((64, 512), "bfloat16"),
-            k_pe=ArraySpec((64, 64), "bfloat16"),
-            slot_mapping=ArraySpec((64,), "int32"),
-            latent_cache=_latents("bfloat16"),
-        ),
-        "latent write rotated packed": LatentWriteCall(
-            kv_c=ArraySpec((64, 512), "bfloat16"),
-            k_pe=ArraySpec((64, 64), "bfloat16"),
-            slot_mapping=ArraySpec((64,), "int32"),
-            latent_cache=_PACKED_LATENTS,
-            cos_sin_cache=ArraySpec((8192, 64), "bfloat16"),
-            positions=ArraySpec((64,), "int32"),
+        "latent write": _latent_write(_latents("bfloat16")),
+        "latent write rotated packed": _latent_write(
+            _PACKED_LATENTS, cos_sin_cache=_bf16(8192, 64), positions=_i32(64)
         ),
         "latent decode": _latent_decode(16),
         "latent decode few tokens": _latent_decode(16, num_seqs=8),
@@ -87,21 +76,15 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "latent decode 128 heads": _latent_decode(128),
         "latent decode float32": _latent_decode(16, "float32", dtype="float32"),
         "indexer": IndexerCall(
-            query=ArraySpec((64, 64, 128), "bfloat16"),
-            weights=ArraySpec((64, 64), "float32"),
+            query=_bf16(64, 64, 128),
+            weights=_f32(64, 64),
             key_cache=ArraySpec((_NUM_BLOCKS, 64, 128), _FP8),
-            block_tables=ArraySpec((64, 64), "int32"),
-            seq_lens=ArraySpec((64,), "int32"),
-            query_start_loc=ArraySpec((65,), "int32"),
             k_scale=_SCALE,
             scale=128**-0.5,
-            max_query_len=1,
+            **_batch(64, 64),
         ),
         "chosen slots": ChoiceCall(
-            topk_indices=ArraySpec((64, 2048), "int32"),
-            block_tables=ArraySpec((64, 64), "int32"),
-            query_start_loc=ArraySpec((65,), "int32"),
-            block_size=64,
+            topk_indices=_i32(64, 2048), block_tables=_i32(64, 64), query_start_loc=_i32(65), block_size=64
         ),
         "experts": _experts(32),
         "experts few": _experts(1),
@@ -122,7 +105,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill chunks head 64": _prefill(head_size=64, max_query_len=64),
         "prefill chunks head 256": _prefill(head_size=256, heads=(16, 4), max_query_len=64),
         "prefill chunks group 8 window sinks lse": _prefill(
-            heads=(64, 8), max_query_len=64, with_lse=True, spec=_WINDOW, sinks=ArraySpec((64,), "float32")
+            heads=(64, 8), max_query_len=64, with_lse=True, spec=_WINDOW, sinks=_f32(64)
         ),
         "prefill fp8": _prefill(cache_dtype=_FP8, **_SCALED),
         "prefill fp8 query": _prefill(dtype=_FP8),
@@ -134,9 +117,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "prefill fp8 query few short chunks": _paged(64, 1, 8256, dtype=_FP8, max_query_len=64, **_SCALED),
         "prefill fp8 query head 256": _prefill(dtype=_FP8, head_size=256, heads=(8, 4)),
         "prefill fp8 query window sinks lse": _prefill(dtype=_FP8, with_lse=True, **_WINDOW_SINKS),
-        "prefill soft cap window": _prefill(
-            head_size=256, heads=(8, 4), spec=AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0)
-        ),
+        "prefill soft cap window": _prefill(head_size=256, heads=(8, 4), spec=_CAPPED),
         "dense": _dense(),
         "dense encoder": _dense(AttentionSpec(scale=0.088, causal=False)),
         "dense latent prompt": _latent_prompt(_PREFILL_TOKENS),
@@ -147,17 +128,13 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
         "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),
-        "backward sinks": _backward(_dense(sinks=ArraySpec((32,), "float32"))),
+        "backward sinks": _backward(_dense(sinks=_f32(32))),
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
         "backward head 256": _backward(_dense(head_size=256)),
         "backward latent prompt": _backward(_latent_prompt(_PREFILL_TOKENS)),
-        "backward head 64 ALiBi sinks": _backward(
-            _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))
-        ),
-        "backward head 256 window soft cap": _backward(
-            _dense(AttentionSpec(scale=0.0625, window_left=4095, logits_soft_cap=50.0), head_size=256)
-        ),
+        "backward head 64 ALiBi sinks": _backward(_dense(head_size=64, alibi_slopes=_f32(32), sinks=_f32(32))),
+        "backward head 256 window soft cap": _backward(_dense(_CAPPED, head_size=256)),
     }
     plans = {}
     for label, call in calls.items():
@@ -189,73 +166,84 @@ def variants_in_use(arch: int = 90) -> dict[str, tuple[KernelVariant, bool]]:
     return variants
 
 
+def _bf16(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "bfloat16")
+
+
+def _f32(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "float32")
+
+
+def _i32(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "int32")
+
+
 def _cache(dtype: str, num_kv_heads: int = 8, head_size: int = 128) -> ArraySpec:
     return ArraySpec((_NUM_BLOCKS, 2, 16, num_kv_heads, head_size), dtype)
-
-
-def _write(
-    *, cache_dtype: str = "bfloat16", tokens: int = _PREFILL_TOKENS, head_size: int = 128, **scales: ArraySpec
-) -> WriteCall[ArraySpec]:
-    new = ArraySpec((tokens, 8, head_size), "bfloat16")
-    slots = ArraySpec((tokens,), "int32")
-    return WriteCall(
-        key=new, value=new, kv_cache=_cache(cache_dtype, head_size=head_size), slot_mapping=slots, **scales
-    )
-
-
-def _rotary_write(
-    *, cache_dtype: str = "bfloat16", tokens: int = _PREFILL_TOKENS, **scales: Any
-) -> RotaryWriteCall[ArraySpec]:
-    return RotaryWriteCall(
-        qkv=ArraySpec((tokens, 48, 128), "bfloat16"),
-        cos_sin=ArraySpec((tokens, 128), "float32"),
-        slot_mapping=ArraySpec((tokens,), "int32"),
-        kv_cache=_cache(cache_dtype),
-        **scales,
-    )
-
-
-def _decode(
-    *, num_seqs: int = 64, table_tokens: int = 4096, query_len: int = 1, **options: Any
-) -> PagedCall[ArraySpec]:
-    return _paged(num_seqs * query_len, num_seqs, table_tokens, max_query_len=query_len, **options)
 
 
 def _latents(dtype: str) -> ArraySpec:
     return ArraySpec((_NUM_BLOCKS, 64, 576), dtype)
 
 
+def _batch(num_seqs: int, table_width: int, max_query_len: int = 1) -> dict[str, Any]:
+    """The fields that calls on a paged cache share."""
+    return {
+        "block_tables": _i32(num_seqs, table_width),
+        "seq_lens": _i32(num_seqs),
+        "query_start_loc": _i32(num_seqs + 1),
+        "max_query_len": max_query_len,
+    }
+
+
+def _write(
+    dtype: str = "bfloat16", *, tokens: int = _PREFILL_TOKENS, head_size: int = 128, **scales: ArraySpec
+) -> WriteCall[ArraySpec]:
+    new, cache = _bf16(tokens, 8, head_size), _cache(dtype, head_size=head_size)
+    return WriteCall(key=new, value=new, kv_cache=cache, slot_mapping=_i32(tokens), **scales)
+
+
+def _rotary_write(
+    dtype: str = "bfloat16", *, tokens: int = _PREFILL_TOKENS, **scales: Any
+) -> RotaryWriteCall[ArraySpec]:
+    qkv, cos_sin = _bf16(tokens, 48, 128), _f32(tokens, 128)
+    return RotaryWriteCall(qkv=qkv, cos_sin=cos_sin, slot_mapping=_i32(tokens), kv_cache=_cache(dtype), **scales)
+
+
+def _latent_write(cache: ArraySpec, **rotation: ArraySpec) -> LatentWriteCall[ArraySpec]:
+    return LatentWriteCall(
+        kv_c=_bf16(64, 512), k_pe=_bf16(64, 64), slot_mapping=_i32(64), latent_cache=cache, **rotation
+    )
+
+
 def _latent_decode(
     heads: int, cache_dtype: str = "bfloat16", *, dtype: str = "bfloat16", num_seqs: int = 64
 ) -> LatentCall[ArraySpec]:
     """DeepSeek's latents of 512 and rotary keys of 64 elements, in blocks of 64."""
-    return LatentCall(
-        query=ArraySpec((num_seqs, heads, 576), dtype),
-        latent_cache=_latents(cache_dtype),
-        kv_lora_rank=512,
-        block_tables=ArraySpec((num_seqs, 64), "int32"),
-        seq_lens=ArraySpec((num_seqs,), "int32"),
-        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
-        spec=AttentionSpec(scale=192**-0.5),
-        max_query_len=1,
-    )
+    query, spec = ArraySpec((num_seqs, heads, 576), dtype), AttentionSpec(scale=192**-0.5)
+    cache = _latents(cache_dtype)
+    return LatentCall(query=query, latent_cache=cache, kv_lora_rank=512, spec=spec, **_batch(num_seqs, 64))
 
 
 def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
     """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
     return ExpertsCall(
         hidden_states=ArraySpec((num_tokens, 2048), dtype),
-        topk_weights=ArraySpec((num_tokens, 8), "float32"),
-        topk_ids=ArraySpec((num_tokens, 8), "int32"),
+        topk_weights=_f32(num_tokens, 8),
+        topk_ids=_i32(num_tokens, 8),
         gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
         down_kernel=ArraySpec((128, 768, 2048), dtype),
     )
 
 
 def _route(num_tokens: int) -> RouteCall[ArraySpec]:
-    return RouteCall(
-        hidden_states=ArraySpec((num_tokens, 2048), "bfloat16"), kernel=ArraySpec((2048, 128), "bfloat16"), top_k=8
-    )
+    return RouteCall(hidden_states=_bf16(num_tokens, 2048), kernel=_bf16(2048, 128), top_k=8)
+
+
+def _decode(
+    *, num_seqs: int = 64, table_tokens: int = 4096, query_len: int = 1, **options: Any
+) -> PagedCall[ArraySpec]:
+    return _paged(num_seqs * query_len, num_seqs, table_tokens, max_query_len=query_len, **options)
 
 
 def _prefill(*, max_query_len: int = _PREFILL_TOKENS, **options: Any) -> PagedCall[ArraySpec]:
@@ -267,6 +255,7 @@ def _paged(
     num_seqs: int,
     table_tokens: int,
     *,
+    max_query_len: int,
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
     heads: tuple[int, int] = (32, 8),
@@ -274,27 +263,30 @@ def _paged(
     spec: AttentionSpec = _SPEC,
     **options: Any,
 ) -> PagedCall[ArraySpec]:
+    query, cache = (
+        ArraySpec((num_tokens, heads[0], head_size), dtype),
+        _cache(cache_dtype or dtype, heads[1], head_size),
+    )
     return PagedCall(
-        query=ArraySpec((num_tokens, heads[0], head_size), dtype),
-        kv_cache=_cache(cache_dtype or dtype, heads[1], head_size),
-        block_tables=ArraySpec((num_seqs, table_tokens // 16), "int32"),
-        seq_lens=ArraySpec((num_seqs,), "int32"),
-        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
-        spec=spec,
-        **options,
+        query=query, kv_cache=cache, spec=spec, **_batch(num_seqs, table_tokens // 16, max_query_len), **options
     )
 
 
 def _dense(
-    spec: AttentionSpec = _SPEC, *, head_size: int = 128, max_query_len: int = _PREFILL_TOKENS, **options: Any
+    spec: AttentionSpec = _SPEC,
+    *,
+    head_size: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    value_size: int | None = None,
+    max_query_len: int = _PREFILL_TOKENS,
+    **options: Any,
 ) -> DenseCall[ArraySpec]:
-    key, starts = ArraySpec((_PREFILL_TOKENS, 8, head_size), "bfloat16"), ArraySpec((2,), "int32")
     return DenseCall(
-        query=ArraySpec((_PREFILL_TOKENS, 32, head_size), "bfloat16"),
-        key=key,
-        value=key,
-        query_start_loc=starts,
-        key_start_loc=starts,
+        query=_bf16(_PREFILL_TOKENS, heads[0], head_size),
+        key=_bf16(_PREFILL_TOKENS, heads[1], head_size),
+        value=_bf16(_PREFILL_TOKENS, heads[1], value_size or head_size),
+        query_start_loc=_i32(2),
+        key_start_loc=_i32(2),
         spec=spec,
         max_query_len=max_query_len,
         **options,
@@ -303,20 +295,10 @@ def _dense(
 
 def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:
     """DeepSeek's plain form: 16 heads of 192 elements, values of 128."""
-    key, starts = ArraySpec((_PREFILL_TOKENS, 16, 192), "bfloat16"), ArraySpec((2,), "int32")
-    return DenseCall(
-        query=key,
-        key=key,
-        value=ArraySpec((_PREFILL_TOKENS, 16, 128), "bfloat16"),
-        query_start_loc=starts,
-        key_start_loc=starts,
-        spec=AttentionSpec(scale=192**-0.5),
-        max_query_len=max_query_len,
-        with_lse=True,
-    )
+    sizes: dict[str, Any] = {"head_size": 192, "heads": (16, 16), "value_size": 128}
+    return _dense(AttentionSpec(scale=192**-0.5), max_query_len=max_query_len, with_lse=True, **sizes)
 
 
 def _backward(call: DenseCall[ArraySpec]) -> DenseBackwardCall[ArraySpec]:
-    lse = ArraySpec(call.query.shape[:2], "float32")
     out = ArraySpec((*call.query.shape[:2], call.value_head_size), call.query.dtype)
-    return backward_of(call, out=out, lse=lse, d_out=out)
+    return backward_of(call, out=out, lse=_f32(*call.query.shape[:2]), d_out=out)
