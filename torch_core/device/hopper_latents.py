@@ -101,19 +101,9 @@ def find_work(
     start = index * SHAPE.CHUNK
     end = gl.minimum(gl.minimum(seq_len, table_tokens), start + SHAPE.CHUNK)
     return Work(
-        item < total,
-        item - total,
-        seq,
-        index,
-        chunks,
-        gl.program_id(0) % ROW_TILES * TILE_ROWS,
-        query_start,
-        query_len,
-        seq_len - query_len,
-        start,
-        end,
-        gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
-    )
+        item < total, item - total, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS, query_start,
+        query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -282,15 +282,10 @@ def _dense(
     **options: Any,
 ) -> DenseCall[ArraySpec]:
     return DenseCall(
-        query=_bf16(_PREFILL_TOKENS, heads[0], head_size),
-        key=_bf16(_PREFILL_TOKENS, heads[1], head_size),
-        value=_bf16(_PREFILL_TOKENS, heads[1], value_size or head_size),
-        query_start_loc=_i32(2),
-        key_start_loc=_i32(2),
-        spec=spec,
-        max_query_len=max_query_len,
-        **options,
-    )
+        query=_bf16(_PREFILL_TOKENS, heads[0], head_size), key=_bf16(_PREFILL_TOKENS, heads[1], head_size),
+        value=_bf16(_PREFILL_TOKENS, heads[1], value_size or head_size), query_start_loc=_i32(2), key_start_loc=_i32(2),
+        spec=spec, max_query_len=max_query_len, **options,
+    )  # fmt: skip
 
 
 def _latent_prompt(max_query_len: int) -> DenseCall[ArraySpec]:

@@ -136,22 +136,9 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         lowest = context - window_left
         end = gl.minimum(end, gl.maximum(last + BLOCK_N - 1 + BLOCK_M, 0) // BLOCK_M)
     return Item(
-        rank < total,
-        rank - total,
-        share - total,
-        kv_head,
-        tile,
-        first_key + position,
-        keys - position,
-        first_query,
-        queries,
-        first_query // BLOCK_M + seq,
-        start,
-        gl.maximum(end, start),
-        first,
-        last,
-        lowest,
-    )
+        rank < total, rank - total, share - total, kv_head, tile, first_key + position, keys - position, first_query,
+        queries, first_query // BLOCK_M + seq, start, gl.maximum(end, start), first, last, lowest,
+    )  # fmt: skip
 
 
 @gluon.jit

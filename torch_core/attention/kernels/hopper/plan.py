@@ -87,16 +87,9 @@ def hopper_launch(
     if tile is None or pack == 0 or (pack > 1 and rest_size) or not _is_served(call, limits, rest_size):
         return None
     return prefill_launch(
-        hopper_prefill_kernel,
-        call,
-        limits,
-        tile,
-        block_n=tile.block_n,
-        pack=pack,
-        kv_heads=tile.kv_heads,
-        min_query=min_query,
-        chunks=chunks,
-    )
+        hopper_prefill_kernel, call, limits, tile, block_n=tile.block_n, pack=pack, kv_heads=tile.kv_heads,
+        min_query=min_query, chunks=chunks,
+    )  # fmt: skip
 
 
 def split_hopper_launches(

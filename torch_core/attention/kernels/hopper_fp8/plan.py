@@ -86,16 +86,9 @@ def hopper_fp8_launch(
     if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
         return None
     return prefill_launch(
-        hopper_fp8_prefill_kernel,
-        call,
-        limits,
-        tile,
-        block_n=BLOCK_N,
-        pack=pack,
-        kv_heads=_KV_HEADS,
-        min_query=min_query,
-        chunks=chunks,
-    )
+        hopper_fp8_prefill_kernel, call, limits, tile, block_n=BLOCK_N, pack=pack, kv_heads=_KV_HEADS,
+        min_query=min_query, chunks=chunks,
+    )  # fmt: skip
 
 
 def split_hopper_fp8_launches(

@@ -86,13 +86,9 @@ def attention_combine_kernel(
     heads = tl.full([1], 0, tl.int32) + head
     tokens = tl.full([1], 0, tl.int32) + token
     inverse, row_lse = finish_rows(
-        tl.full([1], 0.0, tl.float32) + row_max,
-        tl.full([1], 0.0, tl.float32) + row_sum,
-        sinks,
-        heads,
-        heads >= 0,
+        tl.full([1], 0.0, tl.float32) + row_max, tl.full([1], 0.0, tl.float32) + row_sum, sinks, heads, heads >= 0,
         EXACT,
-    )
+    )  # fmt: skip
     output = Output(out, lse, out_factor, v_scale, out_scale)
     LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)

@@ -39,15 +39,10 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
         "NUM_RANGES": 0 if call.mm_prefix_range is None else call.mm_prefix_range.shape[1],
     }
     return make_launch(
-        attention_rows_kernel,
-        call,
-        (head_programs, tiles) if heads_first else (tiles, head_programs),
-        constexprs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.maxnreg,
+        attention_rows_kernel, call, (head_programs, tiles) if heads_first else (tiles, head_programs), constexprs,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.maxnreg,
         hot=is_hot(call) and tile.maxnreg is None,
-    )
+    )  # fmt: skip
 
 
 def _tile(call: AttentionCall[ArraySpec], rows: int, head_padded: int) -> Tile:

@@ -55,9 +55,6 @@ def plan_rotary_write(call: RotaryWriteCall[ArraySpec], limits: DeviceLimits) ->
     writes = ("kv_cache", "out")
     launch = named_launch(rotary_write_kernel, grid, arguments, constexprs, writes=writes, num_stages=1, hot=True)
     return OperationPlan(
-        name=call.name,
-        inputs=tuple(arrays.items()),
-        outputs=(("out", results["out"]),),
-        in_place=("kv_cache",),
+        name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=("kv_cache",),
         launches=(launch,),
-    )
+    )  # fmt: skip

@@ -45,12 +45,7 @@ def plan_latent_write(call: LatentWriteCall[ArraySpec], limits: DeviceLimits) ->
         "NEOX": call.is_neox_style,
     }
     launch = named_launch(
-        write_latent_kernel,
-        (ceil_div(num_tokens, tokens),),
-        arguments,
-        constexprs,
-        writes=call.written,
-        num_stages=1,
+        write_latent_kernel, (ceil_div(num_tokens, tokens),), arguments, constexprs, writes=call.written, num_stages=1,
         hot=True,
-    )
+    )  # fmt: skip
     return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))
