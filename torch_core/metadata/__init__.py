@@ -14,7 +14,6 @@ from torch_core.metadata.cache_groups import build_group_metadata, group_fields,
 from torch_core.metadata.cascade import (
     CascadeCosts,
     PrefixGroups,
-    cascade_pays,
     common_prefix_length,
     prefix_groups,
     prefix_piece_tokens,
@@ -30,16 +29,15 @@ from torch_core.metadata.context_parallel import (
 from torch_core.metadata.encoder import EncoderRow, build_dense_metadata, encoder_layout
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
-from torch_core.metadata.slots import compute_positions
 from torch_core.metadata.tables import BlockTableCache
 
 __all__ = [
     "BatchSplit", "BlockTableCache", "Buckets", "CascadeCosts", "CommonAttentionMetadata", "EncoderMetadata",
     "EncoderRow", "FieldLayout", "PackedLayout", "PrefixGroups", "SequenceRow", "SequenceRowLike",
-    "build_common_metadata", "build_dense_metadata", "build_group_metadata", "cascade_pays", "check_metadata",
-    "common_prefix_length", "compute_positions", "encoder_layout", "get_dcp_local_seq_lens", "get_dcp_local_slots",
-    "group_fields", "group_layout", "make_dcp_common_attn_metadata",
-    "make_kv_sharing_fast_prefill_common_attn_metadata", "make_local_attention_virtual_batches", "metadata_layout",
-    "prefix_groups", "prefix_piece_tokens", "reorder_batch_to_split_decodes_and_prefills", "split_decodes_and_prefills",
-    "split_prefill_chunks", "use_cascade_attention",
+    "build_common_metadata", "build_dense_metadata", "build_group_metadata", "check_metadata", "common_prefix_length",
+    "encoder_layout", "get_dcp_local_seq_lens", "get_dcp_local_slots", "group_fields", "group_layout",
+    "make_dcp_common_attn_metadata", "make_kv_sharing_fast_prefill_common_attn_metadata",
+    "make_local_attention_virtual_batches", "metadata_layout", "prefix_groups", "prefix_piece_tokens",
+    "reorder_batch_to_split_decodes_and_prefills", "split_decodes_and_prefills", "split_prefill_chunks",
+    "use_cascade_attention",
 ]  # fmt: skip

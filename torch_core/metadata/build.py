@@ -80,15 +80,8 @@ def build_common_metadata(
         [20, 21, 22, 23, 8, 9, 39, -1]
     """
     num_reqs = len(rows)
-    _check_ints(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        num_seqs=num_seqs,
-        num_tokens=num_tokens,
-        max_blocks=max_blocks,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-    )
+    _check_ints(block_size=block_size, num_blocks=num_blocks, num_seqs=num_seqs, num_tokens=num_tokens)
+    _check_ints(max_blocks=max_blocks, max_query_len=max_query_len, max_seq_len=max_seq_len)
     _check_pool(block_size, num_blocks)
     columns = RowColumns(rows)
     computed, new, totals, num_new, longest_query, longest, uniform = lengths_of(columns)
@@ -115,16 +108,15 @@ def build_common_metadata(
     if num_seqs > num_reqs:
         query_start_loc[num_reqs + 1 :] = num_new
         seq_lens[num_reqs:] = 0
-        tables[num_reqs:] = 0
     write_checked_tables(
-        columns,
-        tables[:num_reqs],
+        columns.tables(cache_group),
+        tables,
         totals,
         new,
         block_size=block_size,
         num_blocks=num_blocks,
+        seq_ids=columns.seq_ids,
         window_left=window_left,
-        cache_group=cache_group,
         table_cache=table_cache,
     )
 
@@ -203,9 +195,8 @@ def _table_width(
         index = int(np.argmax(live > max_blocks))
         raise RequestTooLong(
             f"seq_lens[{index}]",
-            f"is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has "
-            f"{max_blocks} columns (max_blocks) for {row_name(index, columns.seq_ids())}. Widen "
-            "the table or end the sequence",
+            f"is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has {max_blocks} columns "
+            f"(max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the sequence",
         )
     return max_blocks
 

@@ -80,16 +80,15 @@ def build_group_metadata(
     columns, num_reqs = RowColumns(rows), first.num_reqs
     tables, slots = (first.layout[name].of(first.packed) for name in group_fields(cache_group))
     totals, new, num_new = first.seq_lens[:num_reqs], first.query_lens[:num_reqs], first.num_actual_tokens
-    tables[num_reqs:] = 0
     write_checked_tables(
-        columns,
-        tables[:num_reqs],
+        columns.tables(cache_group),
+        tables,
         totals,
         new,
         block_size=first.block_size,
         num_blocks=first.num_blocks,
+        seq_ids=columns.seq_ids,
         window_left=window_left,
-        cache_group=cache_group,
         table_cache=table_cache,
     )
     write_slots(slots, first.query_start_loc[: num_reqs + 1], totals - new, tables, block_size=first.block_size)

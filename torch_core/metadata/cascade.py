@@ -138,7 +138,7 @@ def use_cascade_attention(
     if common_prefix_len < _MIN_PREFIX_TOKENS or len(query_lens) < _MIN_REQS or num_sms < 1:
         return False
     queries = int(np.sum(query_lens))
-    return cascade_pays(
+    return _pays(
         len(query_lens) * common_prefix_len,
         common_prefix_len,
         queries,
@@ -150,35 +150,6 @@ def use_cascade_attention(
         num_sms=num_sms,
         costs=costs or CascadeCosts(),
     )
-
-
-def cascade_pays(
-    plain_tokens: int,
-    cascade_tokens: int,
-    num_queries: int,
-    num_pairs: int,
-    *,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    bytes_per_element: float,
-    num_sms: int,
-    costs: CascadeCosts,
-) -> bool:
-    """Returns whether reading prefixes once and merging should be faster than the plain way.
-
-    Args:
-        plain_tokens: number of prefix tokens that the plain way reads, once per sequence.
-        cascade_tokens: number of prefix tokens that cascade reads, once per piece.
-        num_queries: number of queries with merged results.
-        num_pairs: number of pairs of a query and a token of its prefix.
-        num_query_heads, num_kv_heads, head_size, bytes_per_element, num_sms, costs: as `use_cascade_attention`.
-    """
-    token_us = 2 * num_kv_heads * head_size * bytes_per_element / costs.bytes_per_us
-    flops = 4 * num_pairs * num_query_heads * head_size
-    once = max(flops / (costs.flops_per_us_per_sm * num_sms), cascade_tokens * token_us)
-    merge = num_queries * num_query_heads * head_size * _OUTPUT_BYTES / costs.merge_bytes_per_us
-    return once + merge + costs.overhead_us <= costs.margin * plain_tokens * token_us
 
 
 class PrefixGroups(NamedTuple):
@@ -198,7 +169,7 @@ class PrefixGroups(NamedTuple):
     ) -> bool:
         """Returns whether attending each prefix once should be faster; see `use_cascade_attention`."""
         read_once = int(self.prefix_lens[self.piece_starts[:-1]].sum())
-        return cascade_pays(
+        return _pays(
             int(self.prefix_lens.sum()),
             read_once,
             len(self.prefix_lens),
@@ -262,3 +233,28 @@ def _grouped(shared: list[int]) -> list[tuple[int, int, int]]:
             groups += [(first, index, 0)] if index > first else []
             first, blocks = index, common
     return [*groups, (first, len(shared) + 1, blocks)]
+
+
+def _pays(
+    plain_tokens: int,
+    cascade_tokens: int,
+    num_queries: int,
+    num_pairs: int,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    bytes_per_element: float,
+    num_sms: int,
+    costs: CascadeCosts,
+) -> bool:
+    """Returns whether reading prefixes once and merging should be faster than the plain way.
+
+    The plain way reads `plain_tokens` of prefixes, once per sequence; cascade reads `cascade_tokens`, once per piece,
+    for `num_pairs` of a query and a token of its prefix, and merges the results of `num_queries`.
+    """
+    token_us = 2 * num_kv_heads * head_size * bytes_per_element / costs.bytes_per_us
+    flops = 4 * num_pairs * num_query_heads * head_size
+    once = max(flops / (costs.flops_per_us_per_sm * num_sms), cascade_tokens * token_us)
+    merge = num_queries * num_query_heads * head_size * _OUTPUT_BYTES / costs.merge_bytes_per_us
+    return once + merge + costs.overhead_us <= costs.margin * plain_tokens * token_us

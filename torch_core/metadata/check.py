@@ -85,16 +85,15 @@ def check_query_start_loc(
     if (index := first_true(steps[:reqs] == 0)) is not None:
         raise InvalidInput(
             f"query_start_loc[{index + 1}]",
-            f"equals query_start_loc[{index}] ({query_start_loc[index]}): "
-            f"{row_name(index, seq_ids)} has no query. Leave it out of the step, or make it a "
-            "padding row",
+            f"equals query_start_loc[{index}] ({query_start_loc[index]}): {row_name(index, seq_ids)} has no query. "
+            "Leave it out of the step, or make it a padding row",
         )
     if (padding := first_true(steps[reqs:] != 0)) is not None:
         index = reqs + padding
         raise InvalidInput(
             f"query_start_loc[{index + 1}]",
-            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row {index} is "
-            f"padding (num_reqs is {reqs})",
+            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row {index} is padding "
+            f"(num_reqs is {reqs})",
             "padding rows repeat the last sum",
         )
     if query_start_loc[-1] != num_tokens:
@@ -145,8 +144,8 @@ def check_block_tables(
     if (row := first_true(live > width)) is not None:
         raise InvalidInput(
             f"seq_lens[{row}]",
-            f"is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has "
-            f"{width} columns ({row_name(row, seq_ids())})",
+            f"is {seq_lens[row]} ({live[row]} blocks of {block_size}) but block_tables has {width} columns "
+            f"({row_name(row, seq_ids())})",
         )
     # Seen as unsigned, a negative id is larger than any pool.
     in_pool = tails_are_zero and block_tables.view(np.uint32).max(initial=0) < num_blocks
@@ -163,8 +162,9 @@ def check_block_tables(
             f"blocks, 0 is the null block). {row_name(row, seq_ids(), capital=True)} has {seq_lens[row]} tokens and "
             f"needs {live[row]} blocks.{tail}"
         )
-    first_read = _first_read_block(seq_lens - query_lens, window_left, block_size)
-    used &= columns >= first_read[:, None]
+    if window_left is not None:
+        # The first query of each row reads from this block on.
+        used &= columns >= (np.maximum(seq_lens - query_lens - window_left, 0) // block_size)[:, None]
     if (null := used & (block_tables == 0)).any():
         row, column = np.argwhere(null)[0].tolist()
         first, last = column * block_size, min((column + 1) * block_size, int(seq_lens[row])) - 1
@@ -202,14 +202,13 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
     tokens, block_size = metadata.num_actual_tokens, metadata.block_size
     slots = metadata.slot_mapping[:tokens]
     limit = metadata.num_blocks * block_size
-    if (
-        token := first_true((slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size)))
-    ) is not None:
+    outside = (slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size))
+    if (token := first_true(outside)) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}]",
             value=slots[token],
-            wanted=f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, "
-            f"block 0 is never written) or {PAD_SLOT_ID} for none",
+            wanted=f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, block 0 is "
+            f"never written) or {PAD_SLOT_ID} for none",
         )
     if (padding := first_true(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)) is not None:
         token = tokens + padding
@@ -232,9 +231,8 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
     if (token := first_true((slots != expected) & (slots != PAD_SLOT_ID))) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}]",
-            f"is {slots[token]}, but position {expected_position[token]} of "
-            f"{row_name(int(row[token]), seq_ids)} lies in slot {expected[token]} (block "
-            f"{block[token]})",
+            f"is {slots[token]}, but position {expected_position[token]} of {row_name(int(row[token]), seq_ids)} lies "
+            f"in slot {expected[token]} (block {block[token]})",
         )
 
 
@@ -248,11 +246,6 @@ def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:
     name = seq_ids[index] if seq_ids is not None else None
     word = "Sequence" if capital else "sequence"
     return f"{word} {index}" if name is None else f"{word} {name!r}"
-
-
-def _first_read_block(computed: np.ndarray, window_left: int | None, block_size: int) -> np.ndarray:
-    """Returns int[S]: the first block that the first query of each row sees through the window."""
-    return np.zeros_like(computed) if window_left is None else np.maximum(computed - window_left, 0) // block_size
 
 
 def _check_arrays(metadata: CommonAttentionMetadata) -> None:
@@ -272,8 +265,8 @@ def _check_arrays(metadata: CommonAttentionMetadata) -> None:
     if metadata.num_reqs > metadata.num_seqs or metadata.num_actual_tokens > metadata.num_tokens:
         raise InvalidInput(
             "num_reqs",
-            f"is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is "
-            f"{metadata.num_actual_tokens} of {metadata.num_tokens} tokens",
+            f"is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is {metadata.num_actual_tokens} "
+            f"of {metadata.num_tokens} tokens",
             "the arrays must hold them all",
         )
 
@@ -308,8 +301,8 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
             token = int(np.flatnonzero(written)[index])
             raise InvalidInput(
                 f"slot_mapping[{token}]",
-                f"is {slots[token]} in block {blocks[index]}, which has {counts[index]} holders "
-                f"({row_name(int(row[token]), seq_ids)} writes it)",
+                f"is {slots[token]} in block {blocks[index]}, which has {counts[index]} holders ("
+                f"{row_name(int(row[token]), seq_ids)} writes it)",
                 "copy the block first",
             )
     owner = np.full(metadata.num_blocks, -1)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.base.specs import PAD_SLOT_ID
-from torch_core.metadata.check import check_block_tables, check_written_blocks, first_true, row_name
+from torch_core.metadata.check import check_written_blocks, first_true, row_name
 from torch_core.metadata.common import CommonAttentionMetadata, EncoderMetadata
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.slots import compute_positions, write_slots
-from torch_core.metadata.tables import write_tables
+from torch_core.metadata.tables import write_checked_tables
 
 
 def build_dense_metadata(
@@ -114,19 +115,23 @@ def build_encoder_metadata(
         raise InvalidInput("encoder_rows", f"has {len(rows)} entries", f"the step has {len(seq_ids)} rows")
     totals = np.array([row.num_tokens for row in rows], np.int64)
     new = np.array([row.num_new_tokens for row in rows], np.int64)
-    _check_lengths(totals, new, seq_ids)
-    seq_lens = layout["encoder_seq_lens"].of(buffer)
-    tables = layout["cross_block_tables"].of(buffer)
-    slots = layout["cross_slot_mapping"].of(buffer)
+    if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
+        raise InvalidInput(
+            f"encoder_rows[{index}]",
+            f"has num_tokens {totals[index]} and num_new_tokens {new[index]} for {row_name(index, seq_ids)}",
+            "the first must be at least 1 and the second from 0 to the first",
+        )
+    seq_lens, slots, tables = (
+        layout[name].of(buffer) for name in ("encoder_seq_lens", "cross_slot_mapping", "cross_block_tables")
+    )
     live = -(-totals // block_size)
-    count = len(rows)
     num_new = int(new.sum())
     if live.max(initial=0) > tables.shape[1]:
         index = int(np.argmax(live))
         raise RequestTooLong(
             f"encoder_seq_lens[{index}]",
-            f"is {totals[index]} ({live[index]} blocks of {block_size}) but cross_block_tables "
-            f"has {tables.shape[1]} columns for {row_name(index, seq_ids)}",
+            f"is {totals[index]} ({live[index]} blocks of {block_size}) but cross_block_tables has {tables.shape[1]} "
+            f"columns for {row_name(index, seq_ids)}",
         )
     if num_new > slots.shape[0]:
         raise RequestTooLong(
@@ -134,24 +139,12 @@ def build_encoder_metadata(
             "larger bucket."
         )
 
-    seq_lens[:count] = totals
-    seq_lens[count:] = 0
-    write_tables(
-        [row.block_ids for row in rows], tables[:count], live, totals, block_size=block_size, seq_ids=lambda: seq_ids
-    )
-    tables[count:] = 0
-    check_block_tables(
-        tables[:count],
-        totals,
-        new,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        seq_ids=lambda: seq_ids,
-        tails_are_zero=True,
-    )
-    starts = np.concatenate([[0], np.cumsum(new)])
-    write_slots(slots, starts, totals - new, tables, block_size=block_size)
-    check_written_blocks(slots[:num_new], new, block_size=block_size, seq_ids=lambda: seq_ids)
+    seq_lens[: len(rows)] = totals
+    seq_lens[len(rows) :] = 0
+    names: dict[str, Any] = {"block_size": block_size, "seq_ids": lambda: seq_ids}
+    write_checked_tables([row.block_ids for row in rows], tables, totals, new, num_blocks=num_blocks, **names)
+    write_slots(slots, np.cumsum([0, *new]), totals - new, tables, block_size=block_size)
+    check_written_blocks(slots[:num_new], new, **names)
     for view in (seq_lens, tables, slots):
         view.setflags(write=False)
     return EncoderMetadata(
@@ -161,12 +154,3 @@ def build_encoder_metadata(
         num_encoder_tokens=num_new,
         max_encoder_seq_len=int(totals.max(initial=0)),
     )
-
-
-def _check_lengths(totals: np.ndarray, new: np.ndarray, seq_ids: Sequence[str | None]) -> None:
-    if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
-        raise InvalidInput(
-            f"encoder_rows[{index}]",
-            f"has num_tokens {totals[index]} and num_new_tokens {new[index]} for {row_name(index, seq_ids)}",
-            "the first must be at least 1 and the second from 0 to the first",
-        )

@@ -91,11 +91,7 @@ class RowColumns:
         return self._columns["seq_id"]
 
     def tables(self, cache_group: int | None) -> Sequence[Sequence[int]]:
-        """Returns the block table of each row, of one cache group when it is given.
-
-        Raises:
-            InvalidInput: the group does not exist in the rows.
-        """
+        """Returns the block table of each row, of one cache group when it is given and exists."""
         if cache_group is None:
             return self["block_ids"]
         try:
@@ -131,11 +127,7 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(rows: RowColumns) -> Lengths:
-    """Reads and checks the lengths of the rows.
-
-    Raises:
-        InvalidInput: a number is not an int, negative, beyond an int32, or 0 if it must not be.
-    """
+    """Reads the lengths of the rows; raises InvalidInput for anything but ints in the range of an int32."""
     added = rows["num_new_tokens"]
     computed, most_computed = _ints("num_computed_tokens", rows, smallest=0)
     if _are_alike(added):

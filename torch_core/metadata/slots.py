@@ -10,16 +10,7 @@ from torch_core.base.specs import PAD_SLOT_ID
 
 
 def compute_positions(query_start_loc: np.ndarray, num_computed_tokens: np.ndarray) -> np.ndarray:
-    """Returns int32[T]: the position in its sequence of each new token.
-
-    Args:
-        query_start_loc: int32[S + 1], cumulative sum of the query lengths.
-        num_computed_tokens: int32[S], tokens before the step.
-
-    Example:
-        >>> compute_positions(np.array([0, 2, 3], np.int32), np.array([5, 9], np.int32)).tolist()
-        [5, 6, 9]
-    """
+    """Returns int32[T], the position of each new token, of int32[S + 1] and the tokens before the step, int32[S]."""
     shift = num_computed_tokens - query_start_loc[:-1]
     positions = np.arange(query_start_loc[-1], dtype=np.int32)
     positions += np.repeat(shift, np.diff(query_start_loc)).astype(np.int32, copy=False)

@@ -12,7 +12,6 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata.check import SeqIds, check_block_tables, row_name
-from torch_core.metadata.rows import RowColumns
 
 _NEVER_SEEN = object()
 
@@ -114,50 +113,31 @@ class BlockTableCache:
 
 
 def write_checked_tables(
-    columns: RowColumns,
+    tables: Sequence[Any],
     out: np.ndarray,
     totals: np.ndarray,
     new: np.ndarray,
     *,
     block_size: int,
     num_blocks: int,
-    window_left: int | None,
-    cache_group: int | None,
-    table_cache: BlockTableCache | None,
+    seq_ids: Callable[[], Sequence[str | None]],
+    window_left: int | None = None,
+    table_cache: BlockTableCache | None = None,
 ) -> None:
-    """Writes the tables of one cache group to the rows of `out`, and checks every id that the step follows.
+    """Writes the tables to the first rows of `out`, int32 and wide enough, and zeros to the others; checks the ids.
 
-    Args:
-        columns: the rows of the step.
-        out: int32[rows, columns], wide enough.
-        totals: int32[rows], tokens of each row after the step.
-        new: int32[rows], those of the step.
-        block_size, num_blocks, window_left, cache_group, table_cache: as in `build_common_metadata`.
-
-    Raises:
-        InvalidInput: a table is too short, or holds an id that the step must not follow.
+    `totals` and `new`, int[rows], are the tokens of each row after the step and of the step; the other arguments are
+    those of `build_common_metadata`. Raises InvalidInput for a table that is too short, or has an id that the step must
+    not follow.
     """
-    converted = write_tables(
-        columns.tables(cache_group),
-        out,
-        -(-totals // block_size),
-        totals,
-        block_size=block_size,
-        seq_ids=columns.seq_ids,
-        table_cache=table_cache,
-    )
+    out[len(tables) :] = 0
+    out = out[: len(tables)]
+    sizes: dict[str, Any] = {"block_size": block_size, "seq_ids": seq_ids}
+    converted = write_tables(tables, out, -(-totals // block_size), totals, **sizes, table_cache=table_cache)
     # Ids that the cache has seen were checked before, and need no search in each table.
     if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
-        check_block_tables(
-            out,
-            totals,
-            new,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            window_left=window_left,
-            seq_ids=columns.seq_ids,
-            tails_are_zero=True,
-        )
+        limits: dict[str, Any] = {"num_blocks": num_blocks, "window_left": window_left}
+        check_block_tables(out, totals, new, **sizes, **limits, tails_are_zero=True)
 
 
 def write_tables(

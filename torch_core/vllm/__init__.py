@@ -47,7 +47,7 @@ from torch_core.vllm.mla_impl import TorchMLAImpl, TritonMLAImpl
 from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
-from torch_core.vllm.ranks import DistributedGroup, PromptShare, merge_over_group, prompt_share
+from torch_core.vllm.ranks import DistributedGroup, PromptShare
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -79,6 +79,6 @@ __all__ = [
     "TritonMLAMetadataBuilder", "WorkspaceManager", "compute_num_kv_splits", "compute_slot_mapping",
     "compute_slot_mapping_start_idx", "get_backend", "get_mla_dims", "get_num_prefill_decode_query_kv_tokens",
     "get_seq_len_block_table_args", "is_all_cross_attn_metadata_set", "is_all_encoder_attn_metadata_set",
-    "is_block_tables_empty", "is_quantized_kv_cache", "is_valid_kv_cache_layout", "merge_over_group", "prompt_share",
-    "select_backend", "subclass_attention_backend", "subclass_attention_backend_with_overrides", "upload",
+    "is_block_tables_empty", "is_quantized_kv_cache", "is_valid_kv_cache_layout", "select_backend",
+    "subclass_attention_backend", "subclass_attention_backend_with_overrides", "upload",
 ]  # fmt: skip

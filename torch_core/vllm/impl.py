@@ -14,12 +14,9 @@ from torch_core.vllm.types import ContextParallel, QuantKey
 
 
 def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
-    """Returns [rows, num_heads, size], a view of that or of flat rows.
+    """Returns [rows, num_heads, size], a view of that or of flat rows, or raises InvalidInput.
 
     A `view` by the number of elements would take other heads of as many elements, too.
-
-    Raises:
-        InvalidInput: neither; it names the tensor.
     """
     shape = tuple(tensor.shape)
     if shape[1:] == (num_heads, size):
@@ -30,11 +27,7 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
 
 
 def check_metadata(metadata: object, wanted: type, impl: object) -> None:
-    """Refuses metadata of another kind of layer.
-
-    Raises:
-        InvalidInput: it is no `wanted`.
-    """
+    """Raises InvalidInput for metadata of another kind of layer."""
     if not isinstance(metadata, wanted):
         raise InvalidInput(
             f"attn_metadata is a {type(metadata).__name__}; {type(impl).__name__} reads {wanted.__name__}. Build it "

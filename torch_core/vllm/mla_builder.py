@@ -63,6 +63,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         self.dcp_world_size = vllm_config.context_parallel.dcp_world_size
         self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._reserve_attn_logits_workspace()
 
     def build(
         self,
@@ -130,6 +131,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
             metadata.decode.seq_lens.zero_()
         return metadata
 
+    def _reserve_attn_logits_workspace(self) -> None:
+        """Reserves scratch memory where kernels need some; nothing by default."""
+
     def _decode(self, on_device: Mapping[str, Tensor], rows: int) -> MLACommonDecodeMetadata:
         return MLACommonDecodeMetadata(
             block_table=on_device["block_tables"][:rows],
@@ -167,10 +171,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
             rows = np.repeat(np.arange(len(lens)), counts)
             positions = start + np.arange(starts[-1]) - starts[rows]
             slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-            on_device = [torch.from_numpy(array).to(self.device, non_blocking=True) for array in (slots, starts)]
-            chunks.append(
-                MLAContextChunk(slots=on_device[0], key_start_loc=on_device[1], max_key_len=int(counts.max()))
-            )
+            slots, starts = (torch.from_numpy(array).to(self.device, non_blocking=True) for array in (slots, starts))
+            chunks.append(MLAContextChunk(slots=slots, key_start_loc=starts, max_key_len=int(counts.max())))
         return tuple(chunks)
 
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
@@ -199,21 +201,8 @@ class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(
-        self,
-        kv_cache_spec: LatentCacheSpec,
-        layer_names: Sequence[str],
-        vllm_config: BuilderConfig,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._reserve_attn_logits_workspace()
-
     def _reserve_attn_logits_workspace(self) -> None:
-        """Makes room for the partial results of every batch of decodes up to the configuration's `max_num_seqs`.
-
-        So that a workspace that is locked afterwards never has to grow. Nothing happens without a workspace.
-        """
+        """Reserves the partial results of batches up to `max_num_seqs`, so that a locked workspace never grows."""
         config = self.vllm_config
         workspace, most = config.workspace, config.max_num_seqs
         if workspace is None:

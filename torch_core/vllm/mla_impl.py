@@ -54,13 +54,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         indexer: object | None = None, workspace: WorkspaceManager | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:  # fmt: skip
-        refused = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "indexer": indexer,
-        }
-        for name, value in refused.items():
+        options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        for name, value in {**options, "indexer": indexer}.items():
             if value is not None:
                 raise Unsupported(name, value=value, wanted="latent attention is served without it: pass None")
         if AttentionType(attn_type) is not AttentionType.DECODER:
@@ -97,8 +92,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                 "served by latent attention: use 1."
             )
         self.spec = AttentionSpec(scale=self.scale)
-        self._to_latent: Tensor | None = None
-        self._to_value: Tensor | None = None
+        self._absorbed: tuple[Tensor, Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Splits the expansion of latents into the part that decode absorbs into the query, and the part for the
@@ -116,7 +110,7 @@ class TritonMLAImpl(MLAAttentionImpl):
             raise InvalidInput("kv_b_proj.weight", f"has shape {tuple(weight.shape)}", f"it must be {expected}")
         by_head = weight.detach().to(act_dtype).view(self.num_heads, sum(sizes), self.kv_lora_rank)
         to_latent, to_value = by_head.split(sizes, dim=1)
-        self._to_latent, self._to_value = to_latent.contiguous(), to_value.transpose(1, 2).contiguous()
+        self._absorbed = to_latent.contiguous(), to_value.transpose(1, 2).contiguous()
 
     def forward(
         self, layer: AttentionLayer, hidden_states_or_cq: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor,
@@ -175,7 +169,11 @@ class TritonMLAImpl(MLAAttentionImpl):
             out[end:].zero_()
         if metadata.decode is not None:
             q_nope, q_pe = query[:first].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-            to_latent, to_value = self._absorbed()
+            if self._absorbed is None:
+                raise InvalidInput(
+                    "the weights were not processed; call process_weights_after_loading once they are loaded."
+                )
+            to_latent, to_value = self._absorbed
             latent, _ = self.forward_mqa((_by_head(q_nope, to_latent), q_pe), cache, metadata, layer)
             out[:first] = _by_head(latent, to_value)
         return output
@@ -308,13 +306,6 @@ class TritonMLAImpl(MLAAttentionImpl):
         sizes = (self.qk_nope_head_dim, self.v_head_dim)
         k_nope, value = expanded.view(-1, self.num_heads, sum(sizes)).split(sizes, dim=-1)
         return torch.cat([k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)], dim=-1), value
-
-    def _absorbed(self) -> tuple[Tensor, Tensor]:
-        if self._to_latent is None or self._to_value is None:
-            raise InvalidInput(
-                "the weights were not processed; call process_weights_after_loading once they are loaded."
-            )
-        return self._to_latent, self._to_value
 
     def _checked_cache(self, kv_cache: Tensor, metadata: MLACommonMetadata) -> Tensor:
         if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.row_size):

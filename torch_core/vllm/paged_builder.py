@@ -12,11 +12,7 @@ from torch import Tensor
 
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
-from torch_core.metadata import (
-    CommonAttentionMetadata,
-    prefix_piece_tokens,
-    use_cascade_attention,
-)
+from torch_core.metadata import CommonAttentionMetadata, prefix_piece_tokens, use_cascade_attention
 from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
@@ -84,8 +80,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         is_decode = common.query_lens[: common.num_reqs] == 1
         num_decodes = int(np.count_nonzero(is_decode))
         parallel = self.vllm_config.context_parallel
-        local_seq_lens, slots, block_size = None, on_device["slot_mapping"], self.kv_cache_spec.block_size
-        share = None
+        local_seq_lens, slots, share = None, on_device["slot_mapping"], None
         if parallel.total_cp_world_size > 1:
             local_seq_lens, slots = self._ranks.of(on_device)
         if parallel.pcp_world_size > 1 and common.max_query_len > 1:
@@ -100,7 +95,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             seq_lens=on_device["seq_lens"],
             block_table=on_device["block_tables"],
             slot_mapping=slots,
-            block_size=block_size if self.vllm_config.attn_type in _CACHED else common.block_size,
+            block_size=self.kv_cache_spec.block_size if self.vllm_config.attn_type in _CACHED else common.block_size,
             cache_group=common.cache_group,
             causal=common.causal and self.vllm_config.attn_type is AttentionType.DECODER,
             num_decodes=num_decodes,

@@ -56,25 +56,13 @@ class PagedLayer(AttentionImpl):
     min_head_size: ClassVar[int] = 1
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: AttentionType | str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        attention_chunk: int | None = None,
-        use_alibi_sqrt: bool = False,
-        context_parallel: ContextParallel | None = None,
-        cache_group: int = 0,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: AttentionType | str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, *,
+        device: torch.device | str = "cpu", attention_chunk: int | None = None, use_alibi_sqrt: bool = False,
+        context_parallel: ContextParallel | None = None, cache_group: int = 0,
+    ) -> None:  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

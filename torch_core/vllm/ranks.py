@@ -44,15 +44,8 @@ def merge_over_group(
 ) -> tuple[Tensor, Tensor]:
     """Merges attention to each rank's keys by one all-to-all, which sends a head's parts to the rank that has it.
 
-    Args:
-        out: [num_tokens, world_size * num_heads, head_size], of this rank's keys.
-        lse: float32 [num_tokens, world_size * num_heads].
-        group: the ranks.
-        world_size: number of ranks.
-        sinks: [num_heads], of this rank's heads.
-
-    Returns:
-        The output and lse of this rank's heads, float32.
+    `out` is [num_tokens, world_size * num_heads, head_size], of this rank's keys, `lse` float32 without the last axis,
+    and `sinks` [num_heads], of this rank's heads; so are the merged output and lse, in float32.
     """
     parts = [x.unflatten(1, (world_size, -1)).movedim(1, 0).contiguous() for x in (out, lse)]
     size = out.shape[-1] * out.element_size()
@@ -88,11 +81,7 @@ class RankArrays:
         return kept
 
     def keep(self, arrays: Mapping[str, Tensor] | None) -> None:
-        """Keeps the memory of the arrays that are derived from these, for a captured step.
-
-        Raises:
-            InvalidInput: the arrays are missing, so they could not be filled before a replay.
-        """
+        """Keeps the memory of the arrays that are derived from these, for a captured step; they must be given."""
         if arrays is None:
             raise InvalidInput(
                 f"arrays is None; over {self._place.total_cp_world_size} ranks a captured step reads lengths and slots "

@@ -48,14 +48,9 @@ def triton_reshape_and_cache_flash(
 
 
 def triton_reshape_and_cache_flash_diffkv(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Scale,
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Scale,
     v_scale: Scale,
-) -> None:
+) -> None:  # fmt: skip
     """The counterpart of `triton_reshape_and_cache_flash` for a cache whose last axis holds a key and then a value.
 
     Args:
