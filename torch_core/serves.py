@@ -6,6 +6,9 @@ from torch_core import attention, cache_writes, experts, latent
 from torch_core.launch.op import Served, registered_ops
 from torch_core.launch.serves import IMPLEMENTATIONS
 
+#: The rooms that have ops.
+ROOMS = (attention, latent, cache_writes, experts)
+
 
 def serves_table() -> str:
     """Returns the table in Markdown."""
@@ -17,7 +20,7 @@ def serves_table() -> str:
 def _rows() -> tuple[Served, ...]:
     """Returns one row for each feature, room by room."""
     found: dict[str, Served] = {}
-    for room in (attention, latent, cache_writes, experts):
+    for room in ROOMS:
         for op in registered_ops():
             if op.call.__module__.startswith(f"{room.__name__}."):
                 found |= {row.feature: row for row in op.serves if row.feature not in found}

@@ -34,14 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},
-    "torch_core.variants": {
-        "torch_core.launch",
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.experts",
-        "torch_core.all_reduce",
-    },
+    "torch_core.variants": {"torch_core.launch", "torch_core.serves", "torch_core.all_reduce"},
     "torch_core.serves": {
         "torch_core.launch",
         "torch_core.attention",
