@@ -237,9 +237,9 @@ def dense_attention(
 def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
     """Returns the packed call of a padded batch without arrays; the choice of an implementation reads shapes only."""
     (batch, length), key_length = query.shape[:2], key.shape[1]
-    packed = (jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in (query, key, value))
-    starts = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
-    return dense_call(*packed, starts, max_query_len=length, max_key_len=key_length, **options)
+    packed: Any = (jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype) for x in (query, key, value))
+    starts: Any = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
+    return dense_call(*packed, query_start_loc=starts, max_query_len=length, max_key_len=key_length, **options)
 
 
 def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:

@@ -191,6 +191,8 @@ class PagedAttention(nnx.Module):
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        # What a call brings counts before the module's own options.
+        further: dict[str, Any] = {**self.options, **options}
         output = ops.paged_attention(
             query,
             kv_cache,
@@ -200,7 +202,7 @@ class PagedAttention(nnx.Module):
             kv_chunk_size=self.kv_chunk_size,
             k_scale=k_scale,
             v_scale=v_scale,
-            **{**self.options, **options},
+            **further,
         )
         return output, kv_cache
 

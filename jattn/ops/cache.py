@@ -7,10 +7,11 @@ from typing import Any, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.arguments import documented
 from jattn.ops.quantise import quantised
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
-from torch_core.attention.call import cache_fields
+from torch_core.attention.checks import cache_fields
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE, SMALLEST_SCALE
 from torch_core.cache_writes.call import CopyCall, WriteCall
@@ -26,6 +27,7 @@ class CacheScales(TypedDict, total=False):
     v_scale: float | jax.Array | None
 
 
+@documented(WriteCall)
 def write_kv_cache(
     key: jax.Array,
     value: jax.Array,
@@ -40,16 +42,6 @@ def write_kv_cache(
 
     In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot.
-
-    Args:
-        key: float[num_tokens, num_kv_heads, head_size].
-        value: like key; its head size may differ for a pair of caches.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], or a pair of a key cache and a value cache
-            without the second axis; consumed.
-        slot_mapping: int32[num_tokens] or fewer, `block * block_size + offset`; -1 writes nothing, and neither do
-            tokens after the last slot.
-        k_scale, v_scale: stored value = real value / scale, saturating, for an fp8 cache.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The cache with the new tokens in it; a pair for a pair.
@@ -76,6 +68,7 @@ def write_kv_cache(
     return _written(run(call, implementation))
 
 
+@documented(WriteCall)
 def write_kv_cache_per_token_head(
     key: jax.Array,
     value: jax.Array,
@@ -90,15 +83,6 @@ def write_kv_cache_per_token_head(
 
     The scale of a row is `max(max(abs(row)) / largest, 1e-6)` with 127 for int8, 448 for e4m3 and 57344 for e5m2, as in
     vLLM's `triton_reshape_and_cache_flash_per_token_head_quant`. In place if the caller donated all three caches.
-
-    Args:
-        key: float[num_tokens, num_kv_heads, head_size].
-        value: like key.
-        kv_cache: as in `write_kv_cache`, int8 or fp8; consumed.
-        k_scale_cache: float32[num_blocks, block_size, num_kv_heads]; consumed.
-        v_scale_cache: like k_scale_cache.
-        slot_mapping: as in `write_kv_cache`.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         kv_cache, k_scale_cache and v_scale_cache with the new tokens in them.

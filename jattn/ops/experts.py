@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.arguments import documented
 from jattn.ops.routed import ExpertKernels, chosen_experts, routed_experts
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
@@ -16,6 +17,7 @@ _CHOICE = (
 )  # fmt: skip
 
 
+@documented(ExpertsCall)
 def fused_experts(
     hidden_states: jax.Array,
     topk_weights: jax.Array,
@@ -36,16 +38,7 @@ def fused_experts(
     read. Differentiable with implementation None or "xla", by jnp.
 
     Args:
-        hidden_states: float[num_tokens, hidden_size].
-        topk_weights: float[num_tokens, top_k], taken as float32.
-        topk_ids: int32[num_tokens, top_k]. An id outside the experts adds nothing: another device's, or padding.
-        gate_up_kernel: float[num_experts, hidden_size, 2 * intermediate_size], the columns gate and then up.
-        down_kernel: float[num_experts, intermediate_size, hidden_size].
-        gate_up_bias: float[num_experts, 2 * intermediate_size], or None.
-        down_bias: float[num_experts, hidden_size], or None.
-        activation: activation of the gate; one of `torch_core.experts.call.ACTIVATIONS`.
-        out_dtype: "float32", or None for the dtype of `hidden_states`.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
+        out_dtype: that of hidden_states when None, or "float32".
 
     Returns:
         [num_tokens, hidden_size].
@@ -69,6 +62,7 @@ def fused_experts(
     return run(call, implementation)["out"]
 
 
+@documented(RouteCall)
 def route_experts(
     hidden_states: jax.Array,
     kernel: jax.Array,
@@ -88,21 +82,6 @@ def route_experts(
     Scores are `scoring_func(hidden_states @ kernel + bias)` in float32 for every dtype: in fewer bits a router would
     choose other experts. Of equal scores the expert that comes first wins. Differentiable with implementation None or
     "xla", by jnp.
-
-    Args:
-        hidden_states: float[num_tokens, hidden_size].
-        kernel: float[hidden_size, num_experts], of the same dtype.
-        top_k: experts of a token.
-        bias: float[num_experts], of the same dtype, added to the logits; or None.
-        correction_bias: float32[num_experts], added to the scores to choose by, and no part of the weights
-            (DeepSeek-V3, arXiv:2412.19437); or None.
-        scoring_func: "softmax" over all experts, or the "sigmoid" of each one.
-        norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
-        routed_scaling_factor: factor of the weights.
-        n_group: groups of neighbouring experts; a token's are in `topk_group` of them, those with the best expert, or
-            with the best two together if there is a correction bias. 1 for no groups.
-        topk_group: groups of a token.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         Weights float32[num_tokens, top_k] and experts int32[num_tokens, top_k], the best expert first.

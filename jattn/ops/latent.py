@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
 from jattn.ops import latents
-from jattn.ops.attention import Request, operation, output, output_and_lse, request_of
+from jattn.ops.arguments import documented, dtype_name, refuse_traced
+from jattn.ops.attention import Request, output, output_and_lse
 from jattn.ops.attention_jnp import NARROWED, attend_to_blocks
 from jattn.ops.cache import places
 from jattn.ops.quantise import quantised
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
-from torch_core.base.errors import InvalidInput
+from torch_core.attention.options import LatentOptions
 from torch_core.latent.call import LatentCall, LatentWriteCall
+from torch_core.launch.public import operation
 
 
+@documented(LatentCall)
 def latent_request(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -25,35 +31,16 @@ def latent_request(
     *,
     kv_lora_rank: int,
     max_query_len: int,
-    scale: float,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_scale: float | jax.Array | None = None,
-    k_scale: float | jax.Array | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
-    out_scale: float | jax.Array | None = None,
-    kv_chunk_size: int | None = None,
     implementation: str | None = None,
-) -> Request:
+    **options: Unpack[LatentOptions[jax.Array]],
+) -> Request[LatentCall[jax.Array]]:
     """Attends new tokens to cached latents in the absorbed form of multi-head latent attention (DeepSeek-V2).
 
     A row of the cache is a token's compressed latent and, after it, its rotary key, which all heads share: the whole
     row is every head's key, the latent every head's value. The projections from latents to keys and values are applied
     to the query beforehand and to the result afterwards. The new tokens' rows must be in the cache already
     (`write_latent_cache`). Everything that `paged_attention` promises of tables, padding and neighbours holds here.
-
-    Args:
-        query: float[num_tokens, num_heads, kv_lora_rank + rope_dim], or fp8 with q_scale: the query projected into
-            latent space, and its rotary part.
-        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim], or uint8 of packed rows.
-        block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
-        kv_lora_rank: elements of a latent.
-        scale: factor on the scores: that of the plain form, `(nope_dim + rope_dim) ** -0.5` for most models.
-        causal, sliding_window, logits_soft_cap, sinks, q_scale, out_dtype, out_scale, kv_chunk_size, implementation: as
-            in `paged_attention`.
-        k_scale: real row = stored row * k_scale, for a quantised cache.
 
     Returns:
         float[num_tokens, num_heads, kv_lora_rank]; padded rows and rows that see nothing are 0. The function with "lse"
@@ -71,15 +58,22 @@ def latent_request(
         >>> mla_attention(jnp.ones((1, 2, 10)), cache, table, lens, starts, **options).shape
         (1, 2, 8)
     """
-    if scale is None:
-        # A default would be of the absorbed head, which is wider than the one that the model was trained with.
-        raise InvalidInput(
-            "scale is None; give that of the plain form, (nope_dim + rope_dim) ** -0.5 for most models: latents do not "
-            "say it."
-        )
-    return request_of(LatentCall, **locals(), attention_chunk=None, use_alibi_sqrt=False)
+    refuse_traced(options)
+    call = LatentCall(
+        query=query,
+        latent_cache=latent_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        kv_lora_rank=kv_lora_rank,
+        max_query_len=max_query_len,
+        out_dtype=dtype_name(out_dtype),
+        **options,
+    )
+    return call, functools.partial(run, implementation=implementation)
 
 
+@documented(LatentWriteCall)
 def write_latent_cache(
     kv_c: jax.Array,
     k_pe: jax.Array,
@@ -96,18 +90,6 @@ def write_latent_cache(
 
     In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot.
-
-    Args:
-        kv_c: float[num_tokens, kv_lora_rank], normalised.
-        k_pe: float[num_tokens, rope_dim], rotated, or with `positions` to be rotated here.
-        latent_cache: [num_blocks, block_size, kv_lora_rank + rope_dim], or uint8 of packed rows as
-            `LatentCacheSpec(dtype="uint8")` has them; consumed.
-        slot_mapping: as in `write_kv_cache`.
-        k_scale: stored value = real value / scale, saturating, for an fp8 cache; packed rows have scales of their own.
-        cos_sin_cache: float[max_positions, rope_dim], for each position all cosines and then all sines.
-        positions: int32[num_slots or more], of the tokens.
-        is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are (DeepSeek).
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The cache with the new tokens in it.
@@ -135,8 +117,10 @@ def write_latent_cache(
     return run(call, implementation)["latent_cache"]
 
 
-mla_attention = operation(latent_request, "mla_attention", with_lse=False, of=output)
-mla_attention_with_lse = operation(latent_request, "mla_attention_with_lse", with_lse=True, of=output_and_lse)
+mla_attention = operation(latent_request, output, "mla_attention", returns="jax.Array")
+mla_attention_with_lse = operation(
+    latent_request, output_and_lse, "mla_attention_with_lse", returns="tuple[jax.Array, jax.Array]"
+)
 
 
 def _mla_attention(call: LatentCall[jax.Array]) -> dict[str, jax.Array]:

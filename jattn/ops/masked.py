@@ -51,8 +51,16 @@ def masked_attention(
     (batch, length, num_heads, head_size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
     # Only described, never run: the inputs of masks and score modifications of the packed form.
     starts = jnp.arange(batch + 1, dtype=jnp.int32)
-    packed = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    call = dense_call(*packed, starts * length, starts * key_length, max_query_len=length, **options)
+    packed_query, packed_key, packed_value = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    call = dense_call(
+        packed_query,
+        packed_key,
+        packed_value,
+        starts * length,
+        starts * key_length,
+        max_query_len=length,
+        **options,
+    )
     call.check()
     # One row of positions serves the whole batch where no row has a length of its own.
     own = any(array_fields(DenseCall)[name].dims[0] == "num_seqs" for name in call.arrays())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.arguments import documented
 from jattn.ops.quantise import quantised
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.attention.merge_call import MergeCall
 
 
+@documented(MergeCall)
 def merge_states(
     out_a: jax.Array,
     lse_a: jax.Array,
@@ -23,11 +25,6 @@ def merge_states(
 
     The formula of "FlashInfer" (Ye et al. 2025, section 2.2) and of vLLM's merge_attn_states; natural logarithms. A
     side with lse -inf (or +inf, as some kernels mark an empty row) is ignored, with any output.
-
-    Args:
-        out_a, out_b: float[num_tokens, num_heads, head_size].
-        lse_a, lse_b: float32[num_tokens, num_heads].
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The joined output in the dtype of out_a, and its LSE; zeros and -inf if both sides are empty.

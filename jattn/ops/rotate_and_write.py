@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.arguments import documented
 from jattn.ops.cache import write_in_jnp
 from jattn.ops.rotary import rotate
 from jattn.ops.run import run
@@ -13,6 +14,7 @@ from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
 
 
+@documented(RotaryWriteCall)
 def rotate_and_write(
     qkv: jax.Array,
     kv_cache: jax.Array,
@@ -29,16 +31,6 @@ def rotate_and_write(
     In place if the caller donated the cache to the jitted step (`KVPool.run` does); otherwise XLA copies it first.
     Use the returned array and never the old one. Two tokens must not share a slot. The heads cannot be split over
     devices outside `jax.shard_map`.
-
-    Args:
-        qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_size]: queries, keys and values, as one product makes
-            them.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size]; consumed.
-        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
-        cos_sin: float[num_tokens, rotated_dim], of each token the cosines of all angles and then the sines; elements
-            of a head after rotated_dim stay as they are.
-        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
 
     Returns:
         The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jattn.ops.attention import Request, operation, output, output_and_lse
+from jattn.ops.arguments import documented
+from jattn.ops.attention import Request, output, output_and_lse
 from jattn.ops.latent import latent_request
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
+from torch_core.attention.options import LatentOptions
 from torch_core.base.checks import check_int
 from torch_core.latent.call import LatentCall
 from torch_core.latent.sparse_call import ChoiceCall, IndexerCall, check_chosen_values, choice_of, chosen_latents
+from torch_core.launch.public import operation
 
 
+@documented(IndexerCall)
 def indexer_topk(
     query: jax.Array,
     weights: jax.Array,
@@ -36,15 +40,7 @@ def indexer_topk(
     A score is `sum over heads of weight * relu(scale * query @ key)`, of the keys up to the query's own.
 
     Args:
-        query: float[num_tokens, index_heads, index_head_size], rotated.
-        weights: float32[num_tokens, index_heads].
-        key_cache: [num_blocks, block_size, index_head_size], of the query's dtype or quantised to 8 bits.
-        block_tables, seq_lens, query_start_loc, max_query_len: as in `paged_attention`.
         topk: number of keys; static.
-        scale: positive; static.
-        k_scale: real key = stored key * k_scale.
-        implementation: implementation of the scores: "triton", "torch", "xla", or None for the fastest that serves the
-            call.
 
     Returns:
         int32[num_tokens, topk], the highest first; -1 after the last one if there are fewer.
@@ -79,6 +75,7 @@ def indexer_topk(
     return jnp.pad(found, ((0, 0), (0, topk - found.shape[1])), constant_values=-1)
 
 
+@documented(LatentCall)
 def _sparse(
     query: jax.Array,
     latent_cache: jax.Array,
@@ -86,18 +83,20 @@ def _sparse(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
-    **options: Any,
-) -> Request:
+    *,
+    kv_lora_rank: int,
+    max_query_len: int,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    **options: Unpack[LatentOptions[jax.Array]],
+) -> Request[LatentCall[jax.Array]]:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
     In prefill and in decode every query gathers its own latents.
 
     Args:
-        query, latent_cache, block_tables, seq_lens, query_start_loc: as in `mla_attention`.
-        topk_indices: int32[num_tokens, topk], positions in the query's own sequence, each once, in any order;
-            negative ones are skipped. `indexer_topk` makes them; no other mask is applied.
-        **options: kv_lora_rank, max_query_len, scale, logits_soft_cap, sinks, q_scale, k_scale, out_dtype, out_scale,
-            kv_chunk_size, implementation of `mla_attention`.
+        topk_indices: int32[num_tokens, topk]; positions in the query's own sequence, each once, in any order; negative
+            ones are skipped. `indexer_topk` makes them; no other mask is applied: causal has no meaning.
 
     Returns:
         As `mla_attention`.
@@ -115,19 +114,31 @@ def _sparse(
         >>> sparse_mla_attention(jnp.ones((1, 1, 2)), cache, chosen, table, lens, starts, **options).tolist()
         [[[6.0]]]
     """
-    request, attend = latent_request(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
-    call = cast(LatentCall[jax.Array], request)
+    call, attend = latent_request(
+        query,
+        latent_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        kv_lora_rank=kv_lora_rank,
+        max_query_len=max_query_len,
+        out_dtype=out_dtype,
+        implementation=implementation,
+        **options,
+    )
     call.check()
     lengths = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
     # Traced arrays have no values.
     if not any(isinstance(array, Tracer) for array in (*lengths.values(), topk_indices)):
         check_chosen_values(call.with_arrays(jax.device_get(lengths)), jax.device_get(topk_indices))
-    chosen = run(choice_of(call, topk_indices), options.get("implementation"))
+    chosen = run(choice_of(call, topk_indices), implementation)
     return chosen_latents(call, chosen), attend
 
 
-sparse_mla_attention = operation(_sparse, "sparse_mla_attention", with_lse=False, of=output)
-sparse_mla_attention_with_lse = operation(_sparse, "sparse_mla_attention_with_lse", with_lse=True, of=output_and_lse)
+sparse_mla_attention = operation(_sparse, output, "sparse_mla_attention", returns="jax.Array")
+sparse_mla_attention_with_lse = operation(
+    _sparse, output_and_lse, "sparse_mla_attention_with_lse", returns="tuple[jax.Array, jax.Array]"
+)
 
 
 def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import ops
-from jattn.ops.arguments import attention_spec
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import DenseCall
 from torch_core.attention.context_parallel import merge_parts
+from torch_core.attention.options import attention_spec
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
@@ -96,9 +96,7 @@ def ring_attention(
             value=sliding_window,
             wanted="in a ring most steps would carry keys that no query sees. Use all_gather_attention",
         )
-    options: dict[str, Any] = dict.fromkeys(ops.MASK_OPTIONS)
-    options |= {"scale": scale, "causal": causal, "logits_soft_cap": logits_soft_cap, "use_alibi_sqrt": False}
-    spec = attention_spec(query, **options)
+    spec = attention_spec(query, scale=scale, causal=causal, logits_soft_cap=logits_soft_cap)
     return _ring(_Ring(axis_name, spec, implementation), query, key, value)
 
 

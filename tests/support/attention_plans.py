@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.attention.backward_call import DenseBackwardCall, backward_of
-from torch_core.attention.call import DenseCall, PagedCall, cache_fields
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.checks import cache_fields
 from torch_core.base.specs import ArraySpec, AttentionSpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.plan import DeviceLimits, OperationPlan

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from torch_core import reference
-from torch_core.attention.call import DenseCall, PagedCall, cache_fields
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.attention.checks import cache_fields
 from torch_core.attention.merge_call import MergeCall
 from torch_core.cache_writes.call import CopyCall, WriteCall
 from torch_core.latent.call import LatentCall

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.interpret import run_interpreted_operation
 from torch_core import ops
-from torch_core.attention.call import cache_fields
+from torch_core.attention.checks import cache_fields
 from torch_core.attention.merge_call import MergeCall
 from torch_core.cache_writes.call import CopyCall, WriteCall
 from torch_core.launch.call import Call

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import InitVar, dataclass, field
+from typing import ClassVar
 
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
+from torch_core.attention.checks import check_caches, check_static, check_token_scales
 from torch_core.attention.dropout import check_rate
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.attention.options import MASK_OPTIONS, attention_spec
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts, check_tables
@@ -17,27 +19,39 @@ from torch_core.launch.values import check_starts, check_tables
 BIAS_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias")
 #: Arrays that do more to a score than to hide it by bounds which all rows share.
 SCORE_FIELDS = (*BIAS_FIELDS, "mm_prefix_range")
+# The defaults of MASK_OPTIONS.
+_NO_MASK = (None, True, None, None, None, False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(Call[A]):
     """The common fields of paged and dense attention.
 
+    The attributes also describe the arguments of the public functions, of torch and JAX (`torch_core.launch.public`).
+
     Attributes:
-        query: packed queries; rows from the last offset of `query_start_loc` on are padding. An fp8 query is multiplied
-            by `q_scale`.
+        query: packed queries, one sequence after the other; rows from the last offset of query_start_loc on are
+            padding. An fp8 query is multiplied by q_scale.
         query_start_loc: cumulative sum of the query lengths, starting with 0.
-        alibi_slopes: one slope for each query head; see `AttentionSpec`.
+        alibi_slopes: one ALiBi slope for each query head: `slope * (key - query)` is added to the scores.
         sinks: one logit per query head that every softmax includes without a value; the lse includes it.
         mm_prefix_range: pairs (first, last position) of bidirectional attention: a query inside a pair sees every key
             inside it, even outside the other bounds. A pair with last <= first is empty.
         qq_bias: bias of the scores between a sequence's own new tokens (tree attention); -inf hides a key.
         relative_bias: bias of the scores by the distance of key and query, for each head (T5's buckets, expanded):
             entry `D + clip(key - query, -D, D)` of `2 * D + 1`; finite.
-        seq_causal: for each sequence, overrides `spec.causal`.
+        seq_causal: for each sequence, overrides causal.
         out: array to write the result to; None allocates a new one.
         out_scale: scale of an fp8 output, which then holds `result / out_scale`, saturated.
-        spec: the static options.
+        spec: scale, causal, sliding_window, logits_soft_cap, attention_chunk and use_alibi_sqrt as one object, instead
+            of these.
+        scale: factor on the scores; head_size ** -0.5 by default.
+        causal: hide keys after the query.
+        sliding_window: number W of visible tokens, the query's own included; as many to the right if causal is False.
+            A pair (left, right) counts further tokens to each side. None for all.
+        logits_soft_cap: cap on the scores, `cap * tanh(score / cap)`; None for off.
+        attention_chunk: size of chunks in tokens; a query sees the keys of its own chunk only. None for off.
+        use_alibi_sqrt: use the square-root form of ALiBi, `-slope * sqrt(query - key)`.
         max_query_len: upper bound on the query lengths, in tokens; it never changes a result.
         with_lse: also return the natural log-sum-exp of each row's scores, float32 [num_tokens, num_heads].
         out_dtype: element type of a new output; None for the query's, bfloat16 for an fp8 query.
@@ -53,10 +67,34 @@ class AttentionCall(Call[A]):
     seq_causal: Bool[A, "num_seqs"] | None = None
     out: Float[A, "num_tokens num_heads value_head_size"] | None = None
     out_scale: Float32[A, "1"] | float | None = None
-    spec: AttentionSpec
+    # None is replaced by a spec of the keywords that follow.
+    spec: AttentionSpec = field(default=None)  # pyright: ignore[reportAssignmentType]
+    scale: InitVar[float | None] = None
+    causal: InitVar[bool] = True
+    sliding_window: InitVar[int | tuple[int | None, int | None] | None] = None
+    logits_soft_cap: InitVar[float | None] = None
+    attention_chunk: InitVar[int | None] = None
+    use_alibi_sqrt: InitVar[bool] = False
     max_query_len: int
     with_lse: bool = False
     out_dtype: str | None = None
+
+    def __post_init__(
+        self,
+        scale: float | None,
+        causal: bool,
+        sliding_window: int | tuple[int | None, int | None] | None,
+        logits_soft_cap: float | None,
+        attention_chunk: int | None,
+        use_alibi_sqrt: bool,
+    ) -> None:
+        """Makes the spec, unless it is given, and checks the options that are numbers."""
+        mask = (scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt)
+        if self.spec is None:
+            object.__setattr__(self, "spec", attention_spec(self.query, *mask))
+        elif mask != _NO_MASK:
+            raise InvalidInput("spec", "is given beside its parts", f"give spec or {', '.join(MASK_OPTIONS)}")
+        self.check_statics()
 
     @property
     def num_tokens(self) -> int:
@@ -242,9 +280,10 @@ class TableCall(AttentionCall[A]):
     a sequence's last block are never read.
 
     Attributes:
-        block_tables: block ids of each sequence, in order.
+        block_tables: block ids of each sequence, in order; entries after its last block are never followed.
         seq_lens: tokens of each sequence in the cache, including the new ones; 0 for a padding row.
-        q_scale: dequantisation scale of an fp8 query; None for 1.
+        q_scale: dequantisation scale of an fp8 query; None for 1. In JAX a number is compiled in; an array is passed at
+            run time.
         k_scale: dequantisation scale of stored keys; None for 1.
         kv_chunk_size: number of keys in one chunk of the split kernel, a power of two, at least 128; None for the tile
             table's. With a number, a sequence has the same bits in all tables and batches whose plans have the same
@@ -315,7 +354,8 @@ class PagedCall(TableCall[A]):
     """Attention of new tokens to their sequences' keys and values in a paged cache: one array, or a pair of arrays.
 
     Attributes:
-        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 is the null block.
+        kv_cache: keys at index 0 of the second axis, values at index 1; block 0 is the null block. The public functions
+            also take a pair of a key cache and a value cache, which lack that axis and whose head sizes may differ.
         key_cache: keys only, with `value_cache`; then `kv_cache` is None.
         value_cache: values only; their head size may differ.
         v_scale: dequantisation scale of stored values; None for 1.
@@ -454,44 +494,6 @@ class DenseCall(AttentionCall[A]):
         return self.key, self.value
 
 
-def cache_fields(kv_cache: A | tuple[A, A]) -> dict[str, Any]:
-    """Returns the fields of a call for a cache as the public functions take it: one array, or a pair."""
-    if not isinstance(kv_cache, tuple):
-        return {"kv_cache": kv_cache}
-    if len(kv_cache) != 2:
-        raise InvalidInput(f"kv_cache is a tuple of {len(kv_cache)}; a pair is a key cache and a value cache.")
-    return {"key_cache": kv_cache[0], "value_cache": kv_cache[1]}
-
-
 def _even(num_seqs: int, **axes: tuple[int, int | None]) -> dict[str, int]:
     """Returns the longest of (rows, longest) for each axis that all sequences of that length fill."""
     return {axis: longest for axis, (rows, longest) in axes.items() if longest and 0 < rows == num_seqs * longest}
-
-
-def check_static(name: str, size: int) -> None:
-    """Raises InvalidInput unless a bound is a plain int from 0 on: not a tracer, not an array."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidInput(f"{name} is {size!r}; it must be a static int, 0 or more.")
-
-
-def check_caches(kv_cache: object, key_cache: object, value_cache: object) -> None:
-    """Raises InvalidInput unless a cache is one array or a pair."""
-    if (kv_cache is None) == (key_cache is None) or (key_cache is None) != (value_cache is None):
-        raise InvalidInput("kv_cache must be one array, or a pair of a key cache and a value cache.")
-
-
-def check_token_scales(k_cache: object, v_cache: object, k_scale: object, v_scale: object, dtype: str) -> None:
-    """Checks scales per token and head: both, without scales per tensor, for an 8-bit cache.
-
-    Raises:
-        InvalidInput: one of them alone, or both kinds of scale.
-        Unsupported: the elements of the cache are the real values.
-    """
-    if k_cache is None and v_cache is None:
-        return
-    if k_cache is None or v_cache is None:
-        raise InvalidInput("k_scale_cache and v_scale_cache go together; give both or none.")
-    if k_scale is not None or v_scale is not None:
-        raise InvalidInput("k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind.")
-    if dtype not in (*FP8_DTYPES, "int8"):
-        raise Unsupported(f"the cache is {dtype}; scales per token and head need int8 or fp8.")

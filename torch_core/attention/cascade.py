@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from jaxtyping import Int32
 
-from torch_core.attention.call import PagedCall, check_static
+from torch_core.attention.call import PagedCall
+from torch_core.attention.checks import check_static
 from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import FP8_DTYPES, ArraySpec

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Float32, Int32, Shaped
 
-from torch_core.attention.call import check_caches, check_token_scales
+from torch_core.attention.checks import check_caches, check_token_scales
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES
 from torch_core.launch.call import A, Call, dtype_name
@@ -26,7 +26,8 @@ class WriteCall(Call[A]):
         key: new keys, one row for each slot, or more; rows after the last slot are padding.
         value: new values, likewise; the head size may differ for a pair of caches.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
-        kv_cache: keys at index 0 of the second axis, values at index 1; written.
+        kv_cache: keys at index 0 of the second axis, values at index 1; written. The public functions also take a pair
+            of a key cache and a value cache, which lack that axis.
         key_cache: keys only, with `value_cache`; then `kv_cache` is None.
         value_cache: values only.
         k_scale: dequantisation scale of stored keys; None for 1.

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_core.attention.call import cache_fields
+from torch_core.attention.checks import cache_fields
 from torch_core.cache_writes.call import CopyCall, WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
+from torch_core.launch.public import documented
 from torch_core.launch.run import run, run_all
 
 
+@documented(WriteCall, "Tensor")
 def write_kv_cache(
     key: Tensor,
     value: Tensor,
@@ -27,17 +29,6 @@ def write_kv_cache(
 
     The exact semantics are those of `torch_core.reference.write_kv_cache`: token t goes to slot `slot_mapping[t]`
     (block * block_size + offset), a negative slot writes nothing, fp8 and int8 caches saturate.
-
-    Args:
-        key: `[num_tokens, num_kv_heads, head_size]`.
-        value: `[num_tokens, num_kv_heads, value_head_size]`.
-        kv_cache: as in `paged_attention`; written in place.
-        slot_mapping: int32 `[rows]`, `rows <= num_tokens`; tokens after it are padding.
-        k_scale: an element is stored as `real / scale`; a number or a one-element float32 tensor; None for 1.
-        v_scale: the same for values.
-        k_scale_cache: float32 `[num_blocks, block_size, num_kv_heads]`: scales are found per token and head, and
-            written here.
-        v_scale_cache: the same for values.
 
     Raises:
         InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit; both kinds of scale.
@@ -66,6 +57,7 @@ def write_kv_cache(
     )
 
 
+@documented(RotaryWriteCall, "Tensor")
 def rotate_and_write(
     qkv: Tensor,
     kv_cache: Tensor,
@@ -78,14 +70,6 @@ def rotate_and_write(
     out: Tensor | None = None,
 ) -> Tensor:
     """Rotates queries and keys, stores keys and values in the cache, in place, and returns the queries.
-
-    Args:
-        qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_size]`: queries, keys and values.
-        kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_size]`; written in place.
-        slot_mapping, k_scale, v_scale: as in `write_kv_cache`.
-        cos_sin: `[num_tokens, rotated_dim]`, of each token the cosines and then the sines of its angles.
-        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
-        out: tensor of the queries; None allocates a new one.
 
     Returns:
         `[num_tokens, num_heads, head_size]`, rotated; those of tokens without a slot too.

@@ -31,6 +31,8 @@ class LatentCall(TableCall[A]):
         latent_cache: for each slot the latent and, after it, the rotary key; block 0 is the null block. `k_scale` is
             for the whole row. uint8 rows are packed, see `LatentCacheSpec`; their values count as rounded to the
             query's type.
+        scale: factor on the scores: that of the plain form, `(nope_dim + rope_dim) ** -0.5` for most models; no
+            default.
         kv_lora_rank: number of elements of the latent, and so of an output row.
     """
 
@@ -69,6 +71,18 @@ class LatentCall(TableCall[A]):
     def element_types(self) -> dict[str, str]:
         """Returns the element types that kernels load and store; packed rows hold e4m3."""
         return super().element_types() | ({"latent_cache": "float8_e4m3fn"} if self.is_packed else {})
+
+    def __post_init__(self, scale: float | None, *mask: Any) -> None:
+        """Makes the spec, unless it is given, and checks the options that are numbers."""
+        if self.spec is None and scale is None:
+            # A default would be of the absorbed head, which is wider than the one that the model was trained with.
+            raise InvalidInput(
+                "scale",
+                value=None,
+                wanted="give that of the plain form, (nope_dim + rope_dim) ** -0.5 for most models: latents do not "
+                "say it",
+            )
+        super().__post_init__(scale, *mask)
 
     def check_statics(self) -> None:
         """Checks that the rank is an int."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Float32, Int32, Shaped
 
-from torch_core.attention.call import check_static
+from torch_core.attention.checks import check_static
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
@@ -27,12 +27,14 @@ class IndexerCall(Call[A]):
 
     Attributes:
         query: queries of the indexer's heads, rotated.
-        weights: weights of the heads, query by query.
+        weights: weights of the heads, for each query.
         key_cache: one key for each slot, which all heads share; block 0 is the null block.
-        block_tables, seq_lens, query_start_loc: as of attention.
+        block_tables: block ids of each sequence, in order.
+        seq_lens: tokens of each sequence in the cache, including the new ones; 0 for a padding row.
+        query_start_loc: cumulative sum of the query lengths, starting with 0.
         k_scale: dequantisation scale of a quantised key; None for 1.
-        scale: positive.
-        max_query_len: an upper bound on the query lengths.
+        scale: positive factor on the products of queries and keys.
+        max_query_len: upper bound on the query lengths, in tokens.
     """
 
     name: ClassVar[str] = "indexer_logits"
@@ -119,7 +121,8 @@ class ChoiceCall(Call[A]):
     Attributes:
         topk_indices: positions of the keys in the query's sequence, each once; negative ones are no keys, and neither
             are those of rows of padding.
-        block_tables, query_start_loc: as of attention.
+        block_tables: block ids of each sequence, in order.
+        query_start_loc: cumulative sum of the query lengths, starting with 0.
         block_size: tokens of a block.
     """
 

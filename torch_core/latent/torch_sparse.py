@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from torch_core.attention.torch import output_and_lse_of, output_of
+from torch_core.attention.options import LatentOptions
+from torch_core.attention.torch import output, output_and_lse
 from torch_core.base.checks import check_int
 from torch_core.base.errors import Unsupported
 from torch_core.latent.call import LatentCall
 from torch_core.latent.sparse_call import IndexerCall, check_chosen_values, choice_of, chosen_latents
 from torch_core.latent.torch import mla_call
+from torch_core.launch.public import documented, operation
 from torch_core.launch.run import run
 from torch_core.launch.tensors import array_spec
 
 
+@documented(IndexerCall, "Tensor")
 def indexer_topk(
     query: Tensor,
     weights: Tensor,
@@ -35,13 +38,7 @@ def indexer_topk(
     A score is `sum over heads of weight * relu(scale * query @ key)`, of the keys up to the query's own.
 
     Args:
-        query: float32, bfloat16 or float16 `[num_tokens, index_heads, index_head_size]`, rotated.
-        weights: float32 `[num_tokens, index_heads]`.
-        key_cache: `[num_blocks, block_size, index_head_size]`, of the query's dtype or quantised to 8 bits.
-        block_tables, seq_lens, query_start_loc, max_query_len: as of `paged_attention`.
         topk: number of keys.
-        scale: positive.
-        k_scale: stored key * k_scale = real key.
 
     Returns:
         int32 `[num_tokens, topk]`, the highest first; -1 after the last one if there are fewer.
@@ -74,6 +71,7 @@ def indexer_topk(
     return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 
 
+@documented(LatentCall, "Tensor")
 def sparse_mla_call(
     query: Tensor,
     latent_cache: Tensor,
@@ -81,7 +79,12 @@ def sparse_mla_call(
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    **options: Any,
+    *,
+    kv_lora_rank: int,
+    max_query_len: int,
+    out: Tensor | None = None,
+    out_dtype: str | None = None,
+    **options: Unpack[LatentOptions[Tensor]],
 ) -> LatentCall[Tensor]:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
@@ -89,12 +92,8 @@ def sparse_mla_call(
     `torch_core.reference.sparse_mla_attention`.
 
     Args:
-        query, latent_cache, block_tables, seq_lens, query_start_loc: as of `mla_attention`; blocks must follow one
-            another without gaps.
-        topk_indices: int32 `[num_tokens, topk]`, positions in the query's own sequence, each once, in any order;
-            negative ones are skipped. `indexer_topk` makes them; no other mask is applied.
-        **options: kv_lora_rank, spec, max_query_len, out, k_scale, q_scale, out_scale, sinks, kv_chunk_size of
-            `mla_attention`; `spec.causal` has no meaning.
+        topk_indices: int32[num_tokens, topk]; positions in the query's own sequence, each once, in any order; negative
+            ones are skipped. `indexer_topk` makes them; no other mask is applied: causal has no meaning.
 
     Returns:
         As `mla_attention`.
@@ -103,7 +102,18 @@ def sparse_mla_call(
         InvalidInput: as `mla_attention`; indices of another shape or dtype.
         Unsupported: as `mla_attention`; a window, or blocks with gaps between them.
     """
-    call = mla_call(query, latent_cache, block_tables, seq_lens, query_start_loc, **options)
+    call = mla_call(
+        query,
+        latent_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        kv_lora_rank=kv_lora_rank,
+        max_query_len=max_query_len,
+        out=out,
+        out_dtype=out_dtype,
+        **options,
+    )
     call.map(array_spec).check()
     if not latent_cache.is_contiguous():
         raise Unsupported("latent_cache has gaps between its blocks or rows; chosen latents are read from a whole one.")
@@ -113,5 +123,7 @@ def sparse_mla_call(
     return chosen_latents(call, run(choice_of(call, topk_indices)))
 
 
-sparse_mla_attention = output_of(sparse_mla_call, "sparse_mla_attention")
-sparse_mla_attention_with_lse = output_and_lse_of(sparse_mla_call, "sparse_mla_attention_with_lse")
+sparse_mla_attention = operation(sparse_mla_call, output, "sparse_mla_attention", returns="Tensor")
+sparse_mla_attention_with_lse = operation(
+    sparse_mla_call, output_and_lse, "sparse_mla_attention_with_lse", returns="tuple[Tensor, Tensor]"
+)

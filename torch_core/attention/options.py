@@ -1,0 +1,134 @@
+"""The keywords of attention's public functions, for torch and JAX alike.
+
+A keyword stands in two places: as a field of its call (`torch_core.attention.call`), with shape, dtype, default and
+meaning, and here, with its type. Public functions take `**options: Unpack[PagedOptions[torch.Tensor]]` and hand them to
+the call as they are, so type checkers and editors know every keyword, and check on both ways that call and options
+agree. `torch_core.launch.public` gives each function the whole signature and the meanings for `help()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Generic, TypedDict
+
+import numpy as np
+
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec
+from torch_core.launch.call import A
+
+
+class _CommonOptions(TypedDict, Generic[A], total=False):
+    spec: AttentionSpec
+    scale: float | None
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    sinks: A | None
+    out_scale: A | float | None
+
+
+class ScoreOptions(TypedDict, Generic[A], total=False):
+    """Arrays that change single scores."""
+
+    alibi_slopes: A | None
+    mm_prefix_range: A | None
+    relative_bias: A | None
+    qq_bias: A | None
+    seq_causal: A | None
+
+
+class _BiasOptions(ScoreOptions[A], total=False):
+    attention_chunk: int | None
+    use_alibi_sqrt: bool
+
+
+class _CacheOptions(TypedDict, Generic[A], total=False):
+    q_scale: A | float | None
+    k_scale: A | float | None
+    kv_chunk_size: int | None
+
+
+class DenseOptions(_CommonOptions[A], _BiasOptions[A], total=False):
+    """Keywords of `attention`."""
+
+    dropout_rate: float
+    dropout_seeds: A | None
+    deterministic: bool
+
+
+class PagedOptions(_CommonOptions[A], _BiasOptions[A], _CacheOptions[A], total=False):
+    """Keywords of `paged_attention`."""
+
+    v_scale: A | float | None
+    k_scale_cache: A | None
+    v_scale_cache: A | None
+
+
+class LatentOptions(_CommonOptions[A], _CacheOptions[A], total=False):
+    """Keywords of `mla_attention`."""
+
+
+def attention_spec(
+    query: Any,
+    scale: Any = None,
+    causal: Any = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: Any = None,
+    attention_chunk: int | None = None,
+    use_alibi_sqrt: Any = False,
+) -> AttentionSpec:
+    """Returns the static options of a call by the keywords of the public functions.
+
+    Args:
+        query: float[..., head_size]; the scale is head_size ** -0.5 unless it is given.
+        scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: see `AttentionCall`.
+
+    Raises:
+        InvalidInput: a value of another type where a static number must be, or out of range.
+    """
+    causal = _static_bool("causal", causal)
+    left, right = _window(sliding_window, causal)
+    # A query of no size is refused with the rest of the call.
+    shape = getattr(query, "shape", ())
+    return AttentionSpec(
+        scale=max(1, shape[-1] if shape else 1) ** -0.5 if scale is None else _static_float("scale", scale),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        logits_soft_cap=None if logits_soft_cap is None else _static_float("logits_soft_cap", logits_soft_cap),
+        attention_chunk=attention_chunk,
+        use_alibi_sqrt=_static_bool("use_alibi_sqrt", use_alibi_sqrt),
+    )
+
+
+#: The keywords that `AttentionSpec` stands for.
+MASK_OPTIONS = tuple(name for name in inspect.signature(attention_spec).parameters if name != "query")
+
+
+def _static_float(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float, np.generic)):
+        raise InvalidInput(name, value=value, wanted="it must be a float")
+    return float(value)
+
+
+def _static_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidInput(name, value=value, wanted="it must be True or False")
+    return bool(value)
+
+
+def _window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
+    if sliding_window is None:
+        return None, None
+    if isinstance(sliding_window, tuple):
+        if len(sliding_window) != 2:
+            raise InvalidInput("sliding_window", value=sliding_window, wanted="a tuple must be (left, right)")
+        return sliding_window
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+        raise InvalidInput(
+            "sliding_window",
+            value=sliding_window,
+            wanted="it must be an int of at least 1 (the query's own token counts), a tuple (left, right), or None",
+        )
+    return sliding_window - 1, None if causal else sliding_window - 1
