@@ -27,15 +27,7 @@ def _check_score_option(name: str, value: Any) -> None:
             problem="is a JAX array",
             wanted=f"it is part of the program: give a number, such as float({name})",
         )
-    options: dict[str, Any] = {
-        "scale": None,
-        "causal": True,
-        "sliding_window": None,
-        "logits_soft_cap": None,
-        "attention_chunk": None,
-        "use_alibi_sqrt": False,
-    }
-    attention_spec(_ANY_QUERY, **options | {name: value})
+    attention_spec(_ANY_QUERY, **{name: value})
 
 
 def _check_slopes(name: str, value: Any) -> None:
