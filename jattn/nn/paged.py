@@ -191,7 +191,7 @@ class PagedAttention(nnx.Module):
         k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
-        # What a call brings counts before the module's own options.
+        # Options of a call take precedence over the module's own.
         further: dict[str, Any] = {**self.options, **options}
         output = ops.paged_attention(
             query,

@@ -1,4 +1,4 @@
-"""Arguments that only JAX's public functions have, and the refusal of traced numbers where static ones must be."""
+"""Arguments that only JAX's public functions have, and the refusal of traced numbers for static options."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ documented = functools.partial(
 
 
 def dtype_name(out_dtype: jax.typing.DTypeLike | None) -> str | None:
-    """Returns the name of a dtype by which calls know it.
+    """Returns the name of a dtype in calls.
 
     Raises:
-        InvalidInput: it is no dtype.
+        InvalidInput: it is not a dtype.
     """
     if out_dtype is None:
         return None
@@ -40,7 +40,7 @@ def dtype_name(out_dtype: jax.typing.DTypeLike | None) -> str | None:
 
 
 def refuse_traced(options: Mapping[str, object]) -> None:
-    """Raises InvalidInput for a tracer where a static number or choice must be."""
+    """Raises InvalidInput for a tracer in the place of a static number or choice."""
     kinds = {
         "scale": "float (mark it static, or multiply query by it)",
         "logits_soft_cap": "float (mark it static, or multiply query by it)",

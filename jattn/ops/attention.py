@@ -27,7 +27,7 @@ _C = TypeVar("_C", bound=AttentionCall[Any])
 #: A call, and the function that runs it.
 Request: TypeAlias = tuple[_C, Callable[[Any], dict[str, jax.Array]]]
 
-#: The options beside the causal mask that ask for the positions of keys.
+#: The options, except the causal mask, that depend on the positions of keys.
 POSITIONAL = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
 
 
@@ -57,13 +57,13 @@ def _paged(
     """Attends any mix of prefill, chunked prefill and decode rows to a paged KV cache.
 
     The new tokens' keys and values must be in the cache already (`write_kv_cache`); their queries are packed one
-    sequence after the other. The mask is aligned bottom-right: the last query of a sequence stands at
+    sequence after the other. The mask is aligned bottom-right: the last query of a sequence is at position
     `seq_len - 1`. Under jit the values of metadata arrays are trusted; `torch_core.metadata` checks them on the host
-    when it builds them. It has a gradient with every implementation, that of the cache included.
+    when it builds them. It has a gradient with every implementation, also with respect to the cache.
 
     Args:
-        groups: sequences that share prefixes, for a step of one new token each: a prefix is then read once, where the
-            mask does not depend on the distance to it.
+        groups: sequences that share prefixes, for a step of one new token each: a prefix is then read once, if the mask
+            does not depend on the distance to it.
 
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
@@ -171,7 +171,7 @@ def call_of(request: Request[_C]) -> _C:
     return request[0]
 
 
-# One list of keywords for each operation: the functions differ in what they return.
+# One list of keywords for each operation: the functions differ in their results.
 _BOTH = "tuple[jax.Array, jax.Array]"
 paged_attention = operation(_paged, output, "paged_attention", returns="jax.Array")
 paged_attention_with_lse = operation(_paged, output_and_lse, "paged_attention_with_lse", returns=_BOTH)

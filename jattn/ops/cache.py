@@ -79,7 +79,7 @@ def write_kv_cache_per_token_head(
     *,
     implementation: str | None = None,
 ) -> tuple[_Cache, jax.Array, jax.Array]:
-    """Writes each token's key and value into its slot of a quantised cache, with a scale of its own for every head.
+    """Writes each token's key and value into its slot of a quantised cache, with one scale per token and head.
 
     The scale of a row is `max(max(abs(row)) / largest, 1e-6)` with 127 for int8, 448 for e4m3 and 57344 for e5m2, as in
     vLLM's `triton_reshape_and_cache_flash_per_token_head_quant`. In place if the caller donated all three caches.

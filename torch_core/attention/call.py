@@ -280,7 +280,7 @@ class TableCall(AttentionCall[A]):
     a sequence's last block are never read.
 
     Attributes:
-        block_tables: block ids of each sequence, in order; entries after its last block are never followed.
+        block_tables: block ids of each sequence, in order; entries after its last block are never read.
         seq_lens: tokens of each sequence in the cache, including the new ones; 0 for a padding row.
         q_scale: dequantisation scale of an fp8 query; None for 1. In JAX a number is compiled in; an array is passed at
             run time.

@@ -1,6 +1,6 @@
-"""The keywords of attention's public functions, for torch and JAX alike.
+"""The keywords of attention's public functions, for torch and for JAX.
 
-A keyword stands in two places: as a field of its call (`torch_core.attention.call`), with shape, dtype, default and
+A keyword is written in two places: as a field of its call (`torch_core.attention.call`), with shape, dtype, default and
 meaning, and here, with its type. Public functions take `**options: Unpack[PagedOptions[torch.Tensor]]` and hand them to
 the call as they are, so type checkers and editors know every keyword, and check on both ways that call and options
 agree. `torch_core.launch.public` gives each function the whole signature and the meanings for `help()`.
@@ -85,7 +85,7 @@ def attention_spec(
         scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt: see `AttentionCall`.
 
     Raises:
-        InvalidInput: a value of another type where a static number must be, or out of range.
+        InvalidInput: a value is not a static number of the right type, or is out of range.
     """
     causal = _static_bool("causal", causal)
     left, right = _window(sliding_window, causal)

@@ -49,7 +49,7 @@ def paged_call(
 
     Raises:
         InvalidInput: ranks, shapes, dtypes or devices that do not fit; on the CPU also lengths and block ids out of
-            range (on CUDA those values live on the device and are not looked at).
+            range (on CUDA those values are on the device and are not checked).
         Unsupported: tensors that require a gradient; a device or a combination without an implementation.
 
     Example:
@@ -229,7 +229,7 @@ def output_and_lse(call: AttentionCall[Tensor]) -> tuple[Tensor, Tensor]:
     return results["out"], results["lse"]
 
 
-# One list of keywords for each operation: the functions differ in what they return.
+# One list of keywords for each operation: the functions differ in their results.
 paged_attention = operation(paged_call, output, "paged_attention", returns="Tensor")
 paged_attention_with_lse = operation(
     paged_call, output_and_lse, "paged_attention_with_lse", returns="tuple[Tensor, Tensor]"

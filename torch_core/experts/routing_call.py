@@ -29,11 +29,11 @@ class RouteCall(Call[A]):
         correction_bias: added to the scores to choose by, and no part of the weights (DeepSeek-V3, arXiv:2412.19437).
         top_k: experts of a token.
         scoring_func: one of SCORING_FUNCS, over all experts or of each one.
-        norm_topk_prob: the weights of a token sum to 1; without it they are the scores.
+        norm_topk_prob: normalise the weights of a token to sum 1; if False, the weights are the scores.
         routed_scaling_factor: factor of the weights.
         n_group: groups of neighbouring experts, of which a token's are in `topk_group`: those with the best expert, or
             with the best two together if there is a correction bias.
-        topk_group: groups of a token.
+        topk_group: number of groups of a token.
     """
 
     name: ClassVar[str] = "route_experts"

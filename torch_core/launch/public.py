@@ -53,9 +53,9 @@ def operation(make_call: Callable[_P, _C], finish: Callable[[_C], _R], name: str
 
     Args:
         make_call: a documented function.
-        finish: runs what that returns.
-        name: of the new function, also in Python's complaints about wrong arguments.
-        returns: its return annotation.
+        finish: function that runs the call.
+        name: name of the new function, also in Python's errors about wrong arguments.
+        returns: return annotation of the new function.
     """
     signature = inspect.signature(make_call)
     known = frozenset(signature.parameters)
