@@ -96,7 +96,7 @@ def _sparse(
 
     Args:
         topk_indices: int32[num_tokens, topk]; positions in the query's own sequence, each once, in any order; negative
-            ones are skipped. `indexer_topk` makes them; no other mask is applied: causal has no meaning.
+            ones are skipped. `indexer_topk` computes them; no other mask is applied, and causal is ignored.
 
     Returns:
         As `mla_attention`.

@@ -19,9 +19,9 @@ class MergeCall(Call[A]):
     A state with lse -inf (or +inf) is empty and its output is not read; two empty states give zeros and -inf.
 
     Attributes:
-        out_a: the result over the first keys.
+        out_a: the output over the first keys.
         lse_a: its natural log-sum-exp.
-        out_b: the result over the others.
+        out_b: the output over the other keys.
         lse_b: its natural log-sum-exp.
         out: array of the result; it may be `out_a` or `out_b`. None allocates a new one.
         lse: array of the merged log-sum-exp; None allocates a new one.

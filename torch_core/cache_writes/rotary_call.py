@@ -21,14 +21,14 @@ class RotaryWriteCall(Call[A]):
     array, because slices of queries, keys and values would be copies.
 
     Attributes:
-        qkv: the heads of queries, of keys and of values, one after the other, as one matrix product makes them.
-        cos_sin: for each token the cosines of all angles and then the sines: of half as many as elements are rotated.
-            Elements after those stay as they are. Rotation is in float32.
+        qkv: the heads of queries, of keys and of values, one after the other, the result of one matrix product.
+        cos_sin: for each token the cosines of all angles and then the sines, for half as many angles as rotated
+            elements. Later elements are unchanged. Rotation is in float32.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
         k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
-        is_neox_style: element i is rotated with element i + rotated_dim / 2; otherwise neighbours are.
+        is_neox_style: rotate element i with element i + rotated_dim / 2; if False, rotate neighbours.
         out: array of the rotated queries; None allocates a new one. Those of tokens without a slot are rotated too.
     """
 

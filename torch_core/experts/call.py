@@ -27,8 +27,8 @@ class ExpertsCall(Call[A]):
     Attributes:
         hidden_states: one row for each token.
         topk_weights, topk_ids: weights and ids of each token's experts.
-        gate_up_kernel: `[in, gate | up]` of each expert.
-        down_kernel: `[in, out]` of each expert.
+        gate_up_kernel: weights `[in, gate | up]` of each expert.
+        down_kernel: weights `[in, out]` of each expert.
         gate_up_bias, down_bias: biases added after the kernels; None for none.
         activation: activation of the gate, one of ACTIVATIONS.
         out_dtype: element type of the result; that of `hidden_states` when None, or float32.

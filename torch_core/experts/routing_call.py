@@ -23,16 +23,17 @@ class RouteCall(Call[A]):
     Scores are `scoring_func(hidden_states @ kernel + bias)` in float32. Of equal ones the expert that comes first wins.
 
     Attributes:
-        hidden_states: a row for each token.
-        kernel: `[in, experts]`.
-        bias: added to the logits.
-        correction_bias: added to the scores to choose by, and no part of the weights (DeepSeek-V3, arXiv:2412.19437).
-        top_k: experts of a token.
-        scoring_func: one of SCORING_FUNCS, over all experts or of each one.
+        hidden_states: one row for each token.
+        kernel: weights of the router, `[in, experts]`.
+        bias: bias of the logits; None for none.
+        correction_bias: added to the scores for the choice, but not part of the weights (DeepSeek-V3,
+            arXiv:2412.19437); None for none.
+        top_k: number of experts of a token.
+        scoring_func: one of SCORING_FUNCS: "softmax" over all experts, or "sigmoid" of each expert.
         norm_topk_prob: normalise the weights of a token to sum 1; if False, the weights are the scores.
         routed_scaling_factor: factor of the weights.
-        n_group: groups of neighbouring experts, of which a token's are in `topk_group`: those with the best expert, or
-            with the best two together if there is a correction bias.
+        n_group: number of groups of neighbouring experts; a token's experts are in the best `topk_group` of them. A
+            group is ranked by its best expert, or by its best two if there is a correction bias. 1 for no groups.
         topk_group: number of groups of a token.
     """
 

@@ -124,14 +124,14 @@ class LatentWriteCall(Call[A]):
 
     Attributes:
         kv_c: the latent of each token, normalised; rows after the last slot are padding.
-        k_pe: the rotary key of each token, rotated, or with `positions` to be rotated.
+        k_pe: the rotary key of each token: rotated, or with `positions` not yet rotated.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
-        latent_cache: rows of the latent and, after it, the rotary key, or packed ones of uint8; written.
+        latent_cache: rows of a latent followed by its rotary key, or packed rows of uint8; written.
         k_scale: dequantisation scale of stored elements; None for 1.
-        cos_sin_cache: for each position the cosines of all angles and then the sines: of half as many as `k_pe` has
-            elements. Rotation is in float32, and its result rounded to k_pe's type.
+        cos_sin_cache: for each position the cosines of all angles and then the sines, for half as many angles as `k_pe`
+            has elements. Rotation is in float32, and its result is rounded to k_pe's type.
         positions: position of each token; those of tokens without a slot are not read.
-        is_neox_style: element i is rotated with element i + rope_dim / 2; otherwise neighbours are, as in DeepSeek's
+        is_neox_style: rotate element i with element i + rope_dim / 2; if False, rotate neighbours, as in DeepSeek's
             models.
     """
 

@@ -26,7 +26,7 @@ class IndexerCall(Call[A]):
     others, and of rows of padding, are -inf.
 
     Attributes:
-        query: queries of the indexer's heads, rotated.
+        query: rotated queries of the indexer's heads.
         weights: weights of the heads, for each query.
         key_cache: one key for each slot, which all heads share; block 0 is the null block.
         block_tables: block ids of each sequence, in order.
