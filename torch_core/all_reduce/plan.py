@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch_core.all_reduce.kernel import all_reduce_kernel, exchange_kernel
-from torch_core.all_reduce.norm import all_reduce_norm_kernel
+from torch_core.all_reduce.kernel import all_reduce_kernel, all_reduce_norm_kernel, exchange_kernel
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two

@@ -133,16 +133,10 @@ def row_references(state):
 
 
 @gluon.jit
-def _row_factors(state, x):
-    """The last tile's factors of the earlier sums of rows, in the shape and layout of x."""
-    return _spread(_place(state, 2), x)
-
-
-@gluon.jit
 def rescale(acc, state):
     """acc times the factors of the last tile, which a warp skips unless the reference of one of its rows moved."""
     return gl.inline_asm_elementwise(
-        _RESCALE, _RESCALE_CONSTRAINTS, [acc, _row_factors(state, acc), _spread(_place(state, 3), acc)],
+        _RESCALE, _RESCALE_CONSTRAINTS, [acc, _spread(_place(state, 2), acc), _spread(_place(state, 3), acc)],
         dtype=gl.float32, is_pure=True, pack=_RESCALED,
     )  # fmt: skip
 

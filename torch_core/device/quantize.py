@@ -7,12 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def round_half_even(x):
-    """Rounds float32 to integers, halves to even, for |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
 def saturate_to(x, dtype: tl.constexpr):
     """Converts float32 `x` to `dtype`: fp8 clamps to its largest finite value and keeps NaN, int8 rounds to even."""
     if dtype == tl.float8e4nv:
@@ -20,7 +14,8 @@ def saturate_to(x, dtype: tl.constexpr):
     elif dtype == tl.float8e5:
         x = tl.clamp(x, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
     elif dtype == tl.int8:
-        x = round_half_even(tl.clamp(x, -127.0, 127.0))
+        # For |x| < 2**22 adding 1.5 * 2**23 leaves no fraction bits, and rounds halves to even.
+        x = (tl.clamp(x, -127.0, 127.0) + 12582912.0) - 12582912.0
     return x.to(dtype)
 
 

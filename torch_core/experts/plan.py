@@ -10,8 +10,7 @@ from torch_core.experts.kernels.hopper.kernel import ROWS
 from torch_core.experts.kernels.hopper.plan import hopper_product, is_hopper
 from torch_core.experts.kernels.one_token.plan import plan_one_token, serves_one_token
 from torch_core.experts.kernels.product.align import align_experts_kernel, count_experts_kernel
-from torch_core.experts.kernels.product.combine import combine_experts_kernel
-from torch_core.experts.kernels.product.kernel import expert_product_kernel
+from torch_core.experts.kernels.product.kernel import combine_experts_kernel, expert_product_kernel
 from torch_core.experts.kernels.product.tiles import MAX_LOOKED_UP, Tile, expert_tile
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import (

@@ -102,15 +102,13 @@ def _finish_part():
 @gluon.jit
 def signal_full(step, WRITERS: gl.constexpr):
     """One of the warpgroups that write has written its share of the step's slot."""
-    ARRIVE: gl.constexpr = _ARRIVE[WRITERS]
-    _barrier(_FULL + step % 2, 1, ARRIVE)
+    _barrier(_FULL + step % 2, 1, _ARRIVE[WRITERS])
 
 
 @gluon.jit
 def _await_full(step, WRITERS: gl.constexpr):
     """The step's slot is written."""
-    SYNC: gl.constexpr = _SYNC[WRITERS]
-    _barrier(_FULL + step % 2, 1, SYNC)
+    _barrier(_FULL + step % 2, 1, _SYNC[WRITERS])
 
 
 @gluon.jit
@@ -128,29 +126,25 @@ def await_weights(step):
 @gluon.jit
 def _signal_room(step, steps, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The step's slot may be written again by the role OWN, if there is a step that does."""
-    ARRIVE: gl.constexpr = _ARRIVE[WARPGROUPS]
-    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, ARRIVE)
+    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, _ARRIVE[WARPGROUPS])
 
 
 @gluon.jit
 def await_room(step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The step's slot may be written by the role OWN, of as many WARPGROUPS."""
-    SYNC: gl.constexpr = _SYNC[WARPGROUPS]
-    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, SYNC)
+    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, _SYNC[WARPGROUPS])
 
 
 @gluon.jit
 def await_turn(ADDERS: gl.constexpr):
     """Waits until `take_turns` says that this program, with ADDERS warpgroups, may add to the next tile of queries."""
-    SYNC: gl.constexpr = _TURN_SYNC[ADDERS]
-    _barrier(_TURN, 1, SYNC)
+    _barrier(_TURN, 1, _TURN_SYNC[ADDERS])
 
 
 @gluon.jit
 def pass_turn(ADDERS: gl.constexpr):
     """This warpgroup, one of ADDERS, has added to a tile of queries."""
-    ARRIVE: gl.constexpr = _ADDED_ARRIVE[ADDERS]
-    _barrier(_TURN + 1, 1, ARRIVE)
+    _barrier(_TURN + 1, 1, _ADDED_ARRIVE[ADDERS])
 
 
 @gluon.jit

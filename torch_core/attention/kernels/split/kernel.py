@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.attention.kernels.split.pairs import as_pairs, attend_pairs, interleave, split_pairs
+from torch_core.attention.kernels.split.pairs import attend_pairs
 from torch_core.device.mask import Bounds, Scoring, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
@@ -167,9 +167,9 @@ def attention_split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if PAIRS:
-        q_even, q_odd = split_pairs(q)
-        key_base = as_pairs(key_base)
-        value_base = as_pairs(value_base)
+        q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, HEAD_PADDED // 2, 2]))
+        key_base = key_base.to(tl.pointer_type(tl.int16))
+        value_base = value_base.to(tl.pointer_type(tl.int16))
         acc_even = tl.zeros([BLOCK_M, VALUE_PADDED // 2], tl.float32)
         acc_odd = tl.zeros([BLOCK_M, VALUE_PADDED // 2], tl.float32)
     else:
@@ -205,7 +205,7 @@ def attention_split_kernel(
                 ALIBI_SQRT, 0, True, EXACT,
             )  # fmt: skip
     if PAIRS:
-        acc = interleave(acc_even, acc_odd)
+        acc = tl.reshape(tl.join(acc_even, acc_odd), [BLOCK_M, VALUE_PADDED])
 
     if chunks == 1:
         inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)

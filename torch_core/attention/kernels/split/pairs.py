@@ -17,24 +17,6 @@ from torch_core.device.tiles import key_rows, load_tile, token_head_scales
 
 
 @triton.jit
-def as_pairs(base):
-    """A pointer to 8-bit elements as a pointer to pairs of them."""
-    return base.to(tl.pointer_type(tl.int16))
-
-
-@triton.jit
-def split_pairs(rows):
-    """The even and the odd columns of a tile."""
-    return tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
-
-
-@triton.jit
-def interleave(even, odd):
-    """The tile that split_pairs splits into `even` and `odd`."""
-    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
-
-
-@triton.jit
 def attend_pairs(
     q_even, q_odd, acc_even, acc_odd, row_max, row_sum, pages, position, columns, inside, query_pos, keys, scoring,
     ELEMENT: tl.constexpr, LAYOUT: tl.constexpr, ALIBI_SQRT: tl.constexpr,
