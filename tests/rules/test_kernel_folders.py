@@ -49,9 +49,9 @@ def test_every_file_of_kernels_lies_in_the_folder_of_one() -> None:
             ["torch_core.latent.kernels.mla.plan imports torch_core.attention.kernels.rows"],
         ),
         (
-            "torch_core.attention.kernels.split.tiles",
+            "torch_core.attention.kernels.split.pairs",
             "from torch_core.attention.kernels import rows",
-            ["torch_core.attention.kernels.split.tiles imports torch_core.attention.kernels.rows"],
+            ["torch_core.attention.kernels.split.pairs imports torch_core.attention.kernels.rows"],
         ),
         (
             "torch_core.attention.kernels.split.kernel",
@@ -60,10 +60,10 @@ def test_every_file_of_kernels_lies_in_the_folder_of_one() -> None:
         ),
         (
             "torch_core.attention.kernels.split.plan",
-            "if TYPE_CHECKING:\n    from torch_core.attention.kernels.rows.tiles import Tile",
+            "if TYPE_CHECKING:\n    from torch_core.attention.kernels.rows.plan import rows_launch",
             ["torch_core.attention.kernels.split.plan imports torch_core.attention.kernels.rows"],
         ),
-        ("torch_core.attention.kernels.split.plan", "from torch_core.attention.kernels.split import tiles", []),
+        ("torch_core.attention.kernels.split.plan", "from torch_core.attention.kernels.split import pairs", []),
         ("torch_core.attention.kernels.split.plan", "from torch_core.attention.partials import Chunks", []),
         ("torch_core.attention.choose", "from torch_core.attention.kernels.rows.plan import rows_launch", []),
     ],

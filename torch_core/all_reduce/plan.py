@@ -8,7 +8,7 @@ from torch_core.all_reduce.kernel import all_reduce_kernel, all_reduce_norm_kern
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import Argument, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import OperationPlan, Pointer, Scalar
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that a device sends to all others together.
@@ -43,7 +43,7 @@ _SUMS, _EXCHANGES = _REGIONS = (_Region(1024, 1), _Region(256, 2))
 
 def sums(x: ArraySpec, world: int) -> bool:
     """Returns whether the kernel can sum such an array over `world` devices, and is the fastest way."""
-    return x.dtype in _DTYPES and exchanges(_num_bytes(x), world)
+    return x.dtype in _DTYPES and exchanges(x.size * DTYPE_BYTES[x.dtype], world)
 
 
 def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
@@ -56,7 +56,7 @@ def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
         and weight.shape == (width,)
         and width % 2 == 0
         and width <= _max_width(world)
-        and 4 * (x.size // width) * _row_blocks(width) * _SUMS.block <= _max_bytes(world)
+        and 4 * (x.size // width) * ceil_div(width, 2 * _SUMS.block) * _SUMS.block <= _max_bytes(world)
     )
 
 
@@ -82,13 +82,13 @@ def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
             f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    words = _num_bytes(x) // 4
+    words = x.size * DTYPE_BYTES[x.dtype] // 4
     # Of a multiple of 16 the compiler makes wide loads and stores, where a thread has several words.
-    arguments = {**_pointers("x", "peers", "out"), "num_words": Scalar(words, "i32")}
+    arguments = {**{name: Pointer(name) for name in ("x", "peers", "out")}, "num_words": Scalar(words, "i32")}
     launch = named_launch(
         all_reduce_kernel, (ceil_div(words, _SUMS.block),), arguments, _constants(_SUMS, world), **_OPTIONS
     )
-    return OperationPlan.of("all_reduce", _inputs(world, x=x), (launch,), {"out": _like(x)})
+    return OperationPlan.of("all_reduce", _inputs(world, x=x), (launch,), {"out": ArraySpec(x.shape, x.dtype)})
 
 
 def plan_all_reduce_norm(
@@ -108,10 +108,10 @@ def plan_all_reduce_norm(
             f"in steps of {4 * _SUMS.block}. Sum x by plan_all_reduce, then add and divide."
         )
     width = x.shape[-1]
-    blocks = _row_blocks(width)
+    blocks = ceil_div(width, 2 * _SUMS.block)
     padded = power_of_two(blocks)
     arguments = {
-        **_pointers("x", "residual", "weight", "peers", "out", "normed"),
+        **{name: Pointer(name) for name in ("x", "residual", "weight", "peers", "out", "normed")},
         "num_words": Scalar(width // 2, "i32"),
         "epsilon": Scalar(epsilon, "fp32"),
     }
@@ -124,8 +124,9 @@ def plan_all_reduce_norm(
     }
     options = {**_OPTIONS, "writes": ("out", "normed"), "num_warps": min(_WARPS * padded, 16)}
     launch = named_launch(all_reduce_norm_kernel, (x.size // width,), arguments, constants, **options)
-    inputs = _inputs(world, x=x, residual=_like(x), weight=weight)
-    return OperationPlan.of("all_reduce_norm", inputs, (launch,), {"out": _like(x), "normed": _like(x)})
+    like = ArraySpec(x.shape, x.dtype)
+    inputs = _inputs(world, x=x, residual=like, weight=weight)
+    return OperationPlan.of("all_reduce_norm", inputs, (launch,), {"out": like, "normed": like})
 
 
 def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
@@ -140,7 +141,7 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
             f"{_max_bytes(world)} bytes at most. Move it with jax.lax.all_gather or all_to_all."
         )
     arguments = {
-        **_pointers("x", "peers", "out"),
+        **{name: Pointer(name) for name in ("x", "peers", "out")},
         "num_words": Scalar(words, "i32", specialize=False),
         "part_stride": Scalar(words if parts > 1 else 0, "i32", specialize=False),
     }
@@ -150,16 +151,8 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
     return OperationPlan.of("exchange", _inputs(world, x=x), (launch,), {"out": ArraySpec((world, words), "int32")})
 
 
-def _pointers(*names: str) -> dict[str, Argument]:
-    return {name: Pointer(name) for name in names}
-
-
 def _inputs(world: int, **arrays: ArraySpec) -> dict[str, ArraySpec]:
     return {**arrays, "peers": ArraySpec((peers_size(world),), "int32")}
-
-
-def _like(x: ArraySpec) -> ArraySpec:
-    return ArraySpec(x.shape, x.dtype)
 
 
 def _constants(region: _Region, world: int) -> dict[str, int]:
@@ -172,18 +165,10 @@ def _constants(region: _Region, world: int) -> dict[str, int]:
     }
 
 
-def _row_blocks(width: int) -> int:
-    return ceil_div(width, 2 * _SUMS.block)
-
-
 def _max_width(world: int) -> int:
     blocks = _MAX_ROW_WORDS // ((world + 3) * _SUMS.block)
     # The largest power of two: a program has the registers of as many blocks, whether its row needs them or not.
     return 2 * _SUMS.block * (power_of_two(blocks + 1) // 2)
-
-
-def _num_bytes(x: ArraySpec) -> int:
-    return x.size * DTYPE_BYTES[x.dtype]
 
 
 def _max_bytes(world: int) -> int:

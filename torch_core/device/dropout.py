@@ -14,7 +14,7 @@ class Dropout(NamedTuple):
     low: Any  # low, high: the two words of the seed.
     high: Any
     limit: Any  # A weight whose number is below it becomes 0.
-    first_query: Any  # Of the tile, a row of the sequence; a multiple of 16.
+    first_query: Any  # The first row of the tile in the sequence; a multiple of 16.
 
 
 @triton.jit

@@ -18,8 +18,10 @@ _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """Returns shared memory as a matrix of another type, shape and layout of as many bytes."""
-    shape: gl.constexpr = [ROWS, COLUMNS]
-    return reinterpret_shape(memory, dtype, shape, layout)
+    if _IS_PUBLIC:
+        return memory.reinterpret(dtype, [ROWS, COLUMNS], layout)
+    else:  # noqa: RET505 - each release compiles one branch
+        return memory._reinterpret(dtype, [ROWS, COLUMNS], layout)
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ class Call(NamedTuple):
     value_cache: Any
     query_rest: Any  # query_rest, key_rest: the same arrays for the REST_SIZE last elements of a head, or None.
     key_rest: Any
-    scale: Any  # Of the scores.
+    scale: Any  # Factor of the scores.
     bounds: Any  # Which keys a row sees.
     output: Any  # Where finished rows go, a hopper_rows.Output.
     batch: Any  # Where the sequences stand.

@@ -39,18 +39,18 @@ class Sizes(NamedTuple):
 class Work(NamedTuple):
     """The chunk and the rows of a program."""
 
-    live: Any  # There is one; else `spare` is its number among the programs without.
-    spare: Any  # See `live`.
+    live: Any  # The program has a chunk.
+    spare: Any  # Number of the program among those without a chunk.
     seq: Any  # The sequence.
-    index: Any  # Number of the chunk within it.
-    chunks: Any  # Of the sequence.
+    index: Any  # Number of the chunk within the sequence.
+    chunks: Any  # Chunks of the sequence.
     first_row: Any  # First of the program's rows among those of the sequence.
     query_start: Any  # First query token of the sequence.
     query_len: Any  # Query tokens of the sequence.
-    context: Any  # Tokens before them.
+    context: Any  # Tokens of the sequence before its queries.
     start: Any  # start, end: tokens of the chunk.
     end: Any
-    tiles: Any  # Steps.
+    tiles: Any  # Steps through the chunk.
 
 
 class Results(NamedTuple):
@@ -60,7 +60,7 @@ class Results(NamedTuple):
     rows: Any  # rows, maxima, sums: the running softmax of a chunk.
     maxima: Any
     sums: Any
-    max_chunks: Any  # Of a sequence, at most.
+    max_chunks: Any  # Chunks of a sequence, at most.
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ class Bounds(NamedTuple):
     """The distances at which a position sees keys; None where there is no bound."""
 
     window_left: Any  # Keys before the position.
-    window_right: Any  # Keys after it.
+    window_right: Any  # Keys after the position.
     attention_chunk: Any  # Size of the chunks; a position sees only keys of its own chunk.
 
 
@@ -28,7 +28,7 @@ class Scoring(NamedTuple):
     relative_bias_size: Any  # Number of biases of a head, for the distances from -D to D.
     # Bias [qq_bias_size, qq_bias_size] on the scores between the sequence's own new tokens (tree attention).
     qq_bias: Any
-    qq_bias_size: Any  # Its size.
+    qq_bias_size: Any  # Rows and columns of qq_bias.
     context: Any  # Tokens of the sequence before its first query.
     bounds: Any  # Which keys a row sees.
     ranges: Any  # Pointer to the sequence's pairs of positions that see each other.

@@ -1,9 +1,12 @@
-"""Device helpers that convert computed values to the stored values of a cache or an output array."""
+"""Conversions between computed values and the stored values of a cache or an output array."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+#: Elements of a packed latent that share a scale.
+GROUP = tl.constexpr(128)
 
 
 @triton.jit
@@ -37,3 +40,26 @@ def load_scale(scale, value):
     if scale is not None:
         value = tl.load(scale).to(tl.float32)
     return value
+
+
+@triton.jit
+def unpacked_latents(rows, inside, SIZE: tl.constexpr, PADDED: tl.constexpr, dtype: tl.constexpr):
+    """The latents of packed rows (LatentCacheSpec) at the pointers `rows`, rounded to `dtype`; 0, not read, outside."""
+    COUNT: tl.constexpr = rows.shape[0]
+    GROUPS: tl.constexpr = PADDED // GROUP
+    element = tl.arange(0, PADDED)
+    group = tl.arange(0, GROUPS)
+    mask = inside[:, None] & (element < SIZE)[None, :]
+    codes = tl.load(rows[:, None] + element[None, :], mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
+    scales = (rows + SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
+    mask = inside[:, None] & (group < SIZE // GROUP)[None, :]
+    scales = tl.load(scales[:, None] + group[None, :], mask=mask, other=0.0)
+    # By way of float16: there is a conversion for pairs of e4m3.
+    groups = tl.reshape(codes.to(tl.float16).to(tl.float32), [COUNT, GROUPS, GROUP]) * scales[:, :, None]
+    return tl.reshape(groups, [COUNT, PADDED]).to(dtype)
+
+
+@triton.jit
+def packed_rotary(rows, SIZE: tl.constexpr):
+    """Pointers to the rotary keys of packed rows with latents of SIZE elements."""
+    return (rows + (SIZE + SIZE // GROUP * 4)).to(tl.pointer_type(tl.bfloat16), bitcast=True)

@@ -22,7 +22,7 @@ class RowLayout(NamedTuple):
     """The layout of an Output, known when compiling."""
 
     SIZE: Any  # Elements of a row.
-    PADDED: Any  # The same as a power of two.
+    PADDED: Any  # Elements of a row, as a power of two.
     STRIDES: Any  # STRIDES, LSE_STRIDES: strides of (token, head) in elements.
     LSE_STRIDES: Any
     LIMIT: Any  # Where an 8-bit output saturates; 0 for others.

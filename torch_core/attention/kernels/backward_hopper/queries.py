@@ -102,13 +102,15 @@ def _finish_part():
 @gluon.jit
 def signal_full(step, WRITERS: gl.constexpr):
     """One of the warpgroups that write has written its share of the step's slot."""
-    _barrier(_FULL + step % 2, 1, _ARRIVE[WRITERS])
+    ARRIVE: gl.constexpr = _ARRIVE[WRITERS]
+    _barrier(_FULL + step % 2, 1, ARRIVE)
 
 
 @gluon.jit
 def _await_full(step, WRITERS: gl.constexpr):
     """The step's slot is written."""
-    _barrier(_FULL + step % 2, 1, _SYNC[WRITERS])
+    SYNC: gl.constexpr = _SYNC[WRITERS]
+    _barrier(_FULL + step % 2, 1, SYNC)
 
 
 @gluon.jit
@@ -126,25 +128,29 @@ def await_weights(step):
 @gluon.jit
 def _signal_room(step, steps, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The step's slot may be written again by the role OWN, if there is a step that does."""
-    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, _ARRIVE[WARPGROUPS])
+    ARRIVE: gl.constexpr = _ARRIVE[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step + 2 < steps, ARRIVE)
 
 
 @gluon.jit
 def await_room(step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
     """The step's slot may be written by the role OWN, of as many WARPGROUPS."""
-    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, _SYNC[WARPGROUPS])
+    SYNC: gl.constexpr = _SYNC[WARPGROUPS]
+    _barrier(_ROOM + 2 * OWN + step % 2, step >= 2, SYNC)
 
 
 @gluon.jit
 def await_turn(ADDERS: gl.constexpr):
     """Waits until `take_turns` says that this program, with ADDERS warpgroups, may add to the next tile of queries."""
-    _barrier(_TURN, 1, _TURN_SYNC[ADDERS])
+    SYNC: gl.constexpr = _TURN_SYNC[ADDERS]
+    _barrier(_TURN, 1, SYNC)
 
 
 @gluon.jit
 def pass_turn(ADDERS: gl.constexpr):
     """This warpgroup, one of ADDERS, has added to a tile of queries."""
-    _barrier(_TURN + 1, 1, _ADDED_ARRIVE[ADDERS])
+    ARRIVE: gl.constexpr = _ADDED_ARRIVE[ADDERS]
+    _barrier(_TURN + 1, 1, ARRIVE)
 
 
 @gluon.jit

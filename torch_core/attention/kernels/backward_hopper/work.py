@@ -51,7 +51,7 @@ class Gradients(NamedTuple):
     turns: Any  # Number of tiles of keys that have added to each of them.
     key: Any  # key, value: the gradients of keys and values.
     value: Any
-    scale: Any  # Of the scores.
+    scale: Any  # Factor of the scores.
     query_tiles: Any  # Tiles of queries of a head, padding included.
 
 
@@ -73,11 +73,11 @@ class Rings(NamedTuple):
 class Item(NamedTuple):
     """The tile of keys of a program, and the query tiles that see it."""
 
-    live: Any  # There is one.
-    spare: Any  # Without one, the number of this program among those of its head.
-    spares: Any  # Number of those programs.
-    kv_head: Any  # Its head.
-    tile: Any  # Its number in its sequence.
+    live: Any  # The program has a tile.
+    spare: Any  # Without a tile, the number of this program among those of its head.
+    spares: Any  # Programs of the head without a tile.
+    kv_head: Any  # The head of the tile.
+    tile: Any  # Number of the tile in its sequence.
     first_key: Any  # Row of the tile's first key.
     keys: Any  # Keys of the sequence from there on.
     first_query: Any  # Row of the sequence's first query.

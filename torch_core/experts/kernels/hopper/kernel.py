@@ -27,7 +27,7 @@ class _Work(NamedTuple):
 
     rows: Any  # rows, weights: descriptors of the sorted rows and of all experts' rows.
     weights: Any
-    bias: Any  # Of each expert's columns, or None.
+    bias: Any  # Bias of each expert's columns, or None.
     sorted_ids: Any  # sorted_ids, tile_experts: as `align_experts_kernel` leaves them.
     tile_experts: Any
     out: Any  # Sorted rows.

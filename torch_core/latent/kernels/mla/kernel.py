@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.latents import packed_rotary, unpacked_latents
 from torch_core.device.mask import Bounds, Scoring, tile_scores, visible_keys
+from torch_core.device.quantize import packed_rotary, unpacked_latents
 from torch_core.device.softmax import finish_rows, softmax_step
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
 from torch_core.device.tiles import key_rows, load_tile, page_ids, readable

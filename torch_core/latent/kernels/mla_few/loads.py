@@ -28,8 +28,8 @@ class Room(NamedTuple):
     codes: Any  # Groups of tiles as the cache holds them: group g of a slot is number `GROUPS * slot + g`.
     ropes: Any  # Rotary keys, a slot for each tile.
     query: Any  # Groups of the query as sums of e4m3 terms, the terms one behind the other, all rows of each.
-    query_rope: Any  # Its rotary part: like `query`, for packed rows in bfloat16.
-    weights: Any  # Of a tile, for each warpgroup; for packed rows those of each group.
+    query_rope: Any  # The rotary part of the query, like `query`; for packed rows in bfloat16.
+    weights: Any  # Weights of a tile, for each warpgroup; for packed rows those of each group.
     states: Any  # Maxima and sums of the second warpgroup; the unit of each row's scores.
     full: Any  # Barriers: the tile of a slot has come.
     ready: Any  # A barrier: the query is there.
@@ -82,12 +82,10 @@ def load_scales(work, source, step, layout: gl.constexpr, SHAPE: gl.constexpr):
     block = gl.load(source.table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
     row = (block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * _PACKED_BYTES + _SCALE_OFFSET
     scale = (source.packed + row).to(gl.pointer_type(gl.float32), bitcast=True)
-    return (
-        gl.load(scale, mask=inside, other=0.0),
-        gl.load(scale + 1, mask=inside, other=0.0),
-        gl.load(scale + 2, mask=inside, other=0.0),
-        gl.load(scale + 3, mask=inside, other=0.0),
-    )
+    scales = ()
+    for i in gl.static_range(GROUPS):
+        scales = scales + (gl.load(scale + i, mask=inside, other=0.0),)  # noqa: RUF005 - no starred tuples here
+    return scales
 
 
 @gluon.jit

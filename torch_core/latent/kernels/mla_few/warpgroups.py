@@ -113,12 +113,8 @@ def attend(
                 weights[i].store((p * scales[i][:, None]).to(gl.float16))
             scales = load_scales(work, source, step + 2, IN_KEYS, SHAPE)
         fence_async_shared()
-        acc_0, acc_1, acc_2, acc_3 = (
-            acc_0 * keep[None, :],
-            acc_1 * keep[None, :],
-            acc_2 * keep[None, :],
-            acc_3 * keep[None, :],
-        )
+        acc_0, acc_1 = acc_0 * keep[None, :], acc_1 * keep[None, :]
+        acc_2, acc_3 = acc_2 * keep[None, :], acc_3 * keep[None, :]
         thread_barrier()
         if source.packed is not None:
             part_0, part_1 = _latents(slot, 0, room), _latents(slot, 1, room)
@@ -179,14 +175,15 @@ def _packed_scores(slot, room):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TERMS, 32])
     rope_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROPE_TERMS, 16])
     zeros = gl.zeros([BLOCK_N, TERMS], gl.float32, layout)
-    s_0 = warpgroup_mma(_codes(slot, 0, room), room.query.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s_1 = warpgroup_mma(_codes(slot, 1, room), room.query.index(1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s_2 = warpgroup_mma(_codes(slot, 2, room), room.query.index(2).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s_3 = warpgroup_mma(_codes(slot, 3, room), room.query.index(3).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    products = ()
+    for i in gl.static_range(GROUPS):
+        q = room.query.index(i).permute((1, 0))
+        s = warpgroup_mma(_codes(slot, i, room), q, zeros, use_acc=False, is_async=True)
+        products = products + (s,)  # noqa: RUF005 - no starred tuples here
     rope = reinterpret(room.ropes.index(slot), gl.bfloat16, BLOCK_N, ROPE, _ROPE_SHARED)
     start = gl.zeros([BLOCK_N, ROPE_TERMS], gl.float32, rope_layout)
     s = warpgroup_mma(rope, room.query_rope.permute((1, 0)), start, use_acc=False, is_async=True)
-    return s_0, s_1, s_2, s_3, s
+    return products + (s,)  # noqa: RUF005 - no starred tuples here
 
 
 @gluon.jit

@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.latents import packed_rotary
-from torch_core.device.quantize import load_scale, saturate_to, store_value
-
-_GROUP = tl.constexpr(128)
+from torch_core.device.quantize import GROUP, load_scale, packed_rotary, saturate_to, store_value
 
 
 @triton.jit
@@ -56,9 +53,9 @@ def write_latent_kernel(
     if PACKED:
         codes, scales = _packed(latents)
         tl.store(rows[:, None] + element[None, :], codes, mask=mask)
-        group = tl.arange(0, RANK_PADDED // _GROUP)
+        group = tl.arange(0, RANK_PADDED // GROUP)
         starts = (rows + RANK).to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(starts[:, None] + group[None, :], scales, mask=live[:, None] & (group < RANK // _GROUP)[None, :])
+        tl.store(starts[:, None] + group[None, :], scales, mask=live[:, None] & (group < RANK // GROUP)[None, :])
         rotary = packed_rotary(rows, RANK)
     else:
         tl.store(rows[:, None] + element[None, :], store_value(latents, scale, dtype, HAS_SCALE), mask=mask)
@@ -95,8 +92,8 @@ def _store_keys(rows, element, keys, scale, mask, dtype: tl.constexpr, HAS_SCALE
 def _packed(latents):
     """(bytes, scales) of latents, for which a scale of a row of zeros is the smallest normal number."""
     TOKENS: tl.constexpr = latents.shape[0]
-    GROUPS: tl.constexpr = latents.shape[1] // _GROUP
-    groups = tl.reshape(latents.to(tl.float32), [TOKENS, GROUPS, _GROUP])
+    GROUPS: tl.constexpr = latents.shape[1] // GROUP
+    groups = tl.reshape(latents.to(tl.float32), [TOKENS, GROUPS, GROUP])
     largest = tl.max(tl.abs(groups), 2)
     scales = tl.maximum(tl.div_rn(largest, tl.full([TOKENS, GROUPS], 448.0, tl.float32)), 1.1754943508222875e-38)
     codes = saturate_to(tl.div_rn(groups, tl.broadcast_to(scales[:, :, None], groups.shape)), tl.float8e4nv)
