@@ -183,7 +183,7 @@ def test_the_gradient_of_xla_attention_is_that_of_finite_differences(seed: int) 
     options = {"sliding_window": (3, None), "logits_soft_cap": 2.0, "alibi_slopes": jnp.array([0.1, 0.2, 0.3, 0.4])}
     case = dense_case(3, key_lens=[6, 3], query_lens=[4, 3], num_heads=4, num_kv_heads=2, head_size=4)
 
-    def loss(values: dict[str, jax.Array]) -> jax.Array:
+    def loss(values: dict[str, Any]) -> jax.Array:
         output, lse = ops.attention_with_lse(
             **{**options, **values}, query_start_loc=starts[0], key_start_loc=starts[1], max_query_len=4,
             max_key_len=6, implementation="xla",
