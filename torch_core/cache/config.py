@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Limits, check_fields
 
 #: Block 0 stands for "nothing here": it is never owned, keyed, freed or counted as capacity.
 NULL_BLOCK = 0
@@ -42,38 +44,28 @@ class CacheConfig:
         63
     """
 
-    num_blocks: int
-    block_size: int
+    num_blocks: Annotated[int, Limits(2, INT32_MAX)]
+    block_size: Annotated[int, Limits(1, INT32_MAX)]
     enable_prefix_caching: bool = True
     watermark_blocks: int = 0
     sliding_window: int | None = None
     attention_chunk: int | None = None
     groups: tuple[CacheGroup, ...] = ()
     model_fingerprint: bytes = b""
-    cache_dtype: str = ""
+    cache_dtype: Annotated[str, Limits(wanted="the name of a dtype, a string")] = ""
     verify_tokens: bool = False
     scrub_on_free: bool = False
-    num_host_blocks: int = 0
-    max_blocks_per_seq: int | None = None
-    max_step_tokens: int | None = None
+    num_host_blocks: Annotated[int, Limits(0, INT32_MAX)] = 0
+    max_blocks_per_seq: Annotated[int | None, Limits(1, INT32_MAX)] = None
+    max_step_tokens: Annotated[int | None, Limits(1, INT32_MAX)] = None
 
     def __post_init__(self) -> None:
-        check_int("num_blocks", self.num_blocks, 2, INT32_MAX)
-        check_int("block_size", self.block_size, 1, INT32_MAX)
-        check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
-        check_int("num_host_blocks", self.num_host_blocks, 0, INT32_MAX)
-        for field in ("max_blocks_per_seq", "max_step_tokens"):
-            if getattr(self, field) is not None:
-                check_int(field, getattr(self, field), 1, INT32_MAX)
-        for field in ("enable_prefix_caching", "verify_tokens", "scrub_on_free"):
-            if not isinstance(getattr(self, field), bool):
-                raise InvalidInput(field, value=getattr(self, field), wanted="it must be True or False")
         if not isinstance(self.model_fingerprint, bytes):
             raise InvalidInput("model_fingerprint", f"is a {type(self.model_fingerprint).__name__}", "it must be bytes")
-        if not isinstance(self.cache_dtype, str):
-            raise InvalidInput("cache_dtype", value=self.cache_dtype, wanted="it must be the name of a dtype, a string")
         if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
             raise InvalidInput("groups", "must be a tuple of CacheGroup, empty for one group of all layers")
+        check_fields(self)
+        check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
         if self.groups and (self.sliding_window is not None or self.attention_chunk is not None):
             raise InvalidInput(
                 "groups", "and sliding_window or attention_chunk are both set", "put the window into a group"
@@ -168,12 +160,7 @@ class GroupLayout:
         return 0
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
-        """Returns the most blocks that a sequence of this many tokens holds at any time.
-
-        Args:
-            num_tokens: number of tokens of the whole sequence.
-            max_step_tokens: most new tokens of one step; None for a sequence that is computed in one piece.
-        """
+        """Returns the most blocks that a sequence holds at any time; see `LayerGroups.most_blocks`."""
         everything = -(-num_tokens // self.block_size)
         if self.reach is None or max_step_tokens is None:
             return everything

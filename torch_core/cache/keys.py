@@ -38,16 +38,8 @@ def encode_root(
 ) -> bytes:
     """Returns the canonical encoding of the fields that all blocks of a sequence have in common.
 
-    Args:
-        salt: 1 to 64 bytes that isolate a tenant: sequences with different salts never share; None is a salt of its
-            own.
-        model_fingerprint: identifies the model that computed the block.
-        cache_dtype: the name of the element type.
-        block_size: tokens of a block.
-        extra_keys: adapter or image ids and the like, each bytes, str or int; their order counts.
-
-    Raises:
-        InvalidInput: a salt or an extra key of the wrong type or length.
+    `salt` is 1 to 64 bytes that isolate a tenant: sequences with different salts never share, and None is a salt of its
+    own. The order of `extra_keys` counts. Raises InvalidInput for a salt or an extra key of the wrong type or length.
 
     Example:
         >>> a = encode_root(salt=b"ab", model_fingerprint=b"c", cache_dtype="float32", block_size=16)

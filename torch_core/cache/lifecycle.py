@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput, OutOfBlocks, RequestTooLong
@@ -53,19 +54,13 @@ def add(
     if not tokens:
         raise InvalidInput("token_ids", f"of {seq_id!r} is empty", "a sequence starts with at least one token")
     check_admission(state, seq_id, len(tokens), 0)
-    keys = tuple(extra_keys) if not isinstance(extra_keys, (bytes, str)) else extra_keys
     config = state.config
-    roots = {
-        size: encode_root(
-            salt=salt,
-            model_fingerprint=config.model_fingerprint,
-            cache_dtype=config.cache_dtype,
-            block_size=size,
-            extra_keys=keys,
-        )
+    root: dict[str, Any] = {"model_fingerprint": config.model_fingerprint, "cache_dtype": config.cache_dtype}
+    root["extra_keys"] = tuple(extra_keys) if not isinstance(extra_keys, (bytes, str)) else extra_keys
+    chains = {
+        size: KeyChain(encode_root(salt=salt, block_size=size, **root), size, verify=config.verify_tokens)
         for size in dict.fromkeys(group.block_size for group in state.groups)
     }
-    chains = {size: KeyChain(root, size, verify=config.verify_tokens) for size, root in roots.items()}
     sequence = SequenceState(seq_id, tokens, tuple(chains[group.block_size] for group in state.groups))
     state.sequences[seq_id] = sequence
     state.version += 1
@@ -148,13 +143,10 @@ def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
     swaps: list[BlockSwap] = []
     slots: list[list[int | None]] = []
     for number, blocks in enumerate(table.blocks):
-        column: list[int | None] = []
-        for block in blocks:
-            slot = None if block == NULL_BLOCK else state.host_free.pop()
-            column.append(slot)
-            if slot is not None:
-                swaps.append(BlockSwap(block, slot, True, number))
+        column = [None if block == NULL_BLOCK else state.host_free.pop() for block in blocks]
         slots.append(column)
+        pairs = zip(blocks, column, strict=True)
+        swaps += [BlockSwap(block, slot, True, number) for block, slot in pairs if slot is not None]
     sequence.swapped = SwappedTable(slots, table.scheduled, table.retired, table.dropped.copy(), step_id)
     sequence.table = None
     table.leave()

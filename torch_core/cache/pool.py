@@ -43,11 +43,7 @@ class BlockPool:
         return len(self.free) + len(self.cached)
 
     def take(self, count: int) -> list[int]:
-        """Takes `count` blocks, each with one hold; all or none.
-
-        Raises:
-            OutOfBlocks: fewer blocks are available.
-        """
+        """Takes `count` blocks, each with one hold; all of them, or none and OutOfBlocks."""
         if count > self.num_available:
             raise self.out_of_blocks(f"{count} blocks are needed", count)
         taken: list[int] = []
@@ -75,10 +71,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Gives one hold on each block back; the last one makes it cached if it has a key, else free.
 
-        Cached blocks are evicted in the order of their release. The null block is passed over.
-
-        Raises:
-            CacheCorruption: one of the blocks has no holder.
+        Cached blocks are evicted in the order of their release. The null block is passed over. Raises
+        CacheCorruption for a block without a holder.
         """
         refs, keys, dirty = self.refs, self.index.keys, self.dirty
         for block in blocks:

@@ -70,14 +70,8 @@ class PrefixIndex:
     ) -> tuple[int, list[list[int]]]:
         """Finds the longest cached prefix of at most `limit` tokens that every group can continue from.
 
-        Args:
-            groups: the cache groups, with their block sizes.
-            chains: the sequence's key chain for each group; extended as far as needed.
-            tokens: its token ids.
-            limit: most tokens that may be taken from the cache.
-
-        Returns:
-            The number of tokens and, for each group, its block table so far (null if the group needs nothing).
+        Extends the sequence's key chains, one for each group, as far as needed. Returns the number of tokens and, for
+        each group, its block table so far (null if the group needs nothing).
         """
         sizes = [chain.block_size for chain in chains]
         align = math.lcm(*sizes)

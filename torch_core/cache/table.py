@@ -72,16 +72,9 @@ class SequenceTable:
         return self.rows
 
     def growth(self, end: int, groups: tuple[GroupLayout, ...], pool: BlockPool, claimed: dict[int, int]) -> Growth:
-        """Computes the blocks needed to write the tokens from `scheduled` to `end - 1`; changes only `claimed`.
+        """Returns for each group the number of new blocks, and the tail block to copy first, for tokens up to `end`.
 
-        Args:
-            end: tokens after the step.
-            groups: the cache groups.
-            pool: tells who else holds the tail.
-            claimed: tails that sequences of the same plan copy, with the number of holds that this ends.
-
-        Returns:
-            For each group, the number of new blocks and the tail block to copy first, 0 for none.
+        Changes only `claimed`: tails that sequences of the same plan copy, with the number of holds that this ends.
         """
         found = []
         for group, blocks in zip(groups, self.blocks, strict=True):
@@ -100,8 +93,7 @@ class SequenceTable:
     def advance(self, groups: tuple[GroupLayout, ...], index: PrefixIndex | None) -> list[int]:
         """Publishes the keys of blocks that are full, known and written; drops blocks that no later query sees.
 
-        Returns:
-            The blocks dropped. The caller gives their holds back.
+        The caller gives the holds of the returned blocks, those that were dropped, back.
         """
         ready = self.ready
         gone: list[int] = []
