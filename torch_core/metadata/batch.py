@@ -244,5 +244,4 @@ def _boundary(flags: np.ndarray) -> tuple[int, int | None]:
     start = first_true(flags)
     if start is None:
         return len(flags), None
-    gap = first_true(~flags[start:])
-    return start, None if gap is None else start + gap
+    return start, first_true(~flags, start)

@@ -88,8 +88,7 @@ def check_query_start_loc(
             f"equals query_start_loc[{index}] ({query_start_loc[index]}): {row_name(index, seq_ids)} has no query. "
             "Leave it out of the step, or make it a padding row",
         )
-    if (padding := first_true(steps[reqs:] != 0)) is not None:
-        index = reqs + padding
+    if (index := first_true(steps != 0, reqs)) is not None:
         raise InvalidInput(
             f"query_start_loc[{index + 1}]",
             f"is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row {index} is padding "
@@ -118,8 +117,7 @@ def _check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, num_reqs: int,
             f"is {live[index]} but its query has {query_lens[index]} tokens ({row_name(index, seq_ids)})",
             "seq_lens counts the new tokens too",
         )
-    if (padding := first_true(seq_lens[num_reqs:] != 0)) is not None:
-        index = num_reqs + padding
+    if (index := first_true(seq_lens != 0, num_reqs)) is not None:
         raise InvalidInput(f"seq_lens[{index}]", f"is {seq_lens[index]}, but row {index} is padding and must be 0")
 
 
@@ -210,8 +208,7 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
             wanted=f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, block 0 is "
             f"never written) or {PAD_SLOT_ID} for none",
         )
-    if (padding := first_true(metadata.slot_mapping[tokens:] != PAD_SLOT_ID)) is not None:
-        token = tokens + padding
+    if (token := first_true(metadata.slot_mapping != PAD_SLOT_ID, tokens)) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}]",
             f"is {metadata.slot_mapping[token]}, but token {token} is padding (num_actual_tokens is {tokens})",
@@ -236,9 +233,9 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
         )
 
 
-def first_true(flags: np.ndarray) -> int | None:
-    """Returns the index of the first flag that is set, or None."""
-    return int(np.argmax(flags)) if flags.any() else None
+def first_true(flags: np.ndarray, start: int = 0) -> int | None:
+    """Returns the index of the first flag from `start` on that is set, or None."""
+    return start + int(np.argmax(flags[start:])) if flags[start:].any() else None
 
 
 def row_name(index: int, seq_ids: SeqIds, *, capital: bool = False) -> str:

@@ -105,12 +105,7 @@ def build_encoder_metadata(
     num_blocks: int,
     seq_ids: Sequence[str | None],
 ) -> EncoderMetadata:
-    """Writes the encoder fields of a step, one row for each of the decoder's, into its packed buffer.
-
-    Raises:
-        InvalidInput: the rows do not match the decoder's, or a length or block id is wrong.
-        RequestTooLong: the rows do not fit into the layout.
-    """
+    """Writes the encoder fields of a step, one row for each of the decoder's, into its packed buffer."""
     if len(rows) != len(seq_ids):
         raise InvalidInput("encoder_rows", f"has {len(rows)} entries", f"the step has {len(seq_ids)} rows")
     totals = np.array([row.num_tokens for row in rows], np.int64)

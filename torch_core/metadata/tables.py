@@ -159,7 +159,11 @@ def write_tables(
     if table_cache is not None and _write_converted(tables, out, live, seq_ids, table_cache):
         return True
     needed = live.tolist()
-    if list(map(len, tables)) != needed or not _are_int32_arrays(tables):
+    if (
+        list(map(len, tables)) != needed
+        or set(map(type, tables)) != {array}
+        or {ids.typecode for ids in tables} != {"i"}
+    ):
         tables = [
             _first_ids(index, ids, count, int(totals[index]), block_size, seq_ids)
             for index, (ids, count) in enumerate(zip(tables, needed, strict=True))
@@ -197,10 +201,6 @@ def _write_converted(
     if columns < out.shape[1]:
         out[:, columns:] = 0
     return True
-
-
-def _are_int32_arrays(tables: Sequence[Any]) -> bool:
-    return set(map(type, tables)) == {array} and {ids.typecode for ids in tables} == {"i"}
 
 
 def _first_ids(

@@ -117,13 +117,10 @@ class CommonMetadataBuilder:
         self.num_decode_tokens = 0
 
     def _add_seq_group(self, inter_data: Any, chunked_prefill_enabled: bool) -> None:
-        """Adds a group: prompts, or sequences with one new token.
+        """Adds a group: prompts, or sequences with one new token; InvalidInput for others.
 
         Attention reads the whole table of a sequence that hit the prefix cache; no table of another prompt, unless
         chunked prefill is on; and of the rest the last `curr_sliding_window_block` blocks, where that is not 0.
-
-        Raises:
-            InvalidInput: a sequence that is no prompt has not one new token, or its table is too short.
         """
         tables, is_prompt = inter_data.block_tables, inter_data.is_prompt
         columns = "seq_ids input_tokens orig_seq_lens seq_lens query_lens context_lens curr_sliding_window_blocks"

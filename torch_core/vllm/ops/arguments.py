@@ -16,13 +16,10 @@ from torch_core.vllm.types import CACHE_DTYPES
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
-    """Returns integers as int32; negative ones, which mean nothing at all, stay negative.
+    """Returns integers as int32, or raises InvalidInput; negative ones, which mean nothing at all, stay negative.
 
     On a CPU, if values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
     slot, block or length. On CUDA the caller is responsible for it, as for every value.
-
-    Raises:
-        InvalidInput: no integers, or one that does not fit.
     """
     if values.dtype == torch.int32:
         return values
@@ -41,33 +38,18 @@ Scale = Tensor | float | None
 
 
 def one_scale(name: str, scale: Scale) -> Scale:
-    """Returns a scale of a whole tensor: a number, one element, or a view that repeats one.
-
-    Raises:
-        Unsupported: elements that may differ.
-    """
+    """Returns a scale of a whole tensor: a number, one element, or a view that repeats one; Unsupported for others."""
     if isinstance(scale, Tensor) and not _is_one(scale):
         raise Unsupported(name, f"has shape {list(scale.shape)}", "one element, or a view that repeats it, is served")
     return scale.as_strided((1,), (1,)).to(torch.float32) if isinstance(scale, Tensor) else scale
 
 
 def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> None:
-    """Runs a call into `out`, with descales that may differ by sequence and key/value head.
+    """Runs a call without scales into `out`; descales may be numbers, or broadcast to float [num_seqs, num_kv_heads].
 
     The kernels know one scale for a tensor. Scores are linear in the query and results in the values, so scales per
     sequence and head are multiplied into the query (which is rounded once more, an fp8 query to bfloat16) and into a
     float32 result.
-
-    Args:
-        call: without an output and without scales of query, keys and values.
-        out: as `PagedCall.out`; written.
-        q_descale: dequantisation scale of an fp8 query: one number, or float [num_seqs, num_kv_heads], or a shape that
-            broadcasts to it.
-        k_descale: the same for stored keys.
-        v_descale: the same for stored values.
-
-    Raises:
-        InvalidInput: a shape fits neither.
     """
     shape = call.num_seqs, call.num_kv_heads
     q_one, q_each = _one_or_each("q_descale", q_descale, shape)
@@ -97,11 +79,7 @@ def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_de
 
 
 def as_stored(name: str, rows: Tensor, scale: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:
-    """Returns rows and their scale for a write to a cache of `dtype`; a scale for each head is divided out here.
-
-    Raises:
-        Unsupported: the scale is neither one nor one for each head.
-    """
+    """Returns rows and their scale for a write to a cache of `dtype`; a scale for each head is divided out here."""
     heads = rows.shape[1]
     if not isinstance(scale, Tensor) or _is_one(scale) or scale.numel() != heads:
         return rows, one_scale(name, scale)
