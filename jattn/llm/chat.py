@@ -18,25 +18,10 @@ def converse(
     system: str | None = None,
     chat_template: str | None = None,
 ) -> list[dict[str, str]]:
-    """Answers each line in the light of those before it; the cached prefix makes that cheap.
+    """Answers each line in the light of those before it, which the cached prefix makes cheap; returns the conversation.
 
     An interrupt ends the current answer, and the text so far stays. `/clear` forgets the conversation, `/exit` and the
-    last line end it.
-
-    Args:
-        llm: the `LLM` that answers.
-        lines: the user's lines.
-        say: takes each piece of an answer, and the newline after it.
-        params: sampling parameters of every answer.
-        system: the system's message.
-        chat_template: instead of the model's own.
-
-    Returns:
-        The conversation, as messages.
-
-    Raises:
-        InvalidInput: the model has no chat template and none is given, or it fails.
-        RequestTooLong: the conversation has outgrown the model; `/clear` begins another.
+    last line end it. `say` takes each piece of an answer, and the newline after it.
     """
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)

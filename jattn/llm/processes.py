@@ -55,9 +55,8 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
-        raise InvalidInput(
-            missing[0], value=None, wanted=f"give {', '.join(given)} all, or none where JAX finds them itself"
-        )
+        wanted = f"give {', '.join(given)} all, or none where JAX finds them itself"
+        raise InvalidInput(missing[0], value=None, wanted=wanted)
     if num_processes is not None:
         check_int("num_processes", num_processes, 1, 1 << 16)
         check_int("process_id", process_id, 0, num_processes - 1)
@@ -83,12 +82,7 @@ def tell_failure(text: str) -> None:
 def check_agreement(facts: dict[str, Any]) -> None:
     """Refuses processes that would run different programs; nothing happens in a single one.
 
-    Args:
-        facts: values by name that must be equal in all processes; their text is compared. Versions of packages are
-            added.
-
-    Raises:
-        InvalidInput: a process differs from the first one; the message has the names and the local values.
+    The text of the values of `facts` must be equal in all processes; versions of packages are added.
     """
     if jax.process_count() == 1:
         return
@@ -177,12 +171,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def check_together(check: Callable[[], Result]) -> Result:
-    """Runs a check in every process (all must call this), and returns its result; a failure fails in all.
-
-    Raises:
-        InvalidInput: it failed elsewhere; the first such process is named.
-        BaseException: the local failure of the check.
-    """
+    """Runs a check in every process (all must call this), and returns its result; a failure fails in all."""
     found, failure = [], None
     try:
         found.append(check())
@@ -200,11 +189,7 @@ def check_together(check: Callable[[], Result]) -> Result:
 
 
 class Channel:
-    """Messages of the first process to the others, in order.
-
-    Args:
-        name: name of the channel, the same in all processes and of no other channel.
-    """
+    """Messages of the first process to the others, in order; the name is the same in all processes."""
 
     def __init__(self, name: str) -> None:
         self._client, self._name, self._count = _client(), name, 0
@@ -219,11 +204,7 @@ class Channel:
         self._count += 1
 
     def receive(self) -> list[Any]:
-        """Waits for the next message, however long that takes.
-
-        Raises:
-            RuntimeError: the first process is gone; JAX's error.
-        """
+        """Waits for the next message, however long that takes."""
         data = _awaited(self._client, self._key(self._count))
         self._count += 1
         return _unpacked(data)
@@ -260,14 +241,7 @@ def _awaited(client: Any, key: str) -> bytes:
 def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, num_host_blocks: int) -> Channel | None:
     """Returns the channel of an engine whose mesh has devices of several processes; None for one of its own.
 
-    Args:
-        mesh: mesh of the engine.
-        facts: returns the values that must be equal in all processes, in addition to versions.
-        num_host_blocks: number of host blocks of the engine.
-
-    Raises:
-        InvalidInput: they do not agree.
-        Unsupported: blocks in host memory, of which each process would have some.
+    `facts` returns the values that must be equal in all processes, in addition to versions.
     """
     if mesh is None or jax.process_count() == 1:
         return None
@@ -277,9 +251,8 @@ def shared_channel(mesh: Mesh | None, facts: Callable[[], dict[str, Any]], *, nu
             f"tensor_parallel_size to a multiple of {jax.process_count()}, {jax.device_count()} devices in all."
         )
     if num_host_blocks:
-        raise Unsupported(
-            "num_host_blocks", value=num_host_blocks, wanted="over several processes blocks stay on the devices: 0"
-        )
+        wanted = "over several processes blocks stay on the devices: 0"
+        raise Unsupported("num_host_blocks", value=num_host_blocks, wanted=wanted)
     check_agreement(facts())
     name = multihost_utils.broadcast_one_to_all(np.array(secrets.randbits(31), np.int32))
     return Channel(f"engine-{int(name)}")

@@ -152,9 +152,8 @@ def merge_over_axis(
     message = jnp.concatenate(bits, -1)
     if split_heads:
         if out.shape[1] % world:
-            raise InvalidInput(
-                "out", f"has {out.shape[1]} heads", f"{world} devices split them, so it must be a multiple"
-            )
+            wanted = f"{world} devices split them, so it must be a multiple"
+            raise InvalidInput("out", f"has {out.shape[1]} heads", wanted)
         message = message.reshape(out.shape[0], world, -1, message.shape[-1])
         message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0, axis_index_groups=groups)
     else:
@@ -173,11 +172,9 @@ def _among(
         # The key/value heads of this device's query heads.
         world, kv_heads = place["dcp_world_size"], call.num_kv_heads
         if kv_heads % world and world % kv_heads:
-            raise InvalidInput(
-                "new",
-                f"has {kv_heads} key/value heads and {world} devices split the query heads",
-                "one must be a multiple of the other. Pass new=None, or whole heads",
-            )
+            problem = f"has {kv_heads} key/value heads and {world} devices split the query heads"
+            wanted = "one must be a multiple of the other. Pass new=None, or whole heads"
+            raise InvalidInput("new", problem, wanted)
         first, count = place["dcp_rank"] * kv_heads // world, max(1, kv_heads // world)
         new = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, 1), new)
     return DenseCall(
@@ -201,11 +198,8 @@ def _place(axis_name: str, interleave_size: int, group_size: int | None) -> dict
         return {"dcp_world_size": world, "dcp_rank": rank, "interleave_size": interleave_size}
     check_int("group_size", group_size, 1)
     if world % group_size:
-        raise InvalidInput(
-            "group_size",
-            value=group_size,
-            wanted=f"it must divide the {world} devices of axis {axis_name!r}, or be None for all",
-        )
+        wanted = f"it must divide the {world} devices of axis {axis_name!r}, or be None for all"
+        raise InvalidInput("group_size", value=group_size, wanted=wanted)
     return {"dcp_world_size": group_size, "dcp_rank": rank % group_size, "interleave_size": interleave_size}
 
 

@@ -44,11 +44,8 @@ def zigzag_order(num_tokens: int, num_devices: int) -> np.ndarray:
     check_int("num_tokens", num_tokens, 0)
     check_int("num_devices", num_devices, 1)
     if num_tokens % (2 * num_devices):
-        raise InvalidInput(
-            "num_tokens",
-            value=num_tokens,
-            wanted=f"it must be a multiple of {2 * num_devices}, two chunks for each device. Pad",
-        )
+        wanted = f"it must be a multiple of {2 * num_devices}, two chunks for each device. Pad"
+        raise InvalidInput("num_tokens", value=num_tokens, wanted=wanted)
     chunks = np.arange(num_tokens).reshape(2 * num_devices, -1)
     return np.concatenate([chunks[[rank, -1 - rank]].reshape(-1) for rank in range(num_devices)])
 
@@ -91,11 +88,8 @@ def ring_attention(
     """
     _check_chunks(query, key, value)
     if sliding_window is not None:
-        raise Unsupported(
-            "sliding_window",
-            value=sliding_window,
-            wanted="in a ring most steps would carry keys that no query sees. Use all_gather_attention",
-        )
+        wanted = "in a ring most steps would carry keys that no query sees. Use all_gather_attention"
+        raise Unsupported("sliding_window", value=sliding_window, wanted=wanted)
     spec = attention_spec(query, scale=scale, causal=causal, logits_soft_cap=logits_soft_cap)
     return _ring(_Ring(axis_name, spec, implementation), query, key, value)
 

@@ -1,15 +1,16 @@
-"""Checks of a pool: unknown block ids, splits that it does not support, settings of JAX that would copy it."""
+"""Checks of a pool: block ids, splits that it does not support, settings of JAX, steps that fail."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from torch_core.base.errors import InvalidInput, Unsupported
+from jattn.bridge import original_error
+from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 
 #: The fix for an array with a view that the pool did not create.
@@ -22,20 +23,17 @@ def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
         if not isinstance(spec, (KVCacheSpec, LatentCacheSpec)):
             raise InvalidInput("spec", value=spec, wanted="it must be a KVCacheSpec or a LatentCacheSpec")
     if not (device is None or isinstance(device, jax.sharding.Sharding) or hasattr(device, "memory_stats")):
-        raise InvalidInput(
-            "device",
-            value=device,
-            wanted="it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, None, "
-            "None, 'tp')) for a mesh, or None",
+        wanted = (
+            "it must be one of jax.devices(), a NamedSharding(mesh, PartitionSpec(None, None, "
+            "None, 'tp')) for a mesh, or None"
         )
+        raise InvalidInput("device", value=device, wanted=wanted)
 
 
 def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = False) -> np.ndarray:
     """Returns ids of blocks as int32[len(blocks)], or int32[len(blocks), 2].
 
-    Raises:
-        InvalidInput: not a flat sequence of whole numbers, or an id that the pool does not have. numpy alone would
-            convert 1.5, and 2**32 + 1, to the id of another block.
+    numpy alone would convert 1.5, and 2**32 + 1, to the id of another block.
     """
     try:
         found = np.asarray(blocks)
@@ -50,22 +48,13 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
     bad = np.flatnonzero(((found < 0) | (found >= num_blocks)).reshape(len(found), -1).any(1))
     if bad.size:
         first = found[bad[0]].tolist()
-        raise InvalidInput(
-            f"{name}[{int(bad[0])}]",
-            value=tuple(first) if pairs else first,
-            wanted=f"valid ids are 0 to {num_blocks - 1}",
-        )
+        wanted = f"valid ids are 0 to {num_blocks - 1}"
+        raise InvalidInput(f"{name}[{int(bad[0])}]", value=tuple(first) if pairs else first, wanted=wanted)
     return found.astype(np.int32)
 
 
 def refuse_repeated(name: str, written: np.ndarray) -> None:
-    """Refuses blocks that are written twice, because the final content would be undefined.
-
-    The null block may be written twice: its content is never used.
-
-    Raises:
-        InvalidInput: there is one.
-    """
+    """Refuses blocks that are written twice, except the null block, whose content is never used."""
     times = np.bincount(written)
     times[:1] = 0
     if times.size and times.max() > 1:
@@ -75,31 +64,17 @@ def refuse_repeated(name: str, written: np.ndarray) -> None:
 
 
 def check_donation() -> None:
-    """Refuses settings of JAX under which nothing is donated.
-
-    Raises:
-        Unsupported: one is on; the message names it.
-    """
-    config: Any = jax.config
-    settings = {
-        "jax_disable_jit": config.jax_disable_jit,
-        "jax_debug_nans": config.jax_debug_nans,
-        "jax_debug_infs": config.jax_debug_infs,
-    }
-    if any(settings.values()):
-        on = " and ".join(name for name, value in settings.items() if value)
+    """Refuses settings of JAX under which nothing is donated."""
+    on = [name for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs") if getattr(jax.config, name)]
+    if on:
         raise Unsupported(
-            f"{on} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it off around the "
-            "step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
+            f"{' and '.join(on)} is on: JAX donates no buffer then, and a step would copy the whole pool. Switch it "
+            "off around the step, as in: with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False)."
         )
 
 
 def refuse_foreign_views(error: Exception) -> None:
-    """Names the array that XLA's GPU client refuses: it does not donate memory with another view.
-
-    Raises:
-        InvalidInput: the error says so. Nothing ran.
-    """
+    """Names the array that XLA's GPU client refuses: it does not donate memory with another view."""
     if "external reference" in str(error):
         raise InvalidInput(
             f"an array of kv_caches has a view that as_torch() did not give, so XLA cannot update it in place: "
@@ -108,11 +83,7 @@ def refuse_foreign_views(error: Exception) -> None:
 
 
 def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Returns how cache arrays of a shape are spread over a mesh.
-
-    Raises:
-        InvalidInput: a split that no pool has.
-    """
+    """Returns how cache arrays of a shape are spread over a mesh."""
     # A spec with more entries than the cache has axes is an IndexError of JAX's.
     with contextlib.suppress(ValueError, IndexError):
         local = sharding.shard_shape(shape)
@@ -120,16 +91,53 @@ def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Na
         if isinstance(sharding, NamedSharding) and whole == shape:
             return sharding
     if len(shape) == 3:
-        raise InvalidInput(
-            "device",
-            f"is {sharding}",
+        wanted = (
             "all heads share a pool of latents: give a NamedSharding(mesh, PartitionSpec()), by "
-            "which every device has all of it",
+            "which every device has all of it"
         )
-    raise InvalidInput(
-        "device",
-        f"is {sharding}",
+        raise InvalidInput("device", f"is {sharding}", wanted)
+    wanted = (
         f"a pool of {shape[0]} blocks and {shape[3]} key/value heads takes a NamedSharding "
         "that splits axes 0 and 3 alone, blocks and heads, into equal parts: "
-        "NamedSharding(mesh, PartitionSpec('dp', None, None, 'tp'))",
+        "NamedSharding(mesh, PartitionSpec('dp', None, None, 'tp'))"
     )
+    raise InvalidInput("device", f"is {sharding}", wanted)
+
+
+class _Pool(Protocol):
+    @property
+    def generation(self) -> int: ...
+
+    def is_lost(self) -> bool: ...
+
+    def renew(self) -> None: ...
+
+
+class Guard:
+    """The context manager of `KVPool.guard`, no generator for the reason that `jattn.bridge.typed_errors` has."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if error is None:
+            return
+        original = original_error(error)
+        try:
+            if self._pool.is_lost():
+                lost = self._pool.generation
+                self._pool.renew()
+                if isinstance(original, Exception):
+                    raise PoolLost(
+                        f"a step failed after it had consumed the KV pool of generation {lost} "
+                        f"({type(original).__name__}: {original}). The pool is now generation "
+                        f"{self._pool.generation} and empty: compute every sequence again.",
+                        generation=lost,
+                    ) from original
+            if original is not error:
+                raise original from None
+        finally:
+            del self._pool, original, error, frames

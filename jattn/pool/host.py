@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import groupby
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +13,6 @@ from jattn.pool.kv_pool import KVPool
 from jattn.pool.plan import host_memory
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
-
-
-class SwapLike(Protocol):
-    """One swap, as `torch_core.cache.BlockSwap` describes it."""
-
-    @property
-    def device_block(self) -> int: ...
-    @property
-    def host_block(self) -> int: ...
-    @property
-    def to_host(self) -> bool: ...
 
 
 class HostBlocks:
@@ -40,11 +30,8 @@ class HostBlocks:
         check_int("num_host_blocks", num_host_blocks, 1)
         needed, memory = num_host_blocks * (pool.num_bytes // pool.num_blocks), host_memory()
         if needed > memory:
-            raise InvalidInput(
-                "num_host_blocks",
-                value=num_host_blocks,
-                wanted=f"they need {needed:,} bytes and this machine has {memory:,}",
-            )
+            wanted = f"they need {needed:,} bytes and this machine has {memory:,}"
+            raise InvalidInput("num_host_blocks", value=num_host_blocks, wanted=wanted)
         self._pool = pool
         self._storage = [np.zeros(spec.shape(num_host_blocks), jnp.dtype(spec.dtype)) for spec in pool.specs]
 
@@ -53,33 +40,28 @@ class HostBlocks:
         """Bytes of host memory."""
         return sum(layer.nbytes for layer in self._storage)
 
-    def execute(self, swaps: Sequence[SwapLike]) -> None:
+    def execute(self, swaps: Sequence[Any]) -> None:
         """Copies blocks in the order of the swaps; returns when blocks for the host have arrived there.
 
         Args:
-            swaps: swaps of a committed step. Run them before the step's copies and writes.
+            swaps: the `torch_core.cache.BlockSwap`s of a committed step. Run them before the step's copies and writes.
 
         Raises:
             InvalidInput: a block or slot is out of range; nothing was copied.
         """
         for index, swap in enumerate(swaps):
             self._check(index, swap)
-        start = 0
-        for end in range(1, len(swaps) + 1):
-            if end == len(swaps) or swaps[end].to_host != swaps[start].to_host:
-                self._copy(swaps[start:end])
-                start = end
+        for to_host, group in groupby(swaps, lambda swap: bool(swap.to_host)):
+            run = list(group)
+            device_blocks = [swap.device_block for swap in run]
+            host_blocks = np.array([swap.host_block for swap in run], np.int32)
+            if to_host:
+                for storage, blocks in zip(self._storage, self._pool.read_blocks(device_blocks), strict=True):
+                    storage[host_blocks] = blocks
+            else:
+                self._pool.write_blocks(device_blocks, [storage[host_blocks] for storage in self._storage])
 
-    def _copy(self, run: Sequence[SwapLike]) -> None:
-        device_blocks = [swap.device_block for swap in run]
-        host_blocks = np.array([swap.host_block for swap in run], np.int32)
-        if run[0].to_host:
-            for storage, blocks in zip(self._storage, self._pool.read_blocks(device_blocks), strict=True):
-                storage[host_blocks] = blocks
-        else:
-            self._pool.write_blocks(device_blocks, [storage[host_blocks] for storage in self._storage])
-
-    def _check(self, index: int, swap: SwapLike) -> None:
+    def _check(self, index: int, swap: Any) -> None:
         limits = (("device_block", self._pool.num_blocks), ("host_block", self._storage[0].shape[0]))
         for name, limit in limits:
             value = getattr(swap, name)

@@ -18,6 +18,7 @@ from jattn import bridge
 from jattn.pool import programs
 from jattn.pool.checks import (
     DROP_VIEWS,
+    Guard,
     check_donation,
     check_made_of,
     checked_blocks,
@@ -25,7 +26,6 @@ from jattn.pool.checks import (
     refuse_foreign_views,
     refuse_repeated,
 )
-from jattn.pool.guard import Guard
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -70,6 +70,12 @@ class KVPool:
             over a mesh; latents, which all heads share, are whole on every device. Split blocks have consecutive
             numbers over all parts; the first one of each part is a null block too.
 
+    Attributes:
+        specs: the layout of each layer.
+        num_blocks: blocks of each array, the null block included.
+        sharding: the sharding of the arrays over a mesh; None on one device.
+        generation: counts the allocations; a higher number means that all earlier contents are gone.
+
     Raises:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
 
@@ -94,26 +100,24 @@ class KVPool:
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
-        self._specs = (*[spec] * num_layers, *further)
-        check_made_of(self._specs, device)
+        self.specs = (*[spec] * num_layers, *further)
+        check_made_of(self.specs, device)
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
-                raise InvalidInput(
-                    f"further[{index}]",
-                    f"has block_size {each.block_size} and spec {spec.block_size}",
-                    "they must be equal",
-                )
-        self._num_blocks = num_blocks
-        self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self._specs]
+                problem = f"has block_size {each.block_size} and spec {spec.block_size}"
+                wanted = "they must be equal"
+                raise InvalidInput(f"further[{index}]", problem, wanted)
+        self.num_blocks = num_blocks
+        self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self.specs]
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
-        self._generation = 1
+        self.generation = 1
         # The tensors of a torch-owned pool; the memory is torch's and must not be freed while JAX uses it.
         self._owners: tuple[torch.Tensor, ...] = ()
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
-        self._sharding = None
+        self.sharding: NamedSharding | None = None
         if sharding is not None:
-            self._sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers]
+            self.sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers]
         if not _arrays:
             parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
             for each in (device,) if sharding is None else sharding.addressable_devices:
@@ -123,37 +127,17 @@ class KVPool:
     @property
     def spec(self) -> KVCacheSpec | LatentCacheSpec:
         """The layout of the first layer."""
-        return self._specs[0]
-
-    @property
-    def specs(self) -> tuple[KVCacheSpec | LatentCacheSpec, ...]:
-        """The layout of each layer."""
-        return self._specs
+        return self.specs[0]
 
     @property
     def num_layers(self) -> int:
         """Number of cache arrays."""
-        return len(self._specs)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of each array, the null block included."""
-        return self._num_blocks
+        return len(self.specs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
-        return self._num_blocks * sum(spec.bytes_per_block for spec in self._specs)
-
-    @property
-    def sharding(self) -> jax.sharding.NamedSharding | None:
-        """The sharding of the arrays over a mesh; None on one device."""
-        return self._sharding
-
-    @property
-    def generation(self) -> int:
-        """Counts the allocations of this pool; a higher number means that all earlier contents are gone."""
-        return self._generation
+        return self.num_blocks * sum(spec.bytes_per_block for spec in self.specs)
 
     def addresses(self) -> tuple[int, ...]:
         """Returns the data pointer of each layer's array, or of each of its shards; constant for one generation."""
@@ -171,7 +155,7 @@ class KVPool:
 
     def renew(self) -> None:
         """Allocates a new pool: zeros, and a higher generation."""
-        self._generation += 1
+        self.generation += 1
         self._arrays, self._owners = (), ()
         self._arrays = self._allocate()
 
@@ -213,12 +197,12 @@ class KVPool:
             fits = [(array.shape, array.dtype) for array in after] == self._layers and all(map(self._is_placed, after))
         consumed = [array.is_deleted() for array in before]
         if not fits:
-            split = () if self._sharding is None else (self._sharding.spec,)
+            split = () if self.sharding is None else (self.sharding.spec,)
             found = [(array.shape, array.dtype.name, *(array.sharding for _ in split)) for array in after]
             fate = "still holds what it held"
             if any(consumed):
                 self.renew()
-                fate = f"was allocated anew, generation {self._generation}: compute every sequence again"
+                fate = f"was allocated anew, generation {self.generation}: compute every sequence again"
             kinds = Counter(" ".join(map(str, (shape, dtype, *split))) for shape, dtype in self._layers)
             wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
             raise InvalidInput(f"the step returned kv_caches of {found}; it must return {wanted}. The pool {fate}.")
@@ -276,7 +260,7 @@ class KVPool:
             InvalidInput: an id is not in the pool, a block is the target of two, or blocks are split and a copy is not
                 within one part; nothing was copied.
         """
-        pairs = checked_blocks("copies", [copy[:2] for copy in copies], self._num_blocks, pairs=True)
+        pairs = checked_blocks("copies", [copy[:2] for copy in copies], self.num_blocks, pairs=True)
         if not pairs.size:
             return
         refuse_repeated("copies", pairs[:, 1])
@@ -301,7 +285,7 @@ class KVPool:
         Raises:
             InvalidInput: an id is not in the pool; nothing was changed.
         """
-        ids = checked_blocks("blocks", blocks, self._num_blocks)
+        ids = checked_blocks("blocks", blocks, self.num_blocks)
         if ids.size:
             self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
 
@@ -321,7 +305,7 @@ class KVPool:
         Raises:
             InvalidInput: an id is not in the pool.
         """
-        ids = checked_blocks("blocks", blocks, self._num_blocks)
+        ids = checked_blocks("blocks", blocks, self.num_blocks)
         arrays = self._opened()
         with self.guard():
             found = self._on_parts(programs.read_blocks)(arrays, programs.pad_blocks(ids))
@@ -338,19 +322,16 @@ class KVPool:
             InvalidInput: an id is not in the pool or comes twice, or the contents have another shape or dtype; nothing
                 was changed.
         """
-        ids = checked_blocks("blocks", blocks, self._num_blocks)
+        ids = checked_blocks("blocks", blocks, self.num_blocks)
         refuse_repeated("blocks", ids)
         found = [(layer.shape, layer.dtype) for layer in contents]
         if found != [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers]:
-            raise InvalidInput(
-                "contents",
-                f"are {[(shape, dtype.name) for shape, dtype in found]}",
-                f"{self.num_layers} arrays of {(len(ids), *self._shape[1:])} {self.spec.dtype} are required",
-            )
+            wanted = f"{self.num_layers} arrays of {(len(ids), *self._shape[1:])} {self.spec.dtype} are required"
+            raise InvalidInput("contents", f"are {[(shape, dtype.name) for shape, dtype in found]}", wanted)
         padded = programs.pad_blocks(ids)
         place = self._opened()[0].sharding
-        if self._sharding is not None:
-            place = NamedSharding(self._sharding.mesh, PartitionSpec(None, *self._sharding.spec[1:]))
+        if self.sharding is not None:
+            place = NamedSharding(self.sharding.mesh, PartitionSpec(None, *self.sharding.spec[1:]))
         new = jax.device_put([_padded(layer, len(padded)) for layer in contents], place)
         self.run(self._on_parts(programs.write_blocks), padded, new)
 
@@ -364,7 +345,7 @@ class KVPool:
         """
         self._opened()
         views = tuple(bridge.to_torch(jax.block_until_ready(array)) for array in self._shards())
-        self._views += [weakref.ref(view) for view in views]
+        self._views += map(weakref.ref, views)
         return views
 
     @classmethod
@@ -389,26 +370,21 @@ class KVPool:
         first = tensors[0]
         shape: tuple[int, ...] = tuple(first.shape)
         if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
-            raise InvalidInput(
-                "tensors[0]",
-                f"has shape {shape}",
+            wanted = (
                 "it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or latents of "
-                "three axes with kv_lora_rank",
+                "three axes with kv_lora_rank"
             )
+            raise InvalidInput("tensors[0]", f"has shape {shape}", wanted)
         if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
-            raise InvalidInput(
-                "tensors[0]",
-                f"has shape {shape} and kv_lora_rank is {kv_lora_rank}",
-                "latents are (num_blocks, block_size, kv_lora_rank + rope_dim)",
-            )
+            wanted = "latents are (num_blocks, block_size, kv_lora_rank + rope_dim)"
+            raise InvalidInput("tensors[0]", f"has shape {shape} and kv_lora_rank is {kv_lora_rank}", wanted)
         for index, tensor in enumerate(tensors):
             if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
-                raise InvalidInput(
-                    f"tensors[{index}]",
+                problem = (
                     f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
-                    f"{first.dtype} {tuple(first.shape)} on {first.device}",
-                    "they must have one shape and dtype",
+                    f"{first.dtype} {tuple(first.shape)} on {first.device}"
                 )
+                raise InvalidInput(f"tensors[{index}]", problem, "they must have one shape and dtype")
         if first.device.type != "cuda":
             raise Unsupported(
                 f"the tensors are on {first.device}; only CUDA memory can be taken over, because XLA's CPU backend "
@@ -438,7 +414,7 @@ class KVPool:
             return tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
 
     def _shards(self) -> list[jax.Array]:
-        if self._sharding is None:
+        if self.sharding is None:
             return list(self._arrays)
         return [shard.data for array in self._arrays for shard in array.addressable_shards]
 
@@ -456,18 +432,18 @@ class KVPool:
 
     @property
     def _blocks_of_a_part(self) -> int:
-        return (self._shape if self._sharding is None else self._sharding.shard_shape(self._shape))[0]
+        return (self._shape if self.sharding is None else self.sharding.shard_shape(self._shape))[0]
 
     def _on_parts(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        if self._sharding is None or self._blocks_of_a_part == self._num_blocks:
+        if self.sharding is None or self._blocks_of_a_part == self.num_blocks:
             return program
         # On CUDA too by XLA's own scatter: the kernel knows no ids past the end.
         return programs.on_parts(
-            programs.copy_blocks if program is programs.copy_blocks_native else program, self._sharding
+            programs.copy_blocks if program is programs.copy_blocks_native else program, self.sharding
         )
 
     def _is_placed(self, array: jax.Array) -> bool:
-        return self._sharding is None or array.sharding.is_equivalent_to(self._sharding, array.ndim)
+        return self.sharding is None or array.sharding.is_equivalent_to(self.sharding, array.ndim)
 
     def _refuse_live_views(self) -> None:
         self._views = [view for view in self._views if view() is not None]

@@ -18,14 +18,10 @@ _Caches = tuple[jax.Array, ...]
 
 
 def copy_program(device: jax.Device, pairs: np.ndarray):  # pyright: ignore[reportInvalidTypeForm]
-    """Returns the program that copies blocks, and its pairs padded.
+    """Returns the program that copies blocks, and its pairs int32[copies, 2] of source and target, padded.
 
     On CUDA that is the torch core's kernel, which touches the copied blocks only and runs its copies in no order; it is
     not for a block that is read by one copy and written by another.
-
-    Args:
-        device: device of the arrays.
-        pairs: int32[copies, 2], each source and target.
     """
     (plain, null), *best = copy_programs(device)
     program, fill = best[0] if best and not np.isin(pairs[:, 1], pairs[:, 0]).any() else (plain, null)

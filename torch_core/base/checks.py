@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch_core.base.errors import InvalidInput
-from torch_core.base.shown import shown as shown
+from torch_core.base.errors import shown as shown
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,10 +20,11 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, *, also:
 
     The message names the argument, the value and the limits, and `also`, an alternative value.
     """
-    if _is_int(value) and low <= value and (high is None or value <= high):
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and low <= value and (high is None or value <= high):
         return
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    an_int = "" if _is_int(value) and high is not None else "an int "
+    an_int = "" if is_int and high is not None else "an int "
     raise InvalidInput(argument=name, value=value, wanted=f"it must be {an_int}{limits}{also}")
 
 
@@ -50,8 +51,3 @@ def call_named(name: str, function: Callable[_P, _R], /, *args: _P.args, **kwarg
         ]:
             raise TypeError(f"{name}() missing {len(missing)} required arguments: {', '.join(missing)}") from None
         raise
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    """Returns whether a value is an int and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

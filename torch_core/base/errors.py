@@ -1,4 +1,4 @@
-"""Every exception that jattn and torch_core raise on purpose, and nothing else.
+"""Every exception that jattn and torch_core raise on purpose, and the text of values in their messages.
 
 A new class is added only if a caller would react differently to it. Code that handles an error reads its fields,
 never its text.
@@ -7,13 +7,12 @@ never its text.
 from __future__ import annotations
 
 import copy
+import numbers
 import re
 from typing import Self, overload
 
-from torch_core.base.shown import shown
-
 _NOT_GIVEN = object()
-_LONGEST_NAME = 160
+_LONGEST_NAME, _LONGEST_TEXT = 160, 80
 
 
 class JattnError(Exception):
@@ -176,6 +175,18 @@ class PoolLost(JattnError, RuntimeError):
     def __init__(self, message: str, *, generation: int) -> None:
         super().__init__(message)
         self.generation = generation
+
+
+def shown(value: object) -> str:
+    """Returns a value's text for a message: short, and also for an int that Python refuses to print."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    try:
+        # numpy's numbers print as numbers: repr() would say np.int32(5).
+        text = str(value) if isinstance(value, numbers.Number) else repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
 def _name(name: str | None) -> str:

@@ -1,18 +1,8 @@
 """Types and limits of fields and arguments, declared once with `Annotated`, and one check of them all.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Sizes:
-        block_size: Annotated[int, Limits(1, 256)] = 16
-        seed: Annotated[int | None, Limits(0)] = None
-        dtype: Annotated[str, Choices("float32", "bfloat16")] = "float32"
-
-        def __post_init__(self) -> None:
-            check_fields(self)
-
-    @checked
-    def resize(width: Annotated[int, Limits(1)], **options: Unpack[ResizeOptions]) -> None: ...
-
-`Annotated` also takes a function of name and value that raises InvalidInput. Standard library only.
+`Annotated[int, Limits(1, 256)]` and `Annotated[str, Choices("a", "b")]` are fields of a dataclass whose `__post_init__`
+calls `check_fields`, or arguments of a `checked` function. `Annotated` also takes a function of name and value that
+raises InvalidInput. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,33 +11,19 @@ import functools
 import inspect
 import math
 import numbers
+import operator
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    ParamSpec,
-    Required,
-    TypeAlias,
-    TypeVar,
-    Union,
-    Unpack,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from torch_core.base.errors import ArgumentError, InvalidInput
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Check: TypeAlias = Callable[[str, Any], None]
-#: The classes of Python's numbers, and those that include numpy's.
-_OF_PYTHON: dict[type, Any] = {int: int, float: (int, float)}
-_OF_NUMPY: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
+_Check: TypeAlias = Callable[[str, Any], Any]
+_NOUNS = {bool: "True or False", str: "a string", int: "an int", float: "a number", Callable: "a function"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +33,7 @@ class Limits:
     Attributes:
         low: the smallest value; None for no lower limit.
         high: the largest value; None for no upper limit.
-        above: the value must be greater than this; an alternative to `low`.
-        below: the value must be less than this; an alternative to `high`.
+        above, below: the value must be greater or less than this; alternatives to `low` and `high`.
         multiple_of: the value must be a multiple of this int.
         also: text after the range in the message. By default it is ", or None" for an int that may be None.
         wanted: text in the message instead of the type and the range. It also serves types without a range.
@@ -72,68 +47,54 @@ class Limits:
     also: str | None = None
     wanted: str | None = None
 
-    def contains(self, value: float) -> bool:
+    def contains(self, value: Any) -> bool:
         """Returns whether a number is in the range."""
-        return (
-            (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.multiple_of is None or value % self.multiple_of == 0)
-        )
+        in_range = all(limit is None or fits(value, limit) for _, limit, fits in self._bounds())
+        return in_range and (self.multiple_of is None or value % self.multiple_of == 0)
 
     def describe(self) -> str:
         """Returns the range in words, such as "from 1 to 256" or "above 0 and at most 1"; empty without a range."""
+        parts = [f"{words} {_text(limit)}" for words, limit, _ in self._bounds() if limit is not None]
         if self.low is not None and self.high is not None:
             parts = [f"from {_text(self.low)} to {_text(self.high)}"]
-        else:
-            bounds = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
-            parts = [f"{words} {_text(limit)}" for words, limit in bounds.items() if limit is not None]
-        if self.multiple_of is not None:
-            parts.append(f"a multiple of {self.multiple_of}")
-        return " and ".join(parts)
+        return " and ".join([*parts, *([] if self.multiple_of is None else [f"a multiple of {self.multiple_of}"])])
+
+    def _bounds(self) -> tuple[tuple[str, float | None, _Check], ...]:
+        least, most = ("at least", self.low, operator.ge), ("at most", self.high, operator.le)
+        return least, ("above", self.above, operator.gt), most, ("below", self.below, operator.lt)
 
 
-@dataclass(frozen=True, slots=True, init=False)
 class Choices:
-    """The values that a field can have; None is one of them if the type allows it.
-
-    Attributes:
-        values: the values.
-        error: the class of the error for any other value.
-    """
-
-    values: tuple[Any, ...]
-    error: type[ArgumentError]
+    """The values that a field can have, and the error for another value; None is one if the type allows it."""
 
     def __init__(self, *values: Any, error: type[ArgumentError] = InvalidInput) -> None:
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "error", error)
+        self._values, self._error = values, error
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuses another value."""
+        # An array must not be compared with a name.
+        if not any(type(value) is type(choice) and value == choice for choice in self._values):
+            start = "it must be one of" if self._error is InvalidInput else "this build has"
+            raise self._error(argument=name, value=value, wanted=f"{start} {', '.join(map(str, self._values))}")
 
 
 def check_fields(instance: Any, *, prefix: str = "", of_numpy: bool = False) -> None:
     """Checks every field of a dataclass against its annotation.
 
     Numbers, flags, texts, classes, tuples of them and `None` are checked; `Any` and other annotations are not. A bool
-    is no number, and a float is no int.
-
-    Args:
-        instance: the dataclass.
-        prefix: text before the field's name in a message, such as "rope_scaling.".
-        of_numpy: accept numpy's numbers as well as Python's.
+    is no number, and a float is no int. numpy's numbers are accepted with `of_numpy`.
 
     Raises:
-        InvalidInput: a value of another type or out of range; the message names the field.
+        InvalidInput: a value of another type or out of range; the message names the field, after the `prefix`.
     """
     for name, check in _checks_of(type(instance), of_numpy):
         check(prefix + name, getattr(instance, name))
 
 
 def limits_of(declaration: Any) -> dict[str, Limits]:
-    """Returns the declared limits of the fields of a dataclass, or of the arguments of a function, by name."""
+    """Returns the declared limits of the fields of a dataclass, by name."""
     hints = get_type_hints(declaration, include_extras=True)
-    extras = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return {name: extra for name, found in extras.items() for extra in found if isinstance(extra, Limits)}
+    return {name: extra for name, hint in hints.items() for extra in get_args(hint)[1:] if isinstance(extra, Limits)}
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -141,9 +102,6 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Numbers may also be numpy's. Keywords of `**options: Unpack[Options]` are checked against that TypedDict, and
     `inspect.signature` and `help` list them; `...` means for the default of each.
-
-    Raises:
-        InvalidInput: from a call, as in `check_fields`.
 
     Example:
         >>> @checked
@@ -154,7 +112,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
         torch_core.base.errors.InvalidInput: times is 10; it must be from 1 to 9.
     """
     signature = inspect.signature(function)
-    options = [each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD]
+    *parameters, last = signature.parameters.values()
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -163,80 +121,69 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except TypeError:
             # The function itself says so, with its name.
             return function(*args, **kwargs)
-        for name in options:
-            arguments.update(arguments.pop(name, {}))
-        for name, check in _checks_of(function, of_numpy=True):
+        if last.kind is last.VAR_KEYWORD:
+            arguments.update(arguments.pop(last.name, {}))
+        for name, check in _checks_of(function, True):
             if name in arguments:
                 check(name, arguments[name])
         return function(*args, **kwargs)
 
-    call.__signature__ = _listed(function, signature)  # pyright: ignore[reportAttributeAccessIssue]
+    if last.kind is last.VAR_KEYWORD:
+        # The annotation is text in a module with postponed annotations.
+        declaration = get_args(get_type_hints(function)[last.name])[0]
+        for name, annotation in inspect.get_annotations(declaration).items():
+            text = getattr(annotation, "__forward_arg__", annotation)
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=text))
+        call.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return call
-
-
-def _listed(function: Callable[..., Any], signature: inspect.Signature) -> inspect.Signature:
-    """Returns a signature with the keywords of its TypedDict instead of `**options`."""
-    *parameters, last = signature.parameters.values() or (None,)
-    if last is None or last.kind is not last.VAR_KEYWORD:
-        return signature
-    # The annotation is text in a module with postponed annotations.
-    declaration = get_args(get_type_hints(function)[last.name])[0]
-    for name, annotation in inspect.get_annotations(declaration).items():
-        text = getattr(annotation, "__forward_arg__", annotation)
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=text))
-    return signature.replace(parameters=parameters)
 
 
 @functools.cache
 def _checks_of(declaration: Any, of_numpy: bool) -> tuple[tuple[str, _Check], ...]:
     """Returns a check for each name that a dataclass, a function or a TypedDict annotates."""
     hints = get_type_hints(declaration, include_extras=True)
-    classes = _OF_NUMPY if of_numpy else _OF_PYTHON
-    names = [field.name for field in fields(declaration)] if is_dataclass(declaration) else list(hints)
     checks: list[tuple[str, _Check]] = []
-    for name in names:
-        if get_origin(hints[name]) is Unpack:
+    for name in [field.name for field in fields(declaration)] if is_dataclass(declaration) else hints:
+        if get_origin(hints[name]) is typing.Unpack:
             checks += _checks_of(get_args(hints[name])[0], of_numpy)
-        elif name != "return" and (check := _check_of(hints[name], classes)) is not None:
+        elif name != "return" and (check := _check_of(hints[name], of_numpy)) is not None:
             checks.append((name, check))
     return tuple(checks)
 
 
-def _check_of(annotation: Any, classes: dict[type, Any]) -> _Check | None:
+def _check_of(annotation: Any, of_numpy: bool) -> _Check | None:
     """Returns the check of one annotation; None if any value fits."""
     limits: Any = Limits()
-    if get_origin(annotation) in (Required, NotRequired):
+    if get_origin(annotation) in (typing.Required, typing.NotRequired):
         (annotation,) = get_args(annotation)
     if get_origin(annotation) is Annotated:
         annotation, *extras = get_args(annotation)
-        limits = next((extra for extra in extras if isinstance(extra, Limits | Choices) or callable(extra)), limits)
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        limits = next((extra for extra in extras if isinstance(extra, Limits) or callable(extra)), limits)
+    options = get_args(annotation) if get_origin(annotation) in (typing.Union, UnionType) else (annotation,)
     kinds = [option for option in options if option is not NoneType]
     may_be_none = len(kinds) < len(options)
     kind = kinds[0] if len(kinds) == 1 else None
     check: _Check | None
-    if isinstance(limits, Choices):
-        check = functools.partial(_check_choice, limits)
-    elif not isinstance(limits, Limits):
+    if not isinstance(limits, Limits):
         check = limits
     elif get_origin(kind) is Annotated:
-        check = _check_of(kind, classes)
-    elif get_origin(kind) is Literal:
-        check = functools.partial(_check_choice, Choices(*get_args(kind)))
+        check = _check_of(kind, of_numpy)
+    elif get_origin(kind) is typing.Literal:
+        check = Choices(*get_args(kind))
     elif kind in (int, float):
-        check = functools.partial(_check_number, kind is int, classes[kind], limits, may_be_none)
+        check = functools.partial(_check_number, kind, of_numpy, limits, may_be_none)
     elif get_origin(kind) is tuple:
-        check = _check_of_tuple([_check_of(element, classes) for element in get_args(kind)], limits)
+        check = functools.partial(_check_tuple, [_check_of(each, of_numpy) for each in get_args(kind)], limits)
     else:
         check = _check_of_classes(kinds, limits, may_be_none)
-    return _unless_none(check) if may_be_none and check is not None else check
-
-
-def _unless_none(check: _Check) -> _Check:
+    if check is None or not may_be_none:
+        return check
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _check_number(is_int: bool, classes: Any, limits: Limits, may_be_none: bool, name: str, value: Any) -> None:
+def _check_number(kind: type, of_numpy: bool, limits: Limits, may_be_none: bool, name: str, value: Any) -> None:
+    is_int = kind is int
+    classes: Any = (numbers.Integral if is_int else numbers.Real) if of_numpy else (int if is_int else (int, float))
     is_number = isinstance(value, classes) and not isinstance(value, bool)
     # An int may be larger than any float; it is compared and never converted.
     is_number = is_number and (isinstance(value, int) or math.isfinite(value))
@@ -249,29 +196,16 @@ def _check_number(is_int: bool, classes: Any, limits: Limits, may_be_none: bool,
     raise InvalidInput(argument=name, value=value, wanted=f"it must be {limits.wanted or text + also}")
 
 
-def _check_choice(choices: Choices, name: str, value: Any) -> None:
-    # An array must not be compared with a name.
-    if any(type(value) is type(choice) and value == choice for choice in choices.values):
-        return
-    known = ", ".join(map(str, choices.values))
-    wanted = f"it must be one of {known}" if choices.error is InvalidInput else f"this build has {known}"
-    raise choices.error(argument=name, value=value, wanted=wanted)
-
-
-def _check_of_tuple(elements: list[_Check | None], limits: Limits) -> _Check:
+def _check_tuple(elements: list[_Check | None], limits: Limits, name: str, value: Any) -> None:
     # The check of the Ellipsis in tuple[int, ...] is None.
     repeated = len(elements) == 2 and elements[1] is None
-
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, tuple) or not (repeated or len(value) == len(elements)):
-            wanted = limits.wanted or "a tuple" + (not repeated) * f" of {len(elements)} elements"
-            raise InvalidInput(argument=name, value=value, wanted=f"it must be {wanted}")
-        for index, element in enumerate(value):
-            check_element = elements[0 if repeated else index]
-            if check_element is not None:
-                check_element(f"{name}[{index}]", element)
-
-    return check
+    if not isinstance(value, tuple) or not (repeated or len(value) == len(elements)):
+        wanted = limits.wanted or "a tuple" + (not repeated) * f" of {len(elements)} elements"
+        raise InvalidInput(argument=name, value=value, wanted=f"it must be {wanted}")
+    for index, element in enumerate(value):
+        check_element = elements[0 if repeated else index]
+        if check_element is not None:
+            check_element(f"{name}[{index}]", element)
 
 
 def _check_of_classes(kinds: list[Any], limits: Limits, may_be_none: bool) -> _Check | None:
@@ -279,8 +213,7 @@ def _check_of_classes(kinds: list[Any], limits: Limits, may_be_none: bool) -> _C
     # isinstance() does not accept Any, nor a protocol without runtime_checkable.
     if any(not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False) for kind in classes):
         return None
-    nouns = {bool: "True or False", str: "a string", int: "an int", float: "a number", Callable: "a function"}
-    names = [nouns.get(kind, f"{'an' if kind.__name__[0] in 'AEIOUaeio' else 'a'} {kind.__name__}") for kind in classes]
+    names = [_NOUNS.get(kind, f"a{'n' * (kind.__name__[0] in 'AEIOUaeio')} {kind.__name__}") for kind in classes]
     names += ["None"] * (may_be_none and bool not in classes)
     wanted = limits.wanted or " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 

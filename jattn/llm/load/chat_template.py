@@ -244,10 +244,7 @@ def _bounded(applied: Callable[..., Any], least: int) -> Callable[..., Any]:
 def _check_size(values: Sequence[Any], least: int = _MAX_COUNT, most: int = _MAX_PRODUCT) -> None:
     """Refuses operations whose result could exceed the size of a prompt: repeat, pad, replace, format, power.
 
-    Args:
-        values: of the operation.
-        least: numbers above it may be a count.
-        most: elements of the result.
+    Numbers above `least` may be a count; `most` elements may be in the result.
     """
     _work.step()
     sizes = [len(each) for each in values if isinstance(each, (str, list, tuple))]

@@ -100,11 +100,7 @@ def render_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Returns the family that a config was read as, or under which `render_config` stores one that was built by hand.
-
-    Raises:
-        Unsupported: none has this combination of options.
-    """
+    """Returns the family that a config was read as, or under which `render_config` stores one built by hand."""
     known = known_families()
     return known[config.architecture] if config.architecture in known else _rendered(config, config.dtype)[0]
 

@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from jattn.llm.load.families import Family, known_families, nearest_family
-from jattn.llm.load.ignored_keys import IGNORED
 from jattn.llm.load.rope import ROPE_NAMES
 from jattn.llm.models.config import SIZE_LIMITS
 from jattn.llm.models.parts import LatentConfig, MoEConfig
@@ -40,6 +39,28 @@ _STRUCTURE = (
     "forced_eos_token_id",
     "quantization_config",
 )
+#: Keys of Hugging Face's and other writers that never change the results of inference.
+_IGNORED = """
+_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels activation_dropout
+add_bias_logits attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_implementation
+attn_pdrop auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bias_dropout_fusion cache_implementation
+chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size custom_pipelines
+decoder_layerdrop dense_act_fn diversity_penalty do_sample dropout dropout_rate early_stopping embd_pdrop
+embedding_dropout encoder_layerdrop encoder_no_repeat_ngram_size ep_size exponential_decay_length_penalty
+extra_pos_embeddings finetuning_task force_bos_token_to_be_generated forced_bos_token_id gradient_checkpointing
+hidden_dropout hidden_dropout_prob id2label init_std initial_context_length initializer_factor initializer_range
+is_decoder is_gated_act is_llama_config label2id length_penalty masked_softmax_fusion max_length max_sequence_length
+max_window_layers min_length model_max_length n_ctx no_repeat_ngram_size num_beam_groups num_beams num_mtp_layers
+num_nextn_predict_layers num_return_sequences offset_alibi output_attentions output_hidden_states output_past
+output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type qk_head_dim remove_invalid_values
+reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
+router_aux_loss_coef router_jitter_noise sep_token_id seq_aux seq_length skip_bias_add skip_bias_add_qkv
+slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torchscript
+transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
+use_cache
+"""
+IGNORED = tuple(_IGNORED.split())
 #: Keys of a composite model that apply to its language model.
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 #: Keys that the functions of a family read.
@@ -60,13 +81,7 @@ _INERT = {
 
 
 def family_of_file(raw: dict[str, Any]) -> Family:
-    """Returns the family that a file names.
-
-    Raises:
-        InvalidInput: it names none, or one of another model_type.
-        Unsupported: an unknown one: with the nearest known and the keys that it lacks; code, or a quantisation that is
-            not read.
-    """
+    """Returns the family that a file names; refuses others, code, and a quantisation that is not read."""
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput("architectures", value=named, wanted="it must be a list of one name").under(FILE)
@@ -77,12 +92,11 @@ def family_of_file(raw: dict[str, Any]) -> Family:
         nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
         unread = sorted(_unread(raw, nearest))
         missing = f"which has no {', '.join(map(shown, unread[:8]))}" if unread else "which reads each key of this file"
-        raise Unsupported(
-            "architectures[0]",
-            value=named[0],
-            wanted=f"the nearest that this build has is {nearest.architecture}, {missing}. It has "
-            f"{', '.join(known)}. jattn.llm.load.register_family adds another",
-        ).under(FILE)
+        wanted = (
+            f"the nearest that this build has is {nearest.architecture}, {missing}. It has "
+            f"{', '.join(known)}. jattn.llm.load.register_family adds another"
+        )
+        raise Unsupported("architectures[0]", value=named[0], wanted=wanted).under(FILE)
     family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:
         raise Unsupported(FILE, "has auto_map", "code from a model folder is never run")
@@ -99,34 +113,21 @@ def is_whole(raw: dict[str, Any], family: Family) -> bool:
 
 
 def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the content of the family's own file: the text_config of a composite model, or the whole file.
-
-    Raises:
-        InvalidInput: no text_config, or one of another model_type.
-    """
+    """Returns the content of the family's own file: the text_config of a composite model, or the whole file."""
     if family.whole is None or not is_whole(raw, family):
         return raw
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config", value=text, wanted=f"{family.whole.architecture} needs an object").under(FILE)
     if text.get("model_type", family.model_type) != family.model_type:
-        raise InvalidInput(
-            "text_config.model_type",
-            value=text["model_type"],
-            wanted=f"this build reads the language model of {family.whole.architecture} where it is "
-            f"{family.model_type!r}",
-        ).under(FILE)
+        wanted = f"this build reads the language model of {family.whole.architecture} where it is {family.model_type!r}"
+        raise InvalidInput("text_config.model_type", value=text["model_type"], wanted=wanted).under(FILE)
     common = {key: raw[key] for key in _OF_WHOLE if raw.get(key) is not None}
     return {**family.whole.defaults, **text, **common, "architectures": [family.architecture]}
 
 
 def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the keys that say something, with the family's defaults for those that the file leaves out.
-
-    Raises:
-        InvalidInput: a key is missing or unknown, or has a value that no function of a family could read.
-        Unsupported: a key of one value has another.
-    """
+    """Returns the keys that say something, with the family's defaults for those that the file leaves out."""
     allowed, inert = _allowed(family), _INERT | dict(family.inert)
     for key in inert.keys() - allowed | family.inert.keys():
         value, expected = raw.get(key), inert[key]
@@ -137,13 +138,12 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
     if unknown:
         named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
-        raise InvalidInput(
-            FILE,
-            f"has unknown keys: {named}",
+        wanted = (
             f"hf_overrides={{{shown(unknown[0])}: None}} loads without one. Keys that are read: "
             f"{', '.join(sorted(allowed))}. Keys that are ignored: "
-            f"{', '.join((*IGNORED, *family.ignored))}. Keys of one value: {', '.join(inert)}",
+            f"{', '.join((*IGNORED, *family.ignored))}. Keys of one value: {', '.join(inert)}"
         )
+        raise InvalidInput(FILE, f"has unknown keys: {named}", wanted)
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
         if alias in given:
@@ -179,19 +179,16 @@ def _check_quantization(given: Any) -> None:
         return
     method = given.get("quant_method") if isinstance(given, dict) else given
     if method not in QUANT_METHODS:
-        raise Unsupported(
-            "quantization_config.quant_method", value=method, wanted=f"this build reads {', '.join(QUANT_METHODS)}"
-        ).under(FILE)
+        wanted = f"this build reads {', '.join(QUANT_METHODS)}"
+        raise Unsupported("quantization_config.quant_method", value=method, wanted=wanted).under(FILE)
     if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
+        wanted = "this build reads [128, 128], or one scale for a tensor or an output"
         raise Unsupported(
-            "quantization_config.weight_block_size",
-            value=given.get("weight_block_size"),
-            wanted="this build reads [128, 128], or one scale for a tensor or an output",
+            "quantization_config.weight_block_size", value=given.get("weight_block_size"), wanted=wanted
         ).under(FILE)
     if method == "compressed-tensors" and given.get("format") != "float-quantized":
-        raise Unsupported(
-            "quantization_config.format", value=given.get("format"), wanted="this build reads float-quantized"
-        ).under(FILE)
+        wanted = "this build reads float-quantized"
+        raise Unsupported("quantization_config.format", value=given.get("format"), wanted=wanted).under(FILE)
 
 
 def _allowed(family: Family) -> set[str]:

@@ -22,9 +22,6 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
 
     A name like `org/name` that is no folder here is looked up in the cache of huggingface_hub, if that package is
     installed; nothing is fetched.
-
-    Raises:
-        InvalidInput: it does not exist or is not a folder.
     """
     if not isinstance(folder, (str, os.PathLike)):
         raise InvalidInput("folder", f"is a {type(folder).__name__}", "it must be a path")
@@ -41,11 +38,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_given(name: str, path: str | os.PathLike[str]) -> str:
-    """Returns the text of a file that the user names, in any folder.
-
-    Raises:
-        InvalidInput: it cannot be read.
-    """
+    """Returns the text of a file that the user names, in any folder."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,9 +56,6 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
         name: a plain file name; it may come from a file that someone else wrote.
         max_bytes: refuse a larger file.
         inside: a subfolder, with a name of jattn's, to look in.
-
-    Raises:
-        InvalidInput: the name could leave the folder, leads out through a link, or is not a regular file.
     """
     if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
         raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
@@ -78,9 +68,8 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
     except OSError as error:
         raise InvalidInput(name, f"cannot be read: {error.strerror}") from None
     if not any(resolved.is_relative_to(home) for home in _homes(folder)):
-        raise InvalidInput(
-            name, "is a link that leads out of the model folder", "copy the folder with its links followed"
-        )
+        wanted = "copy the folder with its links followed"
+        raise InvalidInput(name, "is a link that leads out of the model folder", wanted)
     if not stat.S_ISREG(status.st_mode):
         raise InvalidInput(name, "is not a regular file")
     if max_bytes is not None and status.st_size > max_bytes:
@@ -89,11 +78,7 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
 
 
 def read_text(path: Path) -> str:
-    """Returns the file as text.
-
-    Raises:
-        InvalidInput: it is not UTF-8, or reading fails.
-    """
+    """Returns the file as text, which must be UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,11 +88,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of the folder, at most 16 mebibytes long.
-
-    Raises:
-        InvalidInput: the file does not exist, cannot be read, or has other content.
-    """
+    """Returns the JSON object in a file of the folder, at most 16 mebibytes long."""
     file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
     if file is None:
         raise InvalidInput(f"the folder has no {name}.")
@@ -115,11 +96,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_json(text: str, name: str) -> dict[str, Any]:
-    """Parses a JSON object strictly: no repeated keys, no NaN or Infinity.
-
-    Raises:
-        InvalidInput: the text is anything else; the message names the file by `name`.
-    """
+    """Parses a JSON object strictly, with no repeated keys, NaN or Infinity; errors name the file by `name`."""
 
     def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

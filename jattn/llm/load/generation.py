@@ -13,31 +13,19 @@ from torch_core.base.limits import Limits, check_fields
 
 _NAME = "generation_config.json"
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_tokens")
+_OF_ENCODERS = ("decoder_start_token_id", "forced_bos_token_id")
 # Settings that would change a text and are not supported, with the value that turns them off.
+_OFF_AT_NONE = """
+bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty force_words_ids
+sequence_bias stop_strings suppress_tokens top_h watermarking_config
+"""
+_OFF_AT_0 = """
+diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens
+no_repeat_ngram_size penalty_alpha
+"""
+_OFF_AT_1 = "encoder_repetition_penalty guidance_scale num_beams typical_p"
 _UNSERVED: dict[str, Any] = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "constraints": None,
-    "diversity_penalty": 0.0,
-    "dola_layers": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "watermarking_config": None,
+    name: off for names, off in ((_OFF_AT_NONE, None), (_OFF_AT_0, 0), (_OFF_AT_1, 1)) for name in names.split()
 }
 
 
@@ -99,17 +87,10 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
         return GenerationDefaults()
     raw = read_object(path, _NAME)
     values: dict[str, Any] = {"temperature": 0.0} if raw.get("do_sample") is False else {}
-    same = (
-        "top_k", "top_p", "min_p", "repetition_penalty", "bos_token_id", "decoder_start_token_id",
-        "forced_bos_token_id",
-    )  # fmt: skip
-    keys = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
-    if raw.get("do_sample") is not False:
-        keys["temperature"] = "temperature"
-    values |= {name: raw.get(key) for key, name in keys.items()}
-    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
-    values["forced_eos_token_id"] = forced
-    unserved = [name for name, none in _UNSERVED.items() if raw.get(name) not in (None, none, [], {})]
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "bos_token_id", *_OF_ENCODERS)
+    values = {name: raw.get(name) for name in names} | {"max_tokens": raw.get("max_new_tokens")} | values
+    values["forced_eos_token_id"], is_served = forced_token(raw.get("forced_eos_token_id"))
+    unserved = [name for name, none in sorted(_UNSERVED.items()) if raw.get(name) not in (None, none, [], {})]
     values["unserved"] = (*unserved, *([] if is_served else ["forced_eos_token_id"]))
     try:
         if raw.get("eos_token_id") is not None:
@@ -130,11 +111,7 @@ def forced_token(value: Any) -> tuple[Any, bool]:
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """Returns an id, a list of ids or null as a tuple; ranges are ModelConfig's to check.
-
-    Raises:
-        InvalidInput: anything else.
-    """
+    """Returns an id, a list of ids or null as a tuple; ranges are ModelConfig's to check."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if len(values) > 64 or any(isinstance(token, bool) or not isinstance(token, int) for token in values):
         raise InvalidInput(name, value=value, wanted="it must be a token id, a list of at most 64, or null")

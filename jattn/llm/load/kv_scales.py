@@ -107,43 +107,23 @@ class KVCacheScales:
 
 
 def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
-    """Returns a model's spec with the requested dtype of its cache.
-
-    Raises:
-        InvalidInput: the dtype is neither "auto", nor the model's own, nor an 8-bit one; or the latents cannot be
-            packed.
-        Unsupported: an 8-bit cache in a model with an indexer, whose keys would be 8-bit too.
-    """
+    """Returns a model's spec with the requested dtype of its cache: "auto", the model's own, or an 8-bit one."""
     if kv_cache_dtype in ("auto", spec.dtype):
         return spec
     dtypes = CACHE_DTYPES if spec.kv_lora_rank is None else LATENT_CACHE_DTYPES
     if kv_cache_dtype not in (*dtypes, *dtypes.values()):
-        raise InvalidInput(
-            "kv_cache_dtype",
-            value=kv_cache_dtype,
-            wanted=f"this model's cache can be 'auto' (its own {spec.dtype}), {', '.join(map(repr, dtypes))}",
-        )
+        wanted = f"this model's cache can be 'auto' (its own {spec.dtype}), {', '.join(map(repr, dtypes))}"
+        raise InvalidInput("kv_cache_dtype", value=kv_cache_dtype, wanted=wanted)
     if spec.index_head_dim is not None:
-        raise Unsupported(
-            "kv_cache_dtype",
-            f"is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the latents here",
-            "leave it 'auto'",
-        )
+        problem = f"is {kv_cache_dtype!r} and the model has an indexer, whose keys have the dtype of the latents here"
+        raise Unsupported("kv_cache_dtype", problem, "leave it 'auto'")
     return replace(spec, dtype=dtypes.get(kv_cache_dtype, kv_cache_dtype))
 
 
 def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) -> PagedModel:
-    """Returns a model with the same arrays whose layers write an 8-bit cache.
+    """Returns a model with the same arrays whose layers write an 8-bit cache of a dtype.
 
-    Args:
-        model: the model; it is not changed.
-        dtype: dtype of the cache, by name.
-        scales: dequantisation scales; None takes the model's own. Without any, the scale of fp8 is 1, and int8 is
-            refused.
-
-    Raises:
-        InvalidInput: int8 without scales, scales of other layers, or scales for packed rows.
-        Unsupported: layers with a cache that are neither a `PagedAttention` nor a `MultiHeadLatentAttention`.
+    None for `scales` takes the model's own. Without any, the scale of fp8 is 1, and int8 is refused.
     """
     if dtype == "uint8":
         if scales is not None:

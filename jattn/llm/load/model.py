@@ -109,12 +109,11 @@ def load_model(
         ('A list', 'float32')
     """
     if quantization == "keep" and mesh is not None:
-        raise Unsupported(
-            "quantization",
-            "is 'keep' and there is a mesh",
+        wanted = (
             "weights that stay as they are stored are not cut. Take quantization='fp8', leave it "
-            "away, or load onto one device",
+            "away, or load onto one device"
         )
+        raise Unsupported("quantization", "is 'keep' and there is a mesh", wanted)
     path = check_folder(folder)
     raw = _overridden(read_object(path, "config.json"), hf_overrides)
     config = parse_config(raw)
@@ -172,9 +171,8 @@ def load_model(
 
 def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(overrides, Mapping | None):
-        raise InvalidInput(
-            "hf_overrides", value=overrides, wanted="it must be a mapping of keys of config.json to values"
-        )
+        wanted = "it must be a mapping of keys of config.json to values"
+        raise InvalidInput("hf_overrides", value=overrides, wanted=wanted)
     for key in overrides or {}:
         if not isinstance(key, str):
             raise InvalidInput("hf_overrides", f"has the key {shown(key)}", "keys of config.json are text")

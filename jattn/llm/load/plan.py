@@ -99,10 +99,7 @@ def spelled_as_found(
 ) -> tuple[ParameterPlan, ...]:
     """Returns the plan with the tensors' names as files of other writers spell them.
 
-    Args:
-        plan: result of `plan_parameters`.
-        names: names of the existing tensors.
-        is_whole: the file has further models; see `Family.whole`.
+    `is_whole` says that the file has further models; see `Family.whole`.
     """
     return tuple(
         replace(

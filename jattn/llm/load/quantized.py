@@ -21,9 +21,6 @@ def parts_of(piece: TensorPlan, tensors: dict[str, SafetensorsFile]) -> dict[str
     uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] with its scales: DeepSeek's
     and Qwen 3's `weight_scale_inv` for each block of 128 x 128, or compressed-tensors' `weight_scale` for each of them,
     for each output or for the tensor.
-
-    Raises:
-        Unsupported: a weight in a type that needs scales which are not there.
     """
     name, shape = piece.name, piece.shape
     if name not in tensors and f"{name}_blocks" in tensors:

@@ -19,17 +19,7 @@ _OLD_NAMES = {"su": "longrope"}
 
 
 def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
-    """Returns the fields of `ModelConfig` that are about rotary embeddings.
-
-    Args:
-        raw: the checked values of config.json, the family's defaults among them.
-        family: family of the model.
-        context: max_position_embeddings.
-
-    Raises:
-        InvalidInput: a missing, unknown or wrong value.
-        Unsupported: a type that this build does not have.
-    """
+    """Returns the fields of `ModelConfig` that are about rotary embeddings."""
     name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
     if name == "rope_parameters" and raw.get("rope_scaling") not in (None, family.defaults.get("rope_scaling")):
         raise InvalidInput("both rope_scaling and rope_parameters are given; keep one.")
@@ -40,9 +30,8 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
     if _LOCAL in family.rope_keys and "full_attention" in given:
         local, given = given.get("sliding_attention") or {}, given["full_attention"] or {}
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise Unsupported(
-                f"{name}.sliding_attention", value=local, wanted="this build has rope_type 'default' there"
-            )
+            wanted = "this build has rope_type 'default' there"
+            raise Unsupported(f"{name}.sliding_attention", value=local, wanted=wanted)
     given = {key: value for key, value in given.items() if value is not None}
     fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
     partial = given.pop(_PARTIAL, None)
@@ -102,9 +91,8 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
             given.setdefault("factor", max(context / given[_ORIGINAL], 1.0))
     if not set(needed) <= set(given) or set(given) - {*needed, *possible}:
         also = f" and may have {sorted(possible)}" if possible else ""
-        raise InvalidInput(
-            name, f"of type {rope_type!r} has the keys {shown(sorted(given))}", f"it needs {sorted(needed)}{also}"
-        )
+        wanted = f"it needs {sorted(needed)}{also}"
+        raise InvalidInput(name, f"of type {rope_type!r} has the keys {shown(sorted(given))}", wanted)
     if rope_type == "default":
         return None
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}

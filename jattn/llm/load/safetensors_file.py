@@ -65,11 +65,7 @@ class SafetensorsFile:
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
-    """Reads and checks the header.
-
-    Raises:
-        InvalidInput: not a safetensors file, truncated, or with a header that breaks a rule of the format.
-    """
+    """Reads and checks the header."""
     name = path.name
     try:
         stamp = _stamp(path)
@@ -101,12 +97,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
-    """Returns one tensor as a view of the file, mapped into memory: the file is read when the view is read.
-
-    Raises:
-        InvalidInput: the file changed since its header was checked, or cannot be read.
-        Unsupported: a tensor of a type that is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
-    """
+    """Returns one tensor as a view of the file, mapped into memory: the file is read when the view is read."""
     stored = file.tensors[name]
     dtype = checked_dtype(file, name)
     try:
@@ -120,11 +111,7 @@ def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
 
 
 def checked_dtype(file: SafetensorsFile, name: str) -> np.dtype:
-    """Returns the type of a tensor's elements.
-
-    Raises:
-        Unsupported: it is neither in `STORED_DTYPES` nor in `QUANTIZED_DTYPES`.
-    """
+    """Returns the type of a tensor's elements, one of `STORED_DTYPES` or `QUANTIZED_DTYPES`."""
     stored = file.tensors[name]
     if stored.dtype is None:
         known = ", ".join(STORED_DTYPES | QUANTIZED_DTYPES)
@@ -149,9 +136,8 @@ def _refuse_pickle(start: bytes, name: str) -> None:
     looks_like_header = start[8:9] == b"{"
     is_pickle = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
     if not looks_like_header and (is_pickle or start.startswith(b"PK\x03\x04")):
-        raise InvalidInput(
-            name, "is a pickle, whatever its name says", "reading one can run code. Convert it to safetensors"
-        )
+        wanted = "reading one can run code. Convert it to safetensors"
+        raise InvalidInput(name, "is a pickle, whatever its name says", wanted)
 
 
 def _short(value: object) -> str:

@@ -52,11 +52,7 @@ class TextTokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def within(self, vocab_size: int) -> TextTokenizer:
-        """Returns the tokenizer without the added tokens beyond the model's vocabulary size, which have no embedding.
-
-        Raises:
-            InvalidInput: its own vocabulary is larger.
-        """
+        """Returns the tokenizer without the added tokens beyond the model's vocabulary, which have no embedding."""
         if self.vocab_size <= vocab_size:
             return self
         described = json.loads(self.tokenizer.to_str())
@@ -144,9 +140,8 @@ def _chat_templates(folder: Path) -> dict[str, str]:
         named = {each["name"]: each.get("template") for each in listed if isinstance(each.get("name"), str)}
     for name in ("default", "tool_use"):
         if not isinstance(named.get(name), str | None):
-            raise InvalidInput(
-                "chat_template", value=named[name], wanted="it must be a text, or a list with a default"
-            ).under(_CONFIG)
+            wanted = "it must be a text, or a list with a default"
+            raise InvalidInput("chat_template", value=named[name], wanted=wanted).under(_CONFIG)
     return {name: text for name, text in named.items() if text is not None}
 
 

@@ -41,11 +41,7 @@ _IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|
 
 
 def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
-    """Returns, for each tensor name, the file that holds it; every header was read and checked.
-
-    Raises:
-        InvalidInput: no safetensors, several candidates, a bad index or a bad file.
-    """
+    """Returns, for each tensor name, the file that holds it; every header was read and checked."""
     single, index = member(folder, _SINGLE), member(folder, _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if single is not None and index is not None:
         named = read_json(read_text(index), _INDEX).get("weight_map")
@@ -68,15 +64,7 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
 def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: str) -> dict[str, SafetensorsFile]:
     """Returns the tensors of a model whose head is its embedding: one of the two, under the embedding's name.
 
-    Some writers store both, some the head alone.
-
-    Args:
-        tensors: result of `find_weights`.
-        embedding: its name.
-        head: likewise.
-
-    Raises:
-        InvalidInput: both are there, and they differ.
+    Some writers store both, which must be equal, some the head alone.
     """
     if head not in tensors:
         return tensors
@@ -101,27 +89,13 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
 
 
 def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
-    """Refuses a config whose number of tensors would take long to list, if the files have fewer.
-
-    Raises:
-        InvalidInput: the config has more tensors; the message has both numbers.
-    """
+    """Refuses a config whose number of tensors would take long to list, if the files have fewer."""
     if fewest > max(len(tensors), _NAMED_AT_ONCE):
         raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
 
 
 def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
-    """Compares the tensors of the files with those of the config.
-
-    Args:
-        tensors: result of `find_weights`.
-        plan: result of `plan_parameters`.
-        unread: a regular expression of names that may be there and are not looked at.
-
-    Raises:
-        InvalidInput: a missing or extra tensor, or one of another shape.
-        Unsupported: weights in a type that is not read, or that needs scales which are not there.
-    """
+    """Compares the tensors of the files with those of the config; names that match `unread` are not looked at."""
     expected: dict[str, tuple[int, ...]] = {}
     for parameter in plan:
         for piece in parameter.pieces:
@@ -156,11 +130,7 @@ def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) 
 
 
 def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
-    """Returns the scales of an fp8 cache that are stored with the weights: for each layer those of "k" and "v".
-
-    Raises:
-        InvalidInput: a scale that is no finite number above 0, of no layer, or without the other one of its layer.
-    """
+    """Returns the scales of an fp8 cache that are stored with the weights: for each layer those of "k" and "v"."""
     scales: dict[int, dict[str, float]] = {}
     for name, file in tensors.items():
         if match := _KV_SCALE.fullmatch(name):
@@ -181,12 +151,9 @@ def read_parameter(
 ) -> jax.Array:
     """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
 
-    Args:
-        tensors: result of `find_weights`.
-        parameter: a plan of `plan_parameters`.
-        dtype: dtype of the result, unless the parameter is float32 in all models.
-        on_host: do all that in numpy, for a device that is the host: it would compile a program for every shape.
-            Otherwise each tensor goes to the device as it is in the file, and the host never holds a copy.
+    The dtype is the given one, unless the parameter is float32 in all models. With `on_host` all is done in numpy, for
+    a device that is the host: it would compile a program for every shape. Otherwise each tensor goes to the device as
+    it is in the file, and the host never holds a copy.
     """
     dtype = np.dtype(np.float32) if parameter.is_float32 else dtype
     home = _home(on_host)
@@ -200,11 +167,7 @@ def read_parameter(
 def read_quantized(
     tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, *, on_host: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a parameter for which `is_quantized` as it is stored: a kernel and its scale, as `dequantize` takes them.
-
-    Args:
-        tensors, parameter, on_host: as in `read_parameter`.
-    """
+    """Returns a parameter for which `is_quantized` as it is stored: a kernel and its scale, for `dequantize`."""
     kernels, scales = zip(*_pieces(tensors, parameter, on_host), strict=True)
 
     def joined(parts: tuple[Any, ...]) -> jax.Array:
@@ -269,15 +232,9 @@ def _joined(
 def read_places(
     tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, axis: int | None, places: np.ndarray
 ) -> np.ndarray:
-    """Returns some places of one parameter along an axis, in numpy; of the files no more than these are read.
+    """Returns some places of one parameter along an axis (None: all of it), in numpy; no more than these are read.
 
     Quantised tensors are the exception: the needed part is cut from the whole tensor.
-
-    Args:
-        tensors: result of `find_weights`.
-        parameter: a plan of `plan_parameters`.
-        axis: axis of the parameter; None for all of it.
-        places: along the axis.
     """
     size = len(parameter.pieces) // max(parameter.num_stacked, 1)
     groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]

@@ -342,9 +342,8 @@ class _Server:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:
             known = self._config.model_name
-            raise RequestError(
-                404, f"model {name[:80]!r} is not served; {known!r} is.", param="model", code="model_not_found"
-            )
+            problem = f"model {name[:80]!r} is not served; {known!r} is."
+            raise RequestError(404, problem, param="model", code="model_not_found")
 
     def _refusal(self, error: RequestError) -> Response:
         self._metrics.refused(error.status)

@@ -59,11 +59,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """The fields of every body; a field that is null counts as missing.
-
-    Attributes:
-        model: the model's name, as the client knows it.
-    """
+    """The fields of every body; a field that is null counts as missing."""
 
     model: _Text | None = None
 
@@ -103,14 +99,7 @@ class GenerationBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(GenerationBody):
-    """The body of `/v1/completions`.
-
-    Attributes:
-        prompt: a text, token ids, or a list of either.
-        logprobs: number of log-probabilities at each position.
-        best_of: number of samples of each prompt; the best `n` are returned.
-        echo: begin the answer with the prompt.
-    """
+    """The body of `/v1/completions`: of `best_of` samples the best `n` are returned, after the prompt with `echo`."""
 
     prompt: Any
     max_tokens: _Whole | None = 16
@@ -146,12 +135,7 @@ class ChatBody(GenerationBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody(Body):
-    """The body of `/tokenize` with a prompt.
-
-    Attributes:
-        prompt: the text.
-        add_special_tokens: add the tokenizer's special tokens around a prompt.
-    """
+    """The body of `/tokenize` with a prompt."""
 
     prompt: _Text
     add_special_tokens: _Flag = True
@@ -159,24 +143,14 @@ class TokenizeBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetokenizeBody(Body):
-    """The body of `/detokenize`.
-
-    Attributes:
-        tokens: token ids.
-    """
+    """The body of `/detokenize`."""
 
     tokens: _List
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingsBody(Body):
-    """The body of `/v1/embeddings`.
-
-    Attributes:
-        input: a text, token ids, or a list of either.
-        encoding_format: "base64" for bytes of float32, little-endian.
-        pooling, normalize: as in `LLM.embed`.
-    """
+    """The body of `/v1/embeddings`; "base64" is for bytes of float32, little-endian."""
 
     input: Any
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
@@ -186,16 +160,7 @@ class EmbeddingsBody(Body):
 
 
 def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> _B:
-    """Returns a body with its fields checked.
-
-    Args:
-        kind: the class of the body.
-        body: the JSON object.
-        defaults: values of fields that the JSON object does not have.
-
-    Raises:
-        InvalidInput: a field is missing, unknown or wrong.
-    """
+    """Returns a body with its fields checked; `defaults` has values of fields that the JSON object does not have."""
     given = dict(defaults or {}) | {name: each for name, each in body.items() if each is not None}
     given = {name: each for name, each in given.items() if name not in _IGNORED}
     passed = _SAMPLING & given.keys() if issubclass(kind, GenerationBody) else set()
@@ -211,11 +176,7 @@ def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, An
 
 
 def prompts_of(name: str, value: Any, most: int) -> list[Any]:
-    """Returns the prompts of a field that holds one or several.
-
-    Raises:
-        InvalidInput: more than `most`.
-    """
+    """Returns the prompts of a field that holds one or several, `most` at most."""
     prompts = [value] if isinstance(value, str) or isinstance(value[0], int) else list(value)
     if len(prompts) > most:
         raise InvalidInput(name, f"has {len(prompts)} entries", f"it must have {most} at most")

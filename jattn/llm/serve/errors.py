@@ -30,10 +30,10 @@ def as_request_error(
     grammar: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> RequestError:
-    """Returns the error response to an exception.
+    """Returns the error response to an exception; a 500 without details unless the client caused it.
 
     Args:
-        error: any exception. Unless the client caused it, the response is a 500 without details.
+        error: any exception.
         default: the field for an error without an argument, and for one of the prompt.
         grammar: the field that holds the structured output.
         aliases: arguments to the fields that the client gave in their place.

@@ -48,9 +48,6 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
     """Returns the keys of a file: one a line, and after a space, on all lines or on none, its tenant's name.
 
     Empty lines and those that begin with "#" say nothing.
-
-    Raises:
-        InvalidInput: it cannot be read, has no keys, or a line is not of this form.
     """
     lines = [line.split() for line in read_given("api_key_file", path).splitlines()]
     entries = [words for words in lines if words and not words[0].startswith("#")]
@@ -62,9 +59,8 @@ def read_keys(path: str | os.PathLike[str]) -> dict[str, str] | list[str]:
         return [key for (key,) in entries]
     if all(len(words) == 2 for words in entries):
         return {words[0]: words[1] for words in entries}
-    raise InvalidInput(
-        "api_key_file", f"{str(path)!r} must have one key a line, followed on all lines or on none by its tenant's name"
-    )
+    problem = f"{str(path)!r} must have one key a line, followed on all lines or on none by its tenant's name"
+    raise InvalidInput("api_key_file", problem)
 
 
 def digest(text: str) -> bytes:

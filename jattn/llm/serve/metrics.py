@@ -43,11 +43,7 @@ class _State:
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own.
-
-    Args:
-        llm: the `LLM` that the metrics show.
-    """
+    """One server's metrics, in a registry of their own."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._registry = CollectorRegistry()

@@ -52,11 +52,7 @@ class Generation:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a request's body.
-
-    Raises:
-        RequestError: it is anything else.
-    """
+    """Returns the JSON object of a request's body."""
     try:
         return read_json(body.decode(), "the body")
     except UnicodeDecodeError as error:
@@ -66,15 +62,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
-    """Reads the body of `/v1/completions`.
-
-    Args:
-        body: the JSON object.
-        defaults: values of fields that the JSON object does not have.
-
-    Raises:
-        InvalidInput, RequestError: a field is missing, unknown or wrong.
-    """
+    """Reads the body of `/v1/completions`; `defaults` has values of fields that it leaves out."""
     asked = read_body(CompletionBody, body, defaults)
     if asked.echo and asked.stream:
         raise InvalidInput("echo", "is true and stream is true", "a stream has new text alone")
@@ -106,11 +94,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
 
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Generation:
-    """Reads the body of `/v1/chat/completions`; arguments as of `parse_completion`.
-
-    Raises:
-        InvalidInput, RequestError: a field is missing, unknown or wrong.
-    """
+    """Reads the body of `/v1/chat/completions`; arguments as of `parse_completion`."""
     asked = read_body(ChatBody, body, defaults)
     if not asked.messages:
         raise InvalidInput("messages", "is empty", "give at least one message")
@@ -193,11 +177,7 @@ def _structured(body: GenerationBody) -> tuple[str | None, StructuredOutputsPara
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
-    """Returns a message with its content as text, which templates take.
-
-    Raises:
-        RequestError: it is not a message.
-    """
+    """Returns a message with its content as text, which templates take."""
     try:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidInput(name, value=message, wanted="it must be an object with a role")

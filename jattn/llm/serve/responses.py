@@ -30,14 +30,7 @@ def event(body: dict[str, Any] | str) -> str:
 
 
 def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int, *, as_base64: bool) -> dict[str, Any]:
-    """Returns OpenAI's answer.
-
-    Args:
-        vectors: float32[hidden_size] of each prompt.
-        model: the name that is served.
-        num_tokens: number of tokens of all prompts.
-        as_base64: vectors are bytes of float32, little-endian, in base64; numbers otherwise.
-    """
+    """Returns OpenAI's answer of float32[hidden_size] per prompt, as numbers or as little-endian bytes in base64."""
     data = [
         {"object": "embedding", "index": index, "embedding": _base64(each) if as_base64 else each.tolist()}
         for index, each in enumerate(vectors)
@@ -48,15 +41,7 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The frame of one HTTP answer.
-
-    Attributes:
-        request: the request.
-        answer_id: id of the answer.
-        model: the name that is served.
-        created: seconds of Unix time.
-        tokenizer: tokenizer of the model, for prompts that are echoed; None without one.
-    """
+    """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts that are echoed."""
 
     request: Generation
     answer_id: str
@@ -75,11 +60,8 @@ class Answer:
         choices = []
         for output in outputs:
             for completion in self._best(output):
-                choice = {
-                    "index": len(choices),
-                    "finish_reason": _reason(completion),
-                    **self._content(output, completion),
-                }
+                choice = {"index": len(choices), "finish_reason": _reason(completion)}
+                choice |= self._content(output, completion)
                 choices.append(choice | {"stop_reason": completion.stop_reason} | self._of_prompt(output, chat=False))
         body = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
         # A chat has one prompt.

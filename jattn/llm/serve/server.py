@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import socket
 import sys
@@ -36,40 +37,23 @@ from torch_core.base.errors import InvalidInput
 def main(argv: Sequence[str]) -> int:
     """Serves until a signal; returns 0."""
     parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
-    parser.add_argument("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port (8000)")
-    parser.add_argument("--served-model-name", help="name of the model in requests (default: the folder's name)")
-    parser.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="file with one key per line, of which clients must send one, and after a space its tenant's name (on all "
-        "lines or on none); # starts a comment",
-    )
-    parser.add_argument(
-        "--isolate-tenants",
-        action="store_true",
-        help="share cached prefixes only within a tenant (without names: within a key)",
-    )
-    parser.add_argument("--chat-template", metavar="FILE", help="template to use instead of the model's own")
-    parser.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="accept chat_template from requests; it runs in the sandbox",
-    )
-    parser.add_argument(
-        "--no-access-log", action="store_true", help="do not write a line of JSON to stdout for each request"
-    )
-    parser.add_argument(
-        "--ignore-generation-config", action="store_true", help="use OpenAI's defaults of sampling, not the folder's"
-    )
-    parser.add_argument("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
-    parser.add_argument("--max-unfinished", type=int, default=1024, help="most samples that wait or run (1024)")
-    parser.add_argument(
-        "--drain-seconds", type=int, default=60, help="seconds for running requests to finish after a signal (60)"
-    )
+    add, add_flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
+    add("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=8000, help="port to listen on; 0 for any free port (8000)")
+    add("--served-model-name", help="name of the model in requests (default: the folder's name)")
+    form = "file with one key per line, of which clients must send one, and after a space its tenant's name (on all "
+    add("--api-key-file", metavar="FILE", help=f"{form}lines or on none); # starts a comment")
+    add_flag("--isolate-tenants", help="share cached prefixes only within a tenant (without names: within a key)")
+    add("--chat-template", metavar="FILE", help="template to use instead of the model's own")
+    add_flag("--trust-request-chat-template", help="accept chat_template from requests; it runs in the sandbox")
+    add_flag("--no-access-log", help="do not write a line of JSON to stdout for each request")
+    add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
+    add("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
+    add("--max-unfinished", type=int, default=1024, help="most samples that wait or run (1024)")
+    add("--drain-seconds", type=int, default=60, help="seconds for running requests to finish after a signal (60)")
     add_loading_arguments(parser)
-    parser.add_argument("--no-warmup", action="store_true", help="compile each program when a request first needs it")
+    add_flag("--no-warmup", help="compile each program when a request first needs it")
     add_engine_arguments(parser)
     add_process_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -125,11 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Refuses an address that cannot be listened on, before minutes of compiling.
-
-    Raises:
-        InvalidInput: the address is in use, or not of this machine.
-    """
+    """Refuses an address that cannot be listened on, before minutes of compiling."""
     check_int("port", port, 0, 65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

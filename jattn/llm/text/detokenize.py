@@ -71,9 +71,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
 
-        Args:
-            token_ids: new tokens.
-            finished: no more will come, so nothing is held back.
+        With `finished` no more will come, so nothing is held back.
         """
         if self.stopped:
             return ""

@@ -22,24 +22,14 @@ _SHORTEST = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
-    """One vector.
-
-    Attributes:
-        embedding: float32[hidden_size].
-    """
+    """One vector: float32[hidden_size]."""
 
     embedding: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingRequestOutput:
-    """A prompt and its vector; names are vLLM's.
-
-    Attributes:
-        request_id: the prompt's number.
-        outputs: the vector.
-        prompt_token_ids: the prompt's tokens.
-    """
+    """A prompt's number, its vector and its tokens; names are vLLM's."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -49,17 +39,9 @@ class EmbeddingRequestOutput:
 def embed(
     model: object, prompts: Sequence[Sequence[int]], *, pooling: str, normalize: bool
 ) -> list[EmbeddingRequestOutput]:
-    """Returns the vector of each prompt.
+    """Returns the vector of each prompt of token ids; pooling and normalize as in `Decoder.embed`.
 
-    Args:
-        model: a `Decoder`: an encoder, or a decoder whose last hidden states are pooled.
-        prompts: token ids.
-        pooling, normalize: as in `Decoder.embed`.
-
-    Raises:
-        InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
-        RequestTooLong: a prompt is longer than the model's context.
-        Unsupported: a module of another kind, one with an encoder before its decoder, or one split over devices.
+    The model is a `Decoder`: an encoder, or a decoder whose last hidden states are pooled.
     """
     if not isinstance(model, Decoder) or model.config.encoder is not None:
         raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")

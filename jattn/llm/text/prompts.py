@@ -16,11 +16,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts for one prompt or several.
-
-    Raises:
-        InvalidInput: anything else.
-    """
+    """Returns a list of prompts for one prompt or several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:
@@ -37,18 +33,13 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         return listed
     if any(are_prompts):
         index = are_prompts.index(False)
-        raise InvalidInput(
-            f"prompts[{index}]", f"is a {type(listed[index]).__name__} among prompts", "see LLM.generate"
-        )
+        wanted = "see LLM.generate"
+        raise InvalidInput(f"prompts[{index}]", f"is a {type(listed[index]).__name__} among prompts", wanted)
     return [listed]
 
 
 def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[int], str | None]:
-    """Returns a prompt's token ids and its text, if it came as text.
-
-    Raises:
-        InvalidInput: text that is empty or cannot be encoded, or without a tokenizer.
-    """
+    """Returns a prompt's token ids and its text, if it came as text."""
     if isinstance(prompt, Mapping):
         if set(prompt) == {"prompt", "prompt_token_ids"}:
             return prompt["prompt_token_ids"], prompt["prompt"]
@@ -86,18 +77,7 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Returns the prompt of a conversation, by the model's template or by another one.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        messages: mappings with role and content.
-        chat_template: instead of the model's.
-        tools, add_generation_prompt: as `ChatTemplate.render` takes them.
-        chat_template_kwargs: the template's other variables.
-
-    Raises:
-        InvalidInput: no tokenizer, no template, or it fails; variables that are none.
-    """
+    """Returns the prompt of a conversation, by the model's template or by `chat_template`."""
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
     check_template_kwargs(variables)
     if tokenizer is None:
@@ -119,11 +99,7 @@ def chat_prompt(
 
 
 def check_template_kwargs(variables: Any) -> None:
-    """Refuses variables of a chat template that are no mapping, or have the name of an argument.
-
-    Raises:
-        InvalidInput: the message has the name.
-    """
+    """Refuses variables of a chat template that are no mapping, or have the name of an argument."""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidInput("chat_template_kwargs", value=variables, wanted="it must map names of variables to values")
     for name in ("messages", "tools", "add_generation_prompt", "chat_template"):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
+from jattn.llm.load.families.bert import SUM_NORMS
+from jattn.llm.load.families.family import (
+    Family,
+    Key,
+    attention_names,
+    stack_names,
+)
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-_BIASES = ("norm_bias", "attention_bias", "attention_output_bias", "mlp_bias", "logits_bias")
-#: Keys that only derived models have.
+# Keys that only models derived from BART have.
 _OFF = ("normalize_before", "add_final_layer_norm", "static_position_embeddings")
-
-
-def _embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"embedding_multiplier": raw["d_model"] ** 0.5 if raw.get("scale_embedding") else 1.0}
-
 
 BART = Family(
     architecture="BartForConditionalGeneration",
@@ -41,18 +38,8 @@ BART = Family(
         "forced_eos_token_id": 2,
         "decoder_start_token_id": 2,
     },
-    options={
-        "rms_norm_eps": 1e-5,
-        "norm_type": "layer_norm",
-        "norm_placement": "residual",
-        "final_norm": False,
-        "embedding_norm": True,
-        "position_embedding": "learned",
-        "position_offset": 2,
-        "gated_mlp": False,
-    }
-    | dict.fromkeys(_BIASES, True),
-    derive=_embedding,
+    options={**SUM_NORMS, "rms_norm_eps": 1e-5, "position_offset": 2, "logits_bias": True},
+    derive=lambda raw: {"embedding_multiplier": raw["d_model"] ** 0.5 if raw.get("scale_embedding") else 1.0},
     absent=("head_dim", "num_key_value_heads"),
     inert={"is_encoder_decoder": True, "normalize_embedding": True} | dict.fromkeys(_OFF, False),
     # The encoder's again.

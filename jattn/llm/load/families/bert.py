@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import Family
+from jattn.llm.load.families.family import (
+    BIASES,
+    WITHOUT_GATE,
+    Family,
+)
+
+#: Options of encoders with norms after each sum.
+SUM_NORMS = {
+    **WITHOUT_GATE,
+    **BIASES,
+    "norm_placement": "residual",
+    "final_norm": False,
+    "embedding_norm": True,
+    "position_embedding": "learned",
+}
+_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 BERT = Family(
     architecture="BertModel",
     model_type="bert",
     keys={"layer_norm_eps": "rms_norm_eps", "type_vocab_size": "token_types"},
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2, "hidden_act": "gelu", "tie_word_embeddings": True},
-    options={
-        "is_encoder": True,
-        "final_norm": False,
-        "norm_type": "layer_norm",
-        "norm_bias": True,
-        "norm_placement": "residual",
-        "embedding_norm": True,
-        "position_embedding": "learned",
-        "gated_mlp": False,
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-    },
+    options={**SUM_NORMS, "is_encoder": True},
     absent=("head_dim", "num_key_value_heads"),
-    ignored=(
-        "directionality",
-        "pooler_fc_size",
-        "pooler_num_attention_heads",
-        "pooler_num_fc_layers",
-        "pooler_size_per_head",
-        "pooler_type",
-    ),
+    ignored=("directionality", *(f"pooler_{name}" for name in _POOLER)),
     inert={"position_embedding_type": "absolute"},
     also=("BertForMaskedLM",),
     names={

@@ -1,16 +1,54 @@
-"""DeepSeek-V2 (arXiv:2405.04434; Lite too): softmax scores, experts in groups or without."""
+"""DeepSeek-V2 (arXiv:2405.04434; Lite too), and the common parts of V2 and V3: latents, experts in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jattn.llm.load.families.deepseek import DEFAULTS, KEYS, NAMES
-from jattn.llm.load.families.family import Family, Key
+from jattn.llm.load.families.family import (
+    BOTH_BIASES,
+    Family,
+    Key,
+    Raw,
+    expert_names,
+)
+from torch_core.base.checks import check_int
 from torch_core.base.errors import Unsupported
 
 
-def _groups(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _first_layers(count: Any) -> tuple[int, ...]:
+    check_int("config.json: first_k_dense_replace", count, 0, 512)
+    return tuple(range(count))
+
+
+_GROUPS = {
+    name: Key(f"moe.{name}", lambda groups: 1 if groups is None else groups) for name in ("n_group", "topk_group")
+}
+KEYS = {
+    "attention_bias": BOTH_BIASES,
+    **_GROUPS,
+    "n_routed_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.num_experts_per_tok",
+    "moe_intermediate_size": "moe.intermediate_size",
+    "n_shared_experts": "moe.n_shared_experts",
+    "routed_scaling_factor": "moe.routed_scaling_factor",
+    "first_k_dense_replace": Key("moe.dense_layers", _first_layers, len),
+} | {
+    name: f"latent.{name}"
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
+DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": lambda raw: raw["qk_rope_head_dim"],
+}
+NAMES = {"moe.router": "mlp.gate", "moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
+NAMES |= expert_names("moe", "mlp.experts.{expert}") | expert_names("moe.shared_expert", "mlp.shared_experts")
+
+
+def _groups(raw: Raw) -> dict[str, Any]:
     method = raw["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise Unsupported("topk_method", value=method, wanted="this build has greedy and group_limited_greedy")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jattn.llm.load.families.family import Family, Key
+from jattn.llm.load.families.family import (
+    WITHOUT_GATE,
+    Family,
+    Key,
+    Raw,
+)
+from jattn.llm.load.families.gpt_neox import BLOOM_NAMES
 from jattn.llm.models.config import ModelConfig
 
 
-def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _falcon(raw: Raw) -> dict[str, Any]:
     heads = raw["num_attention_heads"]
     if raw["new_decoder_architecture"]:
         norms = raw.get("num_ln_in_parallel_attn") or 2
@@ -22,8 +27,7 @@ def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": kv_heads, "parallel_block": block, "alibi_scale": scale}
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
-    """The norms of a block with two of them have names of their own."""
+def _falcon_norms(config: ModelConfig) -> dict[str, str]:
     if config.parallel_block != "two_norms":
         return {}
     return {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
@@ -56,22 +60,14 @@ FALCON = Family(
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
-    options={"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False},
-    derive=_derived,
+    options=WITHOUT_GATE,
+    derive=_falcon,
     absent=("head_dim",),
     aliases={"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"},
     ignored=("ff_factor",),
     inert={"apply_residual_connection_post_layernorm": False},
-    names={
-        "embed_tokens": "transformer.word_embeddings",
-        "norm": "transformer.ln_f",
-        "layer": "transformer.h.{layer}.",
-        "self_attn.qkv_proj": "self_attention.query_key_value",
-        "self_attn.o_proj": "self_attention.dense",
-        "mlp.up_proj": "mlp.dense_h_to_4h",
-        "mlp.down_proj": "mlp.dense_4h_to_h",
-    },
-    names_of=_names,
+    names=BLOOM_NAMES,
+    names_of=_falcon_norms,
     order={"self_attn.qkv_proj": "by_group"},
     brings_code=True,
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
+
+#: The values of config.json that a function of a family gets.
+Raw: TypeAlias = Mapping[str, Any]
 
 
 def _same(value: Any) -> Any:
@@ -57,6 +60,9 @@ INVERSE = (_numeric(lambda value: 1 / value), _numeric(lambda value: 1 / value, 
 #: The file has the number whose inverse root is multiplied with here.
 INVERSE_SQUARE = (_numeric(lambda value: value**-0.5), _numeric(lambda value: value**-2, 12))
 BOTH_BIASES = Key(("attention_bias", "attention_output_bias"))
+#: Options of GPTs and of encoders.
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+WITHOUT_GATE = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False}
 #: Keys that every family reads unless its own keys name the field.
 _COMMON_KEYS = {name: Key(name) for name in (*SIZE_LIMITS, "rms_norm_eps", "hidden_act", "tie_word_embeddings")}
 #: Tensor names by module of the decoder, after the prefix of a layer: Llama's names.
@@ -127,14 +133,14 @@ class Family:
     keys: Mapping[str, str | Key] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    derive: Callable[[Raw], Raw] | None = None
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     whole: Whole | None = None
-    windows: str | Callable[[int, Mapping[str, Any]], bool] | None = None
+    windows: str | Callable[[int, Raw], bool] | None = None
     layer_types: tuple[str, ...] = ()
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -173,6 +179,14 @@ def attention_names(module: str, where: str, pieces: Sequence[str]) -> dict[str,
     return {f"{module}.q_proj": query, f"{module}.kv_proj": (key, value), f"{module}.o_proj": output}
 
 
+def expert_names(module: str, where: str) -> dict[str, str | tuple[str, ...]]:
+    """Returns the names of experts' tensors: of gate and up, and of down."""
+    return {
+        f"{module}.gate_up_proj": (f"{where}.gate_proj", f"{where}.up_proj"),
+        f"{module}.down_proj": f"{where}.down_proj",
+    }
+
+
 def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns the names of modules that decoder and encoder both have, with the prefixes `decoder.` and `encoder.`.
 
@@ -187,6 +201,6 @@ def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     }
 
 
-def every(count: int) -> Callable[[int, Mapping[str, Any]], bool]:
+def every(count: int) -> Callable[[int, Raw], bool]:
     """Returns the pattern in which every `count`-th layer sees everything and the others have the window."""
     return lambda layer, raw: bool((layer + 1) % count)

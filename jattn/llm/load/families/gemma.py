@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jattn.llm.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, every
+from jattn.llm.load.families.family import (
+    BOTH_BIASES,
+    INVERSE_SQUARE,
+    Family,
+    Key,
+    Raw,
+    every,
+)
 
 
-def scaled_embedding(raw: Mapping[str, Any]) -> dict[str, Any]:
+def scaled_embedding(raw: Raw) -> dict[str, Any]:
     """Returns the factor that all of them put on embeddings."""
     return {"embedding_multiplier": raw["hidden_size"] ** 0.5}
 
@@ -17,8 +23,7 @@ KEYS = {
     "attention_bias": BOTH_BIASES,
     "hidden_activation": "hidden_act",
     "query_pre_attn_scalar": Key("attention_scale", *INVERSE_SQUARE),
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
 }
 NAMES = {
     "post_attention_layernorm": "pre_feedforward_layernorm",

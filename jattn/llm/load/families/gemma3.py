@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from jattn.llm.load.families.family import Family, Whole, every
+from jattn.llm.load.families.family import (
+    Family,
+    Raw,
+    Whole,
+    every,
+)
 from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
 
-def _pattern(layer: int, raw: Mapping[str, Any]) -> bool:
+def _pattern(layer: int, raw: Raw) -> bool:
     return every(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)))(layer, raw)
 
 

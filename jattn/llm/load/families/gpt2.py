@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import Family, Key
-
-_OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False}
-_BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+from jattn.llm.load.families.family import (
+    BIASES,
+    WITHOUT_GATE,
+    Family,
+    Key,
+)
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -25,7 +27,7 @@ GPT2 = Family(
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
-    options=_OPTIONS | _BIASES | {"position_embedding": "learned"},
+    options=WITHOUT_GATE | BIASES | {"position_embedding": "learned"},
     absent=("head_dim", "num_key_value_heads"),
     inert={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     ignored=("n_special", "predict_special_tokens"),
@@ -48,14 +50,9 @@ GPT2 = Family(
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
-    keys={"norm_epsilon": "rms_norm_eps", "use_bias": Key(tuple(_BIASES))},
-    defaults={
-        "norm_epsilon": 1e-5,
-        "use_bias": True,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-    },
-    options=_OPTIONS,
+    keys={"norm_epsilon": "rms_norm_eps", "use_bias": Key(tuple(BIASES))},
+    defaults={"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    options=WITHOUT_GATE,
     windows="all",
     ignored=(
         "activation_function",

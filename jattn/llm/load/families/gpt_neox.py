@@ -1,11 +1,24 @@
-"""GPT-NeoX (arXiv:2204.06745) and BLOOM (arXiv:2211.05100): GPTs whose query, key and value lie together by head."""
+"""GPT-NeoX (arXiv:2204.06745) and BLOOM (arXiv:2211.05100): query, key and value lie together by head."""
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
+from jattn.llm.load.families.family import (
+    BIASES,
+    BOTH_BIASES,
+    WITHOUT_GATE,
+    Family,
+    Key,
+)
 
-_OPTIONS = {"norm_type": "layer_norm", "norm_bias": True, "gated_mlp": False, "mlp_bias": True}
-_MLP = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+BLOOM_NAMES = {
+    "embed_tokens": "transformer.word_embeddings",
+    "norm": "transformer.ln_f",
+    "layer": "transformer.h.{layer}.",
+    "self_attn.qkv_proj": "self_attention.query_key_value",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
 
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
@@ -26,10 +39,10 @@ GPT_NEOX = Family(
         "use_parallel_residual": True,
         "partial_rotary_factor": 0.25,
     },
-    options=_OPTIONS,
+    options=WITHOUT_GATE | {"mlp_bias": True},
     absent=("head_dim", "num_key_value_heads"),
     rope_keys={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    names=_MLP
+    names=BLOOM_NAMES
     | {
         "embed_tokens": "gpt_neox.embed_in",
         "norm": "gpt_neox.final_layer_norm",
@@ -51,26 +64,11 @@ BLOOM = Family(
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
-    options=_OPTIONS
-    | {
-        "attention_bias": True,
-        "attention_output_bias": True,
-        "position_embedding": "alibi",
-        "embedding_norm": True,
-        "hidden_act": "gelu_new",
-    },
+    options=WITHOUT_GATE | BIASES | {"position_embedding": "alibi", "embedding_norm": True, "hidden_act": "gelu_new"},
     absent=("head_dim", "num_key_value_heads"),
     aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     inert={"apply_residual_connection_post_layernorm": False},
-    names=_MLP
-    | {
-        "embed_tokens": "transformer.word_embeddings",
-        "embedding_norm": "transformer.word_embeddings_layernorm",
-        "norm": "transformer.ln_f",
-        "layer": "transformer.h.{layer}.",
-        "self_attn.qkv_proj": "self_attention.query_key_value",
-        "self_attn.o_proj": "self_attention.dense",
-    },
+    names=BLOOM_NAMES | {"embedding_norm": "transformer.word_embeddings_layernorm"},
     prefix="transformer.",
     order={"self_attn.qkv_proj": "by_group"},
 )

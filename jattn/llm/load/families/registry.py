@@ -8,67 +8,28 @@ from collections.abc import Callable
 
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT
-from jattn.llm.load.families.cohere import COHERE
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
-from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3
-from jattn.llm.load.families.deepseek_v32 import DEEPSEEK_V32
+from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from jattn.llm.load.families.falcon import FALCON
 from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
-from jattn.llm.load.families.glm import GLM, GLM4
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
-from jattn.llm.load.families.gpt_oss import GPT_OSS
-from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
-from jattn.llm.load.families.mixtral import MIXTRAL
-from jattn.llm.load.families.olmo2 import OLMO2, OLMO3
-from jattn.llm.load.families.phi3 import PHI3
-from jattn.llm.load.families.qwen import QWEN2, QWEN3
-from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
-from jattn.llm.load.families.seed_oss import SEED_OSS
+from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
+from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
+from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
+from jattn.llm.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jattn.llm.load.families.t5 import T5
 from torch_core.base.errors import InvalidInput
 
 # In the order in which a config that was built by hand is tried: the first that can store it does.
-_FAMILIES = {
-    family.architecture: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        PHI3,
-        GRANITE,
-        OLMO2,
-        OLMO3,
-        GLM,
-        GLM4,
-        SEED_OSS,
-        SMOLLM3,
-        COHERE,
-        STARCODER2,
-        GPT_NEOX,
-        GPT2,
-        BLOOM,
-        FALCON,
-        MIXTRAL,
-        QWEN3_MOE,
-        QWEN2_MOE,
-        GPT_OSS,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        DEEPSEEK_V32,
-        BERT,
-        T5,
-        BART,
-    )
-}
-
-
+_ORDER = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, GLM, GLM4, SEED_OSS, SMOLLM3),
+    *(COHERE, STARCODER2, GPT_NEOX, GPT2, BLOOM, FALCON, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART),
+)
+_FAMILIES = {family.architecture: family for family in _ORDER}
 # Qwen3Next is a Qwen3 by name, and a Qwen3Moe by the content of its files.
 _AS_LIKE = 0.1
 
@@ -100,12 +61,7 @@ def register_family(family: Family) -> None:
 
 
 def nearest_family(architecture: str, unread: Callable[[Family], int]) -> Family:
-    """Returns the family that is spelled like this architecture; of several, the one that leaves fewest keys unread.
-
-    Args:
-        architecture: a name that is not known.
-        unread: function that counts the file's keys that a family does not read.
-    """
+    """Returns the family that is spelled like an unknown one; of several, the one with fewest keys `unread`."""
     stem = _stem(architecture)
     likeness = {name: difflib.SequenceMatcher(None, stem, _stem(name)).ratio() for name in _FAMILIES}
     least = max(likeness.values()) - _AS_LIKE

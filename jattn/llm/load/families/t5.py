@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
+from jattn.llm.load.families.family import (
+    Family,
+    Key,
+    Raw,
+    attention_names,
+    stack_names,
+)
 
 _DISTANCES = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias"
@@ -13,10 +18,10 @@ _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gelu_new", "gated
 _FEED_FORWARDS = {activation: name for name, activation in _ACTIVATIONS.items()}
 
 
-def _derived(raw: Mapping[str, Any]) -> dict[str, Any]:
-    scales = raw.get("scale_decoder_outputs")
+def _t5(raw: Raw) -> dict[str, Any]:
     # Older files say it by the output projection: T5 shares the embedding and scales, version 1.1 does neither.
-    scales = raw["tie_word_embeddings"] if scales is None else scales
+    given = raw.get("scale_decoder_outputs")
+    scales = raw["tie_word_embeddings"] if given is None else given
     return {
         "gated_mlp": str(raw["feed_forward_proj"]).startswith("gated-"),
         "logits_scale": raw["d_model"] ** -0.5 if scales else 1.0,
@@ -58,14 +63,11 @@ T5 = Family(
         "decoder_start_token_id": 0,
     },
     options={"position_embedding": "relative", "attention_scale": 1.0},
-    derive=_derived,
+    derive=_t5,
     absent=("num_key_value_heads",),
     inert={"is_encoder_decoder": True},
-    names={
-        "embed_tokens": "shared",
-        "input_layernorm": "layer.0.layer_norm",
-        "cross_attention_norm": "layer.1.layer_norm",
-    }
+    names={"embed_tokens": "shared"}
+    | {"input_layernorm": "layer.0.layer_norm", "cross_attention_norm": "layer.1.layer_norm"}
     | attention_names("self_attn", "layer.0.SelfAttention", "qkvo")
     | attention_names("cross_attn", "layer.1.EncDecAttention", "qkvo")
     | _feed_forward("", 2)
