@@ -90,7 +90,14 @@ def build_common_metadata(
 
     num_seqs = _padded("num_seqs", num_seqs, num_reqs, "rows")
     num_tokens = _padded("num_tokens", num_tokens, num_new, "new tokens")
-    width = _table_width(max_blocks, widest, live, totals, block_size, columns)
+    if max_blocks is not None and max_blocks < widest:
+        index = int(np.argmax(live > max_blocks))
+        raise RequestTooLong(
+            f"seq_lens[{index}]",
+            f"is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has {max_blocks} columns "
+            f"(max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the sequence",
+        )
+    width = widest if max_blocks is None else max_blocks
     max_query_len = _padded("max_query_len", max_query_len, longest_query, "new tokens in its longest row")
     max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
 
@@ -184,21 +191,6 @@ def _padded(name: str, size: int | None, needed: int, what: str) -> int:
     if size < needed:
         raise RequestTooLong(name, f"is {size}, but the step has {needed} {what}. Pad to a larger bucket")
     return size
-
-
-def _table_width(
-    max_blocks: int | None, widest: int, live: np.ndarray, totals: np.ndarray, block_size: int, columns: RowColumns
-) -> int:
-    if max_blocks is None:
-        return widest
-    if max_blocks < widest:
-        index = int(np.argmax(live > max_blocks))
-        raise RequestTooLong(
-            f"seq_lens[{index}]",
-            f"is {totals[index]} ({live[index]} blocks of {block_size}) but block_tables has {max_blocks} columns "
-            f"(max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the sequence",
-        )
-    return max_blocks
 
 
 def _target(

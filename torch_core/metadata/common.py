@@ -122,6 +122,14 @@ class CommonAttentionMetadata:
             )
         if reqs == self.num_seqs and tokens == self.num_tokens:
             return self
+        encoder = self.encoder
+        if encoder is not None:
+            encoder = replace(
+                encoder,
+                encoder_seq_lens=encoder.encoder_seq_lens[:reqs],
+                cross_block_tables=encoder.cross_block_tables[:reqs],
+                cross_slot_mapping=encoder.cross_slot_mapping[: encoder.num_encoder_tokens],
+            )
         return replace(
             self,
             query_start_loc=self.query_start_loc[: reqs + 1],
@@ -131,17 +139,8 @@ class CommonAttentionMetadata:
             positions=self.positions[:tokens],
             num_reqs=reqs,
             num_actual_tokens=tokens,
-            encoder=None if self.encoder is None else _unpadded_encoder(self.encoder, reqs),
+            encoder=encoder,
             dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[:reqs],
             packed=None,
             layout=None,
         )
-
-
-def _unpadded_encoder(encoder: EncoderMetadata, num_reqs: int) -> EncoderMetadata:
-    return replace(
-        encoder,
-        encoder_seq_lens=encoder.encoder_seq_lens[:num_reqs],
-        cross_block_tables=encoder.cross_block_tables[:num_reqs],
-        cross_slot_mapping=encoder.cross_slot_mapping[: encoder.num_encoder_tokens],
-    )

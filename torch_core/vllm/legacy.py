@@ -235,14 +235,12 @@ def get_seq_len_block_table_args(
         bound = attn_metadata.max_prefill_seq_len if is_prompt else attn_metadata.max_decode_seq_len
         tables = _either(attn_metadata, "block_tables", "block_table") if kind is AttentionType.DECODER else None
         return _either(attn_metadata, "seq_lens_tensor", "seq_lens"), bound, tables
-    needed = (
-        is_all_cross_attn_metadata_set if kind is AttentionType.ENCODER_DECODER else is_all_encoder_attn_metadata_set
-    )
+    is_cross = kind is AttentionType.ENCODER_DECODER
+    needed = is_all_cross_attn_metadata_set if is_cross else is_all_encoder_attn_metadata_set
     if not needed(attn_metadata):
         raise InvalidInput(f"the metadata has no encoder fields, which {kind.value} attention needs.")
     lens = _either(attn_metadata, "encoder_seq_lens_tensor", "encoder_seq_lens")
-    tables = attn_metadata.cross_block_tables if kind is AttentionType.ENCODER_DECODER else None
-    return lens, attn_metadata.max_encoder_seq_len, tables
+    return lens, attn_metadata.max_encoder_seq_len, attn_metadata.cross_block_tables if is_cross else None
 
 
 def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: AttentionType | str) -> tuple[int, int, int]:

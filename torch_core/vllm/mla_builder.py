@@ -18,12 +18,7 @@ from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefi
 from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
-from torch_core.vllm.mla import (
-    MLACommonDecodeMetadata,
-    MLACommonMetadata,
-    MLACommonPrefillMetadata,
-    MLAContextChunk,
-)
+from torch_core.vllm.mla import MLACommonDecodeMetadata, MLACommonMetadata, MLACommonPrefillMetadata, MLAContextChunk
 from torch_core.vllm.ranks import RankArrays
 from torch_core.vllm.types import AttentionCGSupport
 

@@ -109,14 +109,11 @@ class PagedAttentionImpl(PagedLayer):
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
         if attn_metadata.prompt_share is not None:
             raise self._refused_prompts()
-        if self.context_parallel.total_cp_world_size == 1:
-            self._write(layer, key, value, cache, attn_metadata)
-            results = ops.run(call)
-            return results["out"], results["lse"]
-        local, lse_more = self._part_of_rank(call, attn_metadata)
+        alone = self.context_parallel.total_cp_world_size == 1
+        local, lse_more = (call, None) if alone else self._part_of_rank(call, attn_metadata)
         self._write(layer, key, value, cache, attn_metadata)
         out, lse = _run_part(local, lse_more)
-        if self.sinks is None or self.context_parallel.total_cp_rank:
+        if alone or self.sinks is None or self.context_parallel.total_cp_rank:
             return out, lse
         merged, lse = merge_parts(out[None], lse[None], self.sinks, library=torch)
         return merged.to(out.dtype), lse
@@ -175,13 +172,8 @@ class PagedAttentionImpl(PagedLayer):
             return output
         slopes = None if self.alibi_slopes is None else group.all_gather(self.alibi_slopes, 0)
         whole = replace(call, query=group.all_gather(query, 1), alibi_slopes=slopes)
-        among = None
-        if (
-            self._attends_new_tokens_apart(metadata)
-            and key is not None
-            and value is not None
-            and key.dtype == query.dtype
-        ):
+        among, apart = None, self._attends_new_tokens_apart(metadata)
+        if apart and key is not None and value is not None and key.dtype == query.dtype:
             # The new tokens attend to each other from the step's keys, and to the cache as one row of queries.
             _local_seq_lens(metadata)
             local, lse_more = context_call(whole, **place.dcp_place, library=torch), None
