@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,15 +30,10 @@ _VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True)
 class AllocatorRow:
-    """One measurement on the host.
+    """One measurement on the host: processor time of the thread over all repeats.
 
-    Attributes:
-        name: the timed work.
-        unit: unit of the numbers.
-        median: over all repeats, in processor time of the thread.
-        best: the fastest repeat.
-        limit: the median's limit; None without one.
-        vllm: median of the same work with vLLM's block pool; None if it does not have this work or is not installed.
+    `limit` is the median's; `vllm` is the median of the same work with vLLM's block pool, if it has this work and is
+    installed.
     """
 
     name: str
@@ -68,27 +64,28 @@ def run(
         repeats: repeats of the short measurements; the long ones take a tenth.
     """
     few = max(3, repeats // 10)
+    pool = BlockPool(4 * batch, PrefixIndex(1, verify=False))
+    times = _times(lambda: pool.release(pool.take(batch)), repeats)
     return [
         *_decode_rows(batch, context, block_size, repeats),
         *_prefix_rows(long_prompt, block_size, few),
         *_audit_rows(audit_blocks, block_size, few),
-        _pool_row(batch, repeats),
+        _row(f"take and release {batch} blocks of the pool", "us", times, 1e6, peer=_vllm_pool(batch, repeats)),
     ]
 
 
 def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> list[AllocatorRow]:
     source = random.Random(0)
-    blocks = batch * -(-(context + repeats + 1) // block_size) + 1
+    max_blocks = -(-(context + repeats + 1) // block_size)
+    blocks = batch * max_blocks + 1
     cache = CacheManager(CacheConfig(num_blocks=blocks, block_size=block_size))
     work = [(f"sequence {number}", 1) for number in range(batch)]
     for seq_id, _ in work:
-        prompt = _tokens(source, source.randint(1 + context // 2, context))
-        cache.add(seq_id, prompt)
-        cache.retire(cache.step([(seq_id, len(prompt))]).step_id)
+        _fill(cache, seq_id, _tokens(source, source.randint(1 + context // 2, context)))
         cache.append_tokens(seq_id, (1,))
-    layout = metadata_layout(num_seqs=batch, num_tokens=batch, max_blocks=-(-(context + repeats + 1) // block_size))
+    layout = metadata_layout(num_seqs=batch, num_tokens=batch, max_blocks=max_blocks)
     tables, buffer = BlockTableCache(), np.zeros(layout.num_elements, np.int32)
-    steps, appends, builds = [], [], []
+    times = []
     for _ in range(repeats):
         start = time.thread_time()
         step = cache.commit(cache.plan(work))
@@ -101,14 +98,13 @@ def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> lis
             step.rows,
             block_size=block_size,
             num_blocks=blocks,
-            max_blocks=layout["block_tables"].shape[1],
+            max_blocks=max_blocks,
             layout=layout,
             buffer=buffer,
             table_cache=tables,
         )
-        builds.append(time.thread_time() - appended)
-        steps.append(stepped - start)
-        appends.append(appended - stepped)
+        times.append((stepped - start, appended - stepped, time.thread_time() - appended))
+    steps, appends, builds = map(list, zip(*times, strict=True))
     return [
         _row(f"plan + commit + retire, {batch} decoding", "us", steps, 1e6, limit=500),
         _row(f"append_tokens, {batch} times", "us", appends, 1e6),
@@ -125,18 +121,13 @@ def _prefix_rows(long_prompt: int, block_size: int, repeats: int) -> list[Alloca
         KeyChain(root, block_size).extend(prompt, full)
 
     cache = CacheManager(CacheConfig(num_blocks=2 * full + 2, block_size=block_size, cache_dtype="bfloat16"))
-    cache.add("first", prompt)
-    cache.retire(cache.step([("first", len(prompt))]).step_id)
-    counter = iter(range(1 << 30))
+    _fill(cache, "first", prompt)
+    counter = itertools.count()
+    hashed = _times(hash_all, repeats)
+    added = _times(lambda: cache.add(f"again {next(counter)}", prompt), repeats)
     return [
-        _row("key hashing", "ns per token", _times(hash_all, repeats), 1e9 / len(prompt), limit=100),
-        _row(
-            f"add with a cached prefix of {len(prompt) // 1024}k tokens",
-            "ms",
-            _times(lambda: cache.add(f"again {next(counter)}", prompt), repeats),
-            1e3,
-            limit=15,
-        ),
+        _row("key hashing", "ns per token", hashed, 1e9 / len(prompt), limit=100),
+        _row(f"add with a cached prefix of {len(prompt) // 1024}k tokens", "ms", added, 1e3, limit=15),
     ]
 
 
@@ -145,21 +136,12 @@ def _audit_rows(num_blocks: int, block_size: int, repeats: int) -> list[Allocato
     cache = CacheManager(CacheConfig(num_blocks=num_blocks + 1, block_size=block_size))
     shares = min(10, num_blocks)
     for number in range(shares):
-        prompt = _tokens(source, num_blocks // shares * block_size)
-        cache.add(str(number), prompt)
-        cache.retire(cache.step([(str(number), len(prompt))]).step_id)
+        _fill(cache, str(number), _tokens(source, num_blocks // shares * block_size))
+    name, times = f"audit of {num_blocks:,} blocks", _times(lambda: cache.audit(rehash=False), repeats)
     return [
-        _row(
-            f"audit of {num_blocks:,} blocks", "ms", _times(lambda: cache.audit(rehash=False), repeats), 1e3, limit=10
-        ),
-        _row(f"audit of {num_blocks:,} blocks, keys hashed again", "ms", _times(cache.audit, repeats), 1e3),
+        _row(name, "ms", times, 1e3, limit=10),
+        _row(f"{name}, keys hashed again", "ms", _times(cache.audit, repeats), 1e3),
     ]
-
-
-def _pool_row(batch: int, repeats: int) -> AllocatorRow:
-    pool = BlockPool(4 * batch, PrefixIndex(1, verify=False))
-    times = _times(lambda: pool.release(pool.take(batch)), repeats)
-    return _row(f"take and release {batch} blocks of the pool", "us", times, 1e6, peer=_vllm_pool(batch, repeats))
 
 
 def _vllm_pool(batch: int, repeats: int) -> float | None:
@@ -171,6 +153,11 @@ def _vllm_pool(batch: int, repeats: int) -> float | None:
     accepted = inspect.signature(pool_class).parameters
     pool = pool_class(**{name: value for name, value in options.items() if name in accepted})
     return statistics.median(_times(lambda: pool.free_blocks(pool.get_new_blocks(batch)), repeats)) * 1e6
+
+
+def _fill(cache: CacheManager, seq_id: str, prompt: Sequence[int]) -> None:
+    cache.add(seq_id, prompt)
+    cache.retire(cache.step([(seq_id, len(prompt))]).step_id)
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:

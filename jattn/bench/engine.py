@@ -70,17 +70,9 @@ _UNCOUNTED = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One load under one group of settings.
+    """One load under one group of settings; `details` are times by kernel of three steps, if they were profiled.
 
-    Attributes:
-        load: the kind of row and its sizes.
-        median: median of the rounds.
-        unit: unit of the rounds and their median.
-        rounds: the value of each round.
-        compile_seconds: seconds of compilation before the measured part.
-        late_seconds: seconds of compilation within the measured part, which should be 0.
-        settings: settings of `EngineConfig`, as on the command line.
-        details: times by kernel of three steps, if they were profiled.
+    `compile_seconds` are those before the measured part, `late_seconds` those within it, which should be 0.
     """
 
     load: str
@@ -137,19 +129,20 @@ def run(
         pairs = (each.partition("=") for each in text.split(",") if each)
         chosen = {name: json.loads(value) for name, _, value in pairs} | ({} if mesh is None else {"mesh": mesh})
         alone = chosen | {"enable_cascade_attention": False}
-        if startup and not number:
-            yield _row("start-up", text, *bench.startup(chosen))
-        for load in decode:
-            yield _row(f"decode {load}", text, *bench.decode(chosen, *sizes(load)))
-        for load in hits:
-            yield _row(f"hit {load}", text, *bench.hit(chosen, *sizes(load)))
-        for num_tokens in prompt:
-            yield _row(f"prompt {num_tokens}", text, *bench.hit(chosen, 0, num_tokens))
+        rows: list[tuple[str, Callable[..., _Measured], dict[str, Any], list[int]]] = []
+        rows += [("start-up", bench.startup, chosen, [])] if startup and not number else []
+        rows += [(f"decode {load}", bench.decode, chosen, sizes(load)) for load in decode]
+        rows += [(f"hit {load}", bench.hit, chosen, sizes(load)) for load in hits]
+        rows += [(f"prompt {num_tokens}", bench.hit, chosen, [0, num_tokens]) for num_tokens in prompt]
         for load in groups:
-            yield _row(f"groups {load}", text, *bench.groups(chosen, *sizes(load)))
-            yield _row(f"groups {load}, each alone", text, *bench.groups(alone, *sizes(load)))
-        for load in throughput:
-            yield _row(f"throughput {load}", text, *bench.throughput(chosen, *sizes(load)))
+            rows += [(f"groups {load}", bench.groups, chosen, sizes(load))]
+            rows += [(f"groups {load}, each alone", bench.groups, alone, sizes(load))]
+        rows += [(f"throughput {load}", bench.throughput, chosen, sizes(load)) for load in throughput]
+        for load, measured, options, numbers in rows:
+            values, unit, before, late, kernels = measured(options, *numbers)
+            details = None if kernels is None else f"{load}:\n{kernels}"
+            median = statistics.median(values)
+            yield EngineRow(load, median, unit, tuple(values), before, late, text or "defaults", details)
 
 
 def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
@@ -173,47 +166,42 @@ def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding | None) 
 _Measured: TypeAlias = tuple[list[float], str, float, float, str | None]
 
 
-def _row(
-    load: str, settings: str, values: list[float], unit: str, before: float, late: float, kernels: str | None
-) -> EngineRow:
-    details = None if kernels is None else f"{load}:\n{kernels}"
-    return EngineRow(
-        load, statistics.median(values), unit, tuple(values), before, late, settings or "defaults", details
-    )
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
+@dataclass(frozen=True)
 class _Bench:
-    def __init__(self, model: Decoder, batched_tokens: int, new_tokens: int, rounds: int, profile: Path | None) -> None:
-        self._model, self._vocab = model, model.config.vocab_size
-        self._batched_tokens, self._new_tokens, self._rounds = batched_tokens, new_tokens, rounds
-        self._profile = profile
+    model: Decoder
+    batched_tokens: int
+    new_tokens: int
+    rounds: int
+    profile: Path | None
 
     def startup(self, settings: dict[str, Any]) -> _Measured:
         """Returns the seconds of this process until a first answer, after `warmup`, and the seconds of compilation."""
-        with open_engine(self._model, EngineConfig(**settings)) as engine:
+        with open_engine(self.model, EngineConfig(**settings)) as engine:
             engine.warmup(lambda *_: None)
-            engine.add(self._prompts(1, _BLOCK_SIZE)[0], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+            engine.add(self._prompts(1, _BLOCK_SIZE)[0], _greedy(1))
             _drain(engine)
             return [_process_seconds()], "s", engine.compile_seconds, 0.0, None
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with this number of sequences."""
-        blocks = batch * _blocks(context + 1 + self._new_tokens)
-        params = SamplingParams(temperature=0.0, max_tokens=self._new_tokens, ignore_eos=True)
-        return self._decode(self._prompts(batch, context + 1), blocks, settings, params)
+        blocks = batch * _blocks(context + 1 + self.new_tokens)
+        return self._decode(self._prompts(batch, context + 1), blocks, settings, _greedy(self.new_tokens))
 
     def groups(self, settings: dict[str, Any], groups: int, samples: int, context: int) -> _Measured:
         """Returns those of a step in which samples share a prompt."""
         # A sample has the blocks that it writes for itself, and a copy of the one that the prompt ends in.
-        blocks = groups * (_blocks(context + 1) + samples * (_blocks(1 + self._new_tokens) + 1))
-        params = SamplingParams(n=samples, temperature=1.0, max_tokens=self._new_tokens, ignore_eos=True)
+        blocks = groups * (_blocks(context + 1) + samples * (_blocks(1 + self.new_tokens) + 1))
+        params = SamplingParams(n=samples, temperature=1.0, max_tokens=self.new_tokens, ignore_eos=True)
         return self._decode(self._prompts(groups, context + 1), blocks, settings, params)
 
     def hit(self, settings: dict[str, Any], cached: int, new: int) -> _Measured:
         """Returns the milliseconds to the first token of a prompt whose first tokens are cached."""
-        sizes = {"max_num_batched_tokens": max(new, _BLOCK_SIZE)}
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        rounds = self._prompts(self._rounds + _UNCOUNTED, cached + new)
+        sizes, params = {"max_num_batched_tokens": max(new, _BLOCK_SIZE)}, _greedy(1)
+        rounds = self._prompts(self.rounds + _UNCOUNTED, cached + new)
         with self._engine(1, cached + new + 1, len(rounds) * _blocks(cached + new + 1), sizes | settings) as engine:
             engine.assume_computed([prompt[:cached] for prompt in rounds if cached])
             times = []
@@ -226,24 +214,22 @@ class _Bench:
 
     def throughput(self, settings: dict[str, Any], requests: int, inputs: int, outputs: int) -> _Measured:
         """Returns the output tokens of a second, of requests that all come at once."""
-        params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
         with self._engine(requests, inputs + outputs, requests * _blocks(inputs + outputs), settings) as engine:
             # Steps of prompts are full until the last ones, and requests end one after the other.
-            decodes = _names(r"\d+", "greedy", shared=False)
+            params, decodes = _greedy(outputs), _names(r"\d+", "greedy", shared=False)
             engine.warmup(lambda *_: None, wanted=lambda name: decodes(name) or _prompt_tokens(name) >= requests)
             before, started = engine.compile_seconds, time.perf_counter()
             for prompt in self._prompts(requests, inputs):
                 engine.add(prompt, params)
             _drain(engine)
             seconds = time.perf_counter() - started
-            late = engine.compile_seconds - before
-            return [requests * outputs / seconds], "tokens/s", before, late, None
+            return [requests * outputs / seconds], "tokens/s", before, engine.compile_seconds - before, None
 
     def _decode(
         self, prompts: list[list[int]], blocks: int, settings: dict[str, Any], params: SamplingParams
     ) -> _Measured:
         batch = len(prompts) * params.n
-        with self._engine(batch, len(prompts[0]) + self._new_tokens, blocks, settings) as engine:
+        with self._engine(batch, len(prompts[0]) + self.new_tokens, blocks, settings) as engine:
             shared = params.n > 1 and settings.get("enable_cascade_attention") is not False
             kind = "greedy" if params.temperature == 0 else "plain"
             engine.warmup(lambda *_: None, wanted=_names(str(batch), kind, shared=shared))
@@ -251,11 +237,11 @@ class _Bench:
             engine.assume_computed([prompt[:-1] for prompt in prompts])
             _step_ms(engine, prompts, params)
             before = engine.compile_seconds
-            times = [_step_ms(engine, prompts, params) for _ in range(self._rounds)]
+            times = [_step_ms(engine, prompts, params) for _ in range(self.rounds)]
             late = engine.compile_seconds - before
             kernels = None
-            if self._profile is not None:
-                folder = self._profile / f"{batch}x{len(prompts[0]) - 1}"
+            if self.profile is not None:
+                folder = self.profile / f"{batch}x{len(prompts[0]) - 1}"
                 _start(engine, prompts, params)
                 # With steps already in flight the device has no pause at the beginning.
                 kernels = str(profiled(folder, lambda: [engine.step() for _ in range(3)]))
@@ -266,14 +252,16 @@ class _Bench:
         sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
-            "max_num_batched_tokens": max(self._batched_tokens, batch),
+            "max_num_batched_tokens": max(self.batched_tokens, batch),
             "max_model_len": length,
             "num_blocks": blocks + 1,
         }
-        return open_engine(self._model, EngineConfig(**(sizes | settings)))
+        return open_engine(self.model, EngineConfig(**(sizes | settings)))
 
     def _prompts(self, count: int, length: int) -> list[list[int]]:
-        return np.random.default_rng((count, length)).integers(0, self._vocab, (count, length)).tolist()
+        return (
+            np.random.default_rng((count, length)).integers(0, self.model.config.vocab_size, (count, length)).tolist()
+        )
 
 
 def _start(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> list[Any]:

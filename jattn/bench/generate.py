@@ -19,16 +19,13 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 @dataclass(frozen=True, slots=True)
 class GenerateRow:
-    """One measured configuration.
+    """One implementation, or "transformers", on `batch` prompts.
 
     Attributes:
-        implementation: implementation of the attention ops, or "transformers".
-        prompt_tokens, new_tokens: tokens of each of `batch` prompts, and new tokens.
         tokens_per_second: median over the repeats, prefill included.
         step_ms: median milliseconds for each generated position.
         ratio: tokens per second over the peer's in the same round, median; None without a peer.
         same_tokens: every generated token equals the peer's; None without a peer.
-        torch_threads: threads of torch's operations.
     """
 
     implementation: str
@@ -62,10 +59,6 @@ def run(
         repeats: rounds after one that warms up and compiles.
         implementations: implementations of the attention ops.
         peer: measured in the same rounds.
-
-    Raises:
-        InvalidInput: sizes out of range or an unknown peer.
-        Unsupported: the peer is not installed.
     """
     if min(prompt_tokens, new_tokens, repeats, *batches) < 1:
         raise InvalidInput("batches, prompt_tokens, new_tokens and repeats must be at least 1.")

@@ -17,16 +17,13 @@ _SHOWN = 24
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Times of a device's kernels in a trace, in microseconds.
+    """Times of a device's kernels in a trace, in microseconds."""
 
-    Attributes:
-        span: time from the first kernel's start to the last one's end.
-        busy: time of the span in which a kernel ran.
-        rows: for each kernel its name, number of runs and total time; the longest first.
-    """
-
+    #: From the first kernel's start to the last one's end.
     span: float
+    #: Time of the span in which a kernel ran.
     busy: float
+    #: For each kernel its name, number of runs and total time; the longest first.
     rows: tuple[tuple[str, int, float], ...]
 
     def __str__(self) -> str:
@@ -41,12 +38,7 @@ class KernelTimes:
 
 
 def profiled(folder: Path, call: Callable[[], Any]) -> KernelTimes | str:
-    """Traces a call and returns the times of its kernels; says so if there is no device to look at.
-
-    Args:
-        folder: folder of the trace; created if it is missing.
-        call: the function to trace.
-    """
+    """Traces a call into a folder and returns the times of its kernels; says so if there is no device to look at."""
     with jax.profiler.trace(str(folder)):
         call()
     found = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)

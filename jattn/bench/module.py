@@ -1,4 +1,4 @@
-"""`jattn bench module`: a decode step through `jattn.nn.MultiHeadAttention` next to flax's own dense cache."""
+"""A decode step through `jattn.nn.MultiHeadAttention` next to flax's own dense cache."""
 
 from __future__ import annotations
 

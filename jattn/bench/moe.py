@@ -1,4 +1,4 @@
-"""`jattn bench moe`: a layer of experts next to the bytes that it must read and to dense products of the same size."""
+"""A layer of experts next to the bytes that it must read and to dense products of the same size."""
 
 from __future__ import annotations
 
@@ -28,18 +28,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class MoERow:
-    """One number of tokens through one layer.
+    """One number of tokens through one layer, in microseconds.
 
     Attributes:
-        tokens: number of tokens of the step.
         experts_hit: distinct experts of these tokens, the mean over the layers.
-        layer_us: microseconds of the layer as the model runs it.
-        router_us: microseconds of the router alone, a part of `layer_us`.
-        xla_us: microseconds of the layer in plain jnp; None if it was not measured.
-        read_us: microseconds of reading those experts at copy speed.
-        layer_over_read: the ratio of the two.
-        dense_us: microseconds of two dense products over as many rows, with the activation between.
-        layer_over_dense: the ratio of the two.
+        router_us: the router alone, a part of `layer_us`.
+        xla_us: the layer in plain jnp; None if it was not measured.
+        read_us: reading those experts at copy speed.
+        dense_us: two dense products over as many rows, with the activation between.
     """
 
     tokens: int
@@ -71,9 +67,6 @@ def measure_rows(
         dtype: dtype of all arrays.
         rounds: timed rounds of a row.
         xla: also measure the layer in plain jnp, which takes long.
-
-    Raises:
-        InvalidInput: an unknown shape, or a number below 1.
     """
     if shape not in SHAPES:
         raise InvalidInput("shape", value=shape, wanted=f"use one of {', '.join(SHAPES)}")
@@ -157,7 +150,7 @@ def _in_jnp(module: SparseMLP, x: jax.Array) -> jax.Array:
 
 
 def _dense(module: SparseMLP, x: jax.Array) -> jax.Array:
-    """As many rows as go to all experts together, through the first expert alone."""
+    """Runs as many rows as go to all experts together through the first expert alone."""
     top_k = module.moe.num_experts_per_tok
     gate, up = jnp.split(jnp.repeat(x, top_k, axis=0) @ module.gate_up_proj.kernel[0], 2, axis=-1)
     return ((jax.nn.silu(gate) * up) @ module.down_proj.kernel[0]).reshape(-1, top_k, x.shape[-1]).sum(1)

@@ -6,14 +6,18 @@ import statistics
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jattn import ops
 from jattn.bench import measure
 from jattn.bench.batch import BLOCK_SIZE, HEADS, KV_HEADS, random_batch
 from jattn.bench.report import BenchReport, Row
 from jattn.bench.runner import Benchmark
 from jattn.bench.session import Session
+from jattn.bridge import to_jax
 from torch_core import ops as torch_ops
 from torch_core.base.specs import AttentionSpec
 
@@ -33,30 +37,25 @@ def run() -> BenchReport:
     `write fraction of copy speed` (8192 tokens, 8 heads of 128, bfloat16).
     """
     session = Session("overhead")
-    copy = session.copy
     in_torch, in_jax, kernel_ratio, differing = _decode_both_ways()
     writes = _write_us()
-    moved = 2 * 2 * _WRITE_TOKENS * KV_HEADS * _SIZE * 2
+    # Microseconds of moving one token's keys and values at copy speed.
+    token_us = 2 * KV_HEADS * _SIZE * 2 / session.copy * 1e6
     values = {
         "native call us": _native_call_us(),
         "kernel in JAX / torch": kernel_ratio,
         "bytes that differ": float(differing),
         **_steady_steps(),
-        "write fraction of copy speed": moved / copy * 1e6 / writes,
+        "write fraction of copy speed": 2 * _WRITE_TOKENS * token_us / writes,
     }
     session.rows += [
-        Row("decode 32 x 4096", 32 * 4096 * 2 * KV_HEADS * _SIZE * 2 / copy * 1e6, {"torch": in_torch, "JAX": in_jax}),
-        Row(f"write {_WRITE_TOKENS}", moved / copy * 1e6, {"torch": writes}),
+        Row("decode 32 x 4096", 32 * 4096 * token_us, {"torch": in_torch, "JAX": in_jax}),
+        Row(f"write {_WRITE_TOKENS}", 2 * _WRITE_TOKENS * token_us, {"torch": writes}),
     ]
     return session.report("overhead", values=values)
 
 
 def _native_call_us() -> float:
-    import jax
-    import jax.numpy as jnp
-
-    from jattn import ops
-
     def chain(kv_cache: Any, key: Any, slots: Any) -> Any:
         for _ in range(_CHAIN):
             kv_cache = ops.write_kv_cache(key, key, kv_cache, slots, implementation="triton")
@@ -78,11 +77,6 @@ def _native_call_us() -> float:
 
 def _decode_both_ways() -> tuple[float, float, float, int]:
     """Returns microseconds of a decode call in torch and in JAX, the ratio of kernel times, and differing bytes."""
-    import jax
-
-    from jattn import ops
-    from jattn.bridge import to_jax
-
     repeats = 64
     batch = random_batch(((32, 1, 4095),))
     query, kv_cache, metadata = batch.query, batch.kv_cache, (batch.block_tables, batch.seq_lens, batch.starts)
@@ -111,11 +105,6 @@ def _decode_both_ways() -> tuple[float, float, float, int]:
 
 def _steady_steps() -> dict[str, float]:
     """Counts events that must not happen in a steady decode step: Python calls, new addresses, new programs."""
-    import jax
-    import jax.numpy as jnp
-
-    from jattn import ops
-
     num_seqs, width = 8, 16
     traced = []
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jattn.bench.report import BenchReport
 from torch_core.base.errors import Unsupported
@@ -14,27 +14,8 @@ from torch_core.base.errors import Unsupported
 _PERCENTILES = ("p50", "p99")
 
 
-class ServedRate(Protocol):
-    """A row of `jattn bench serve`; see `jattn.bench.serve.ServeRow`."""
-
-    @property
-    def rate(self) -> float: ...
-    @property
-    def output_tokens_per_second(self) -> float: ...
-    @property
-    def ttft_ms(self) -> Mapping[str, float]: ...
-    @property
-    def tpot_ms(self) -> Mapping[str, float]: ...
-    @property
-    def pool_usage(self) -> Sequence[tuple[float, float]]: ...
-
-
 def check_matplotlib() -> None:
-    """Checks that a picture can be drawn.
-
-    Raises:
-        Unsupported: matplotlib is not installed.
-    """
+    """Raises Unsupported if matplotlib, which draws the pictures, is not installed."""
     _figure()
 
 
@@ -57,20 +38,17 @@ def draw_fractions(report: BenchReport, path: Path) -> None:
 
 
 def draw_rates(report: BenchReport, path: Path) -> None:
-    """Writes a PNG: time to the first token and time per token against throughput, and the use of the pool."""
-    rows: Sequence[ServedRate] = report.rows
+    """Writes a PNG of `jattn.bench.serve.ServeRow`s: latencies against throughput, and the use of the pool."""
     figure = _figure(figsize=(13, 4.2), layout="constrained")
     first, each, pool = figure.subplots(1, 3)
-    for axes, name in ((first, "ttft_ms"), (each, "tpot_ms")):
-        _draw_latency(axes, rows, name)
-    first.set_ylabel("time to first token, ms")
-    each.set_ylabel("time per output token, ms")
-    for row in rows:
-        if row.pool_usage:
-            pool.plot(*zip(*row.pool_usage, strict=True), label=f"{row.rate:g}")
+    _draw_latency(first, report.rows, "ttft_ms", "time to first token, ms")
+    _draw_latency(each, report.rows, "tpot_ms", "time per output token, ms")
+    watched = [row for row in report.rows if row.pool_usage]
+    for row in watched:
+        pool.plot(*zip(*row.pool_usage, strict=True), label=f"{row.rate:g}")
     pool.set_xlabel("seconds since the first arrival")
     pool.set_ylabel("share of the pool's blocks in use")
-    if any(row.pool_usage for row in rows):
+    if watched:
         pool.legend(title="requests a second", fontsize="small")
     figure.savefig(path, dpi=150, format="png")
 
@@ -83,7 +61,7 @@ def _figure(**options: Any) -> Any:
     return figure_class(**options)
 
 
-def _draw_latency(axes: Any, rows: Sequence[ServedRate], name: str) -> None:
+def _draw_latency(axes: Any, rows: Sequence[Any], name: str, label: str) -> None:
     for percentile in _PERCENTILES:
         points = [(row.output_tokens_per_second, getattr(row, name)[percentile]) for row in rows]
         axes.plot(*zip(*points, strict=True), marker="o", label=percentile)
@@ -91,5 +69,6 @@ def _draw_latency(axes: Any, rows: Sequence[ServedRate], name: str) -> None:
         place = (row.output_tokens_per_second, getattr(row, name)[_PERCENTILES[-1]])
         axes.annotate(f"{row.rate:g}", place, textcoords="offset points", xytext=(4, 4), fontsize="small")
     axes.set_yscale("log")
+    axes.set_ylabel(label)
     axes.set_xlabel("output tokens per second, at each rate of requests")
     axes.legend(fontsize="small")

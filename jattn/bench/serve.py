@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib
+import itertools
 import json
 import math
 import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 _PERCENTILES = (50, 90, 99)
 _WATCH_SECONDS = 0.1
+_BODY = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
 # Ours, and vLLM's.
 _POOL_USAGE = re.compile(r"^(?:jattn_kv_cache_usage|vllm:kv_cache_usage_perc)(?:{.*})? (\S+)$", re.MULTILINE)
 
@@ -36,17 +37,15 @@ class ServeRow:
 
     Attributes:
         rate: requests a second that arrive, in a Poisson process; inf for all at once.
-        completed, failed: requests.
         duration_s: seconds from the first arrival to the last token.
         requests_per_second, output_tokens_per_second: rates of the completed requests.
-        ttft_ms: milliseconds from the arrival to the first token.
+        ttft_ms: from the arrival to the first token.
         tpot_ms: per token after the first, mean of a request.
         itl_ms: between two events with text; several tokens may come in one.
-        e2e_ms: milliseconds from the arrival to the last token.
+        e2e_ms: from the arrival to the last token.
         goodput: completed requests a second within both goals; None without goals.
         error: number of failed requests, and the error of the first one.
-        pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, if it was
-            watched.
+        pool_usage: seconds since the first arrival and the share of the pool's blocks that requests hold, if watched.
     """
 
     rate: float
@@ -60,14 +59,14 @@ class ServeRow:
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
     goodput: float | None
-    error: str | None = dataclasses.field(default=None, metadata=HIDDEN)
-    pool_usage: list[tuple[float, float]] = dataclasses.field(default_factory=list, metadata=HIDDEN)
+    error: str | None = field(default=None, metadata=HIDDEN)
+    pool_usage: list[tuple[float, float]] = field(default_factory=list, metadata=HIDDEN)
 
 
 @dataclass(slots=True)
 class _Timeline:
     arrival: float
-    events: list[float] = dataclasses.field(default_factory=list)
+    events: list[float] = field(default_factory=list)
     num_tokens: int = 0
     error: str | None = None
 
@@ -105,40 +104,28 @@ def run(
         tpot_goal_ms: most milliseconds for each further token of such a request.
         seed: seed of prompts and arrivals.
         watch_pool: ask the server for its metrics meanwhile, ten times a second.
-
-    Raises:
-        InvalidInput: sizes out of range.
-        Unsupported: httpx or the server's packages are not installed.
     """
     if min(num_requests, prompt_tokens, new_tokens) < 1 or not rates or not all(rate > 0 for rate in rates):
         raise InvalidInput("num_requests, prompt_tokens and new_tokens must be at least 1, and rates above 0.")
     random_numbers = random.Random(seed)
     with contextlib.ExitStack() as stack:
-        address = url
-        if address is None:
+        if url is None:
             config = EngineConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=prompt_tokens + new_tokens,
             )
-            address = stack.enter_context(_own_server(model, config)).url
+            url = str(stack.enter_context(_own_server(model, config)).url)
         rows = []
         for rate in [math.inf, *rates]:
             # The first round warms up and is not told.
-            bodies = [
-                {
-                    "prompt": [random_numbers.randrange(1, vocab_size) for _ in range(prompt_tokens)],
-                    "max_tokens": new_tokens,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-                for _ in range(num_requests)
+            prompts = [
+                [random_numbers.randrange(1, vocab_size) for _ in range(prompt_tokens)] for _ in range(num_requests)
             ]
+            bodies = [_BODY | {"prompt": prompt, "max_tokens": new_tokens} for prompt in prompts]
             gaps = [0.0 if math.isinf(rate) else random_numbers.expovariate(rate) for _ in bodies]
-            timelines, usage = asyncio.run(_send(address, api_key, bodies, np.cumsum(gaps).tolist(), watch_pool))
-            rows.append(dataclasses.replace(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms), pool_usage=usage))
+            timelines, usage = asyncio.run(_send(url, api_key, bodies, np.cumsum(gaps).tolist(), watch_pool))
+            rows.append(replace(_row(rate, timelines, ttft_goal_ms, tpot_goal_ms), pool_usage=usage))
     return rows[1:]
 
 
@@ -166,13 +153,11 @@ async def _send(
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
         start = time.perf_counter()
         ended = asyncio.Event()
-        watching = asyncio.ensure_future(_watch_pool(client, start + arrivals[0], usage, ended)) if watch_pool else None
-        timelines = await asyncio.gather(
-            *(_ask(client, body, start + arrival) for body, arrival in zip(bodies, arrivals, strict=True))
-        )
+        watching = [asyncio.ensure_future(_watch_pool(client, start + arrivals[0], usage, ended))] if watch_pool else []
+        requests = (_ask(client, body, start + arrival) for body, arrival in zip(bodies, arrivals, strict=True))
+        timelines = await asyncio.gather(*requests)
         ended.set()
-        if watching is not None:
-            await watching
+        await asyncio.gather(*watching)
     return timelines, usage
 
 
@@ -216,14 +201,12 @@ def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tp
     failed = [each.error or "nothing came" for each in timelines if each.error or not each.events]
     first = [1e3 * (each.events[0] - each.arrival) for each in done]
     whole = [1e3 * (each.events[-1] - each.arrival) for each in done]
-    each_token = [
-        (last - early) / max(timeline.num_tokens - 1, 1)
-        for timeline, early, last in zip(done, first, whole, strict=True)
-    ]
-    between = [1e3 * (b - a) for each in done for a, b in zip(each.events, each.events[1:], strict=False)]
+    each_token = [1e3 * (each.events[-1] - each.events[0]) / max(each.num_tokens - 1, 1) for each in done]
+    between = [1e3 * (b - a) for each in done for a, b in itertools.pairwise(each.events)]
     start = min(timeline.arrival for timeline in timelines)
     duration = max((timeline.events[-1] for timeline in done), default=start) - start
-    per_second = lambda count: count / duration if duration else 0.0  # noqa: E731
+    # Without an answer all numbers of them are 0.
+    seconds = duration or math.inf
     goals = ttft_goal_ms is not None or tpot_goal_ms is not None
     good = sum(
         early <= (ttft_goal_ms or math.inf) and later <= (tpot_goal_ms or math.inf)
@@ -234,22 +217,21 @@ def _row(rate: float, timelines: list[_Timeline], ttft_goal_ms: float | None, tp
         completed=len(done),
         failed=len(failed),
         duration_s=duration,
-        requests_per_second=per_second(len(done)),
-        output_tokens_per_second=per_second(sum(timeline.num_tokens for timeline in done)),
+        requests_per_second=len(done) / seconds,
+        output_tokens_per_second=sum(timeline.num_tokens for timeline in done) / seconds,
         ttft_ms=_percentiles(first),
         tpot_ms=_percentiles(each_token),
         itl_ms=_percentiles(between),
         e2e_ms=_percentiles(whole),
-        goodput=per_second(good) if goals else None,
+        goodput=good / seconds if goals else None,
         error=f"at {rate:g} requests a second {len(failed)} failed; the first: {failed[0]}" if failed else None,
     )
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return dict.fromkeys((*(f"p{each}" for each in _PERCENTILES), "mean"), math.nan)
-    found = np.percentile(values, _PERCENTILES).tolist()
-    return dict(zip((f"p{each}" for each in _PERCENTILES), found, strict=True)) | {"mean": float(np.mean(values))}
+    values = values or [math.nan]
+    found = zip(_PERCENTILES, np.percentile(values, _PERCENTILES).tolist(), strict=True)
+    return {f"p{percentile}": value for percentile, value in found} | {"mean": float(np.mean(values))}
 
 
 BENCHMARK = Benchmark("serve", __doc__, run, draw=draw_rates, when_drawn={"watch_pool": True})
