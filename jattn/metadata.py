@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
+
+_ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping")
 
 
 @jax.tree_util.register_dataclass
@@ -193,7 +195,7 @@ class AttentionMetadata:
             "max_query_len": rows_each,
         }
         built = [build_common_metadata(rows, **pool, **sizes) for rows in shards]
-        arrays = {name: np.concatenate([getattr(step, name) for step in built]) for name in _arrays()}
+        arrays = {name: np.concatenate([getattr(step, name) for step in built]) for name in _ARRAYS}
         if global_ids:
             shard = np.arange(len(shards), dtype=np.int32).repeat(num_seqs)[:, None] * num_blocks
             tables, slots = arrays["block_tables"], arrays["slot_mapping"]
@@ -206,7 +208,7 @@ class AttentionMetadata:
     def from_common(cls, common: CommonAttentionMetadata) -> AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
         # Copies: XLA's CPU backend would go on reading the buffer, into which the next step may be built.
-        arrays = jax.device_put({name: getattr(common, name).copy() for name in _arrays()})
+        arrays = jax.device_put({name: getattr(common, name).copy() for name in _ARRAYS})
         cross = None
         if (encoder := common.encoder) is not None:
             tables, seq_lens = jax.device_put((encoder.cross_block_tables.copy(), encoder.encoder_seq_lens.copy()))
@@ -218,11 +220,7 @@ class AttentionMetadata:
         return self, layer
 
     def check_blocks(self, name: str, block_size: int) -> None:
-        """Checks that tables and slots were made for blocks of a cache's size.
-
-        Raises:
-            InvalidInput: they are known to be for another; the message calls the cache `name`.
-        """
+        """Refuses a cache, called `name`, whose blocks have not the size that tables and slots were made for."""
         if self.block_size not in (None, block_size):
             raise InvalidInput(
                 f"metadata is for blocks of {self.block_size} tokens and {name} of {block_size}; build it with the "
@@ -265,8 +263,3 @@ class GroupedMetadata:
     def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
         """Returns a layer's metadata and the index of its cache array."""
         return self.cache_groups[self.layer_groups[layer]], self.layer_arrays[layer]
-
-
-def _arrays() -> list[str]:
-    others = ("max_query_len", "groups", "cross", "peers", "block_size")
-    return [each.name for each in fields(AttentionMetadata) if each.name not in others]

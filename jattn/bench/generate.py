@@ -80,21 +80,13 @@ def run(
                 seconds[name].append(time.perf_counter() - started)
         for name in engines:
             measured = seconds[name][1:]
-            middle = statistics.median(measured)
-            against = None if peer is None else [p / own for p, own in zip(seconds[peer][1:], measured, strict=True)]
-            rows.append(
-                GenerateRow(
-                    implementation=name,
-                    batch=batch,
-                    prompt_tokens=prompt_tokens,
-                    new_tokens=new_tokens,
-                    tokens_per_second=batch * new_tokens / middle,
-                    step_ms=middle / new_tokens * 1e3,
-                    ratio=None if against is None else statistics.median(against),
-                    same_tokens=None if peer is None else tokens[name] == tokens[peer],
-                    torch_threads=torch.get_num_threads(),
-                )
-            )
+            middle, ratio, same = statistics.median(measured), None, None
+            if peer is not None:
+                ratio = statistics.median(p / own for p, own in zip(seconds[peer][1:], measured, strict=True))
+                same = tokens[name] == tokens[peer]
+            speed, step_ms = batch * new_tokens / middle, middle / new_tokens * 1e3
+            sizes, threads = (batch, prompt_tokens, new_tokens), torch.get_num_threads()
+            rows.append(GenerateRow(name, *sizes, speed, step_ms, ratio, same, threads))
     return rows
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -89,23 +89,15 @@ def _drop(path: Path) -> None:
 
 
 def _read(path: Path) -> None:
-    with path.open("rb") as file:
-        starts, lock = iter(range(0, path.stat().st_size, _CHUNK)), threading.Lock()
+    with path.open("rb") as file, ThreadPoolExecutor(_READERS) as threads:
+        size = path.stat().st_size
 
-        def work() -> None:
+        def work(number: int) -> None:
             buffer = bytearray(_CHUNK)
-            while True:
-                with lock:
-                    start = next(starts, None)
-                if start is None:
-                    return
+            for start in range(number * _CHUNK, size, _READERS * _CHUNK):
                 os.preadv(file.fileno(), [buffer], start)
 
-        threads = [threading.Thread(target=work) for _ in range(_READERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(threads.map(work, range(_READERS)))
 
 
 BENCHMARK = Benchmark("load", __doc__, run)

@@ -51,8 +51,7 @@ def num_pools(pool_bytes: int) -> int:
 def rest() -> None:
     """Rests, so that the device's power limit no longer depends on earlier work.
 
-    Clocks fall under load and recover in idle: a kernel that is timed second, at once, takes up to 1.12 times as long
-    as when it is first.
+    Clocks fall under load and recover in idle: without a rest the second kernel takes up to 1.12 times as long.
     """
     time.sleep(_REST_SECONDS)
 
@@ -176,10 +175,7 @@ def fed(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernels_us(call: Callable[[], Any]) -> float:
-    """Returns microseconds that the device spends in the kernels of one call, without the gaps between them.
-
-    Every kernel of the process is counted, launched by JAX or by torch, so this compares them.
-    """
+    """Returns microseconds in the kernels of one call, JAX's and torch's alike, without the gaps between them."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
@@ -190,10 +186,8 @@ def kernels_us(call: Callable[[], Any]) -> float:
 
 
 def copy_bytes_per_second() -> float:
-    """Measures a large device-to-device copy; bytes read plus bytes written.
-
-    Not in a graph: there a copy becomes a memcpy node, which runs at two thirds of the speed.
-    """
+    """Measures a large device-to-device copy; bytes read plus bytes written."""
+    # Not in a graph: there a copy becomes a memcpy node, which runs at two thirds of the speed.
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / eager_us(lambda: target.copy_(source)) * 1e6

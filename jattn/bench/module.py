@@ -50,7 +50,7 @@ def run(
         host: the host's time for a step of 32 layers instead.
     """
     if host:
-        return [HostRow(way, ms) for way, ms in host_times(batch, rounds).items()]
+        return host_times(batch, rounds)
     rows = []
     for present, room in ((context, 1), (context, 4), (context // 4, 4)):
         max_length = context * room + 16
@@ -107,7 +107,7 @@ class _Layers(nnx.Module):
         return x
 
 
-def host_times(batch: int, rounds: int) -> dict[str, float]:
+def host_times(batch: int, rounds: int) -> list[HostRow]:
     """Returns the median milliseconds until a dispatched step of many layers returns to Python, by way of calling."""
     # Two models: a donated cache is gone for the other way of calling.
     x, model = jnp.ones((batch, 1, 512)), _Layers(batch)
@@ -126,10 +126,10 @@ def host_times(batch: int, rounds: int) -> dict[str, float]:
         leaves, y = jitted(leaves, weights, x)
         return y
 
-    return {
-        "split once, jax.jit over leaves": _dispatch_ms(split_once, rounds),
-        "nnx.jit": _dispatch_ms(lambda: through_nnx(model, x), rounds),
-    }
+    return [
+        HostRow("split once, jax.jit over leaves", _dispatch_ms(split_once, rounds)),
+        HostRow("nnx.jit", _dispatch_ms(lambda: through_nnx(model, x), rounds)),
+    ]
 
 
 def _dispatch_ms(step: Callable[[], jax.Array], rounds: int) -> float:

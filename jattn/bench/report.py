@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -22,11 +23,9 @@ class Row:
     """Kernel times of one shape.
 
     Attributes:
-        label: the shape.
         bound_us: microseconds at the device's ceiling (bytes at copy speed, or operations at matmul speed).
         us: microseconds by implementation; NaN if it failed.
-        unit: "us", or "TFLOP/s" to show rates instead.
-        operations: floating point operations, for the rates.
+        unit: "us", or "TFLOP/s" to show rates of `operations` instead.
     """
 
     label: str
@@ -47,7 +46,6 @@ class BenchReport:
 
     Attributes:
         name: the benchmark and its options.
-        device: the name of the device.
         versions: versions of the packages that matter.
         copy_bytes_per_second: the copy ceiling, measured in the same run; None if the rows have no ceiling.
         matmul_flops: the bfloat16 matrix product ceiling, measured in the same run, or None.
@@ -72,27 +70,14 @@ class BenchReport:
         """The implementations of all rows, in order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.us))
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The columns that are not ours."""
-        return tuple(name for name in self.columns if not name.startswith(OURS))
-
     def ratio(self, peer: str, ours: str = OURS) -> float:
         """Returns the geometric mean of the peer's time over ours, over the rows that have both; NaN without one."""
-        logs = [
-            math.log(row.us[peer] / row.us[ours])
-            for row in self.rows
-            if math.isfinite(row.us.get(peer, math.nan)) and math.isfinite(row.us.get(ours, math.nan))
-        ]
-        return math.exp(sum(logs) / len(logs)) if logs else math.nan
+        ratios = [row.us.get(peer, math.nan) / row.us.get(ours, math.nan) for row in self.rows]
+        ratios = [ratio for ratio in ratios if math.isfinite(ratio)]
+        return statistics.geometric_mean(ratios) if ratios else math.nan
 
     def comparisons(self, peers: Iterable[str], ours: Callable[[str], str] = lambda _: OURS) -> list[str]:
-        """Returns a sentence for each peer that was measured in the same row as ours; see `ratio`.
-
-        Args:
-            peers: columns.
-            ours: returns the column that a peer is compared with.
-        """
+        """Returns a sentence for each peer that a row has beside the column that `ours` returns; see `ratio`."""
         return [
             f"{peer} takes {ratio:.2f} x the time of {ours(peer)} (geometric mean)"
             for peer in peers

@@ -27,12 +27,9 @@ _STDOUT = Path("-")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A switch of one benchmark that runs another instead.
+    """A switch of one benchmark that runs another instead, with those options of the first that it also has.
 
-    Attributes:
-        flag: the switch.
-        benchmark: the other benchmark; it takes those options of the first that it also has.
-        reason: the start of the error when an option is given that the other benchmark does not have.
+    `reason` is the start of the error when an option is given that the other benchmark does not have.
     """
 
     flag: str
@@ -45,13 +42,11 @@ class Benchmark:
     """A benchmark of the command line.
 
     Attributes:
-        name: as in `jattn bench NAME`.
         about: the first text of `--help`.
         run: measures. Each keyword parameter is an option: the flag is its name, type and choices are its annotation,
             the help is its entry under Args. It returns a `BenchReport`, rows (dataclasses of measured numbers), or
             text if it writes its own files. Rows of an iterator are printed on stderr as they come. A row may have
             `error`, the reason for an exit code of 1, and `details`, text below the table.
-        modes: switches to other benchmarks.
         may_be_empty: parameters that take no values, too.
         draw: draws a report into a file; None for a benchmark without `--png`.
         when_drawn: keywords of `run` that a picture needs; they are no options.
@@ -80,10 +75,6 @@ def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
 
     Returns:
         0; 1 if a row failed.
-
-    Raises:
-        InvalidInput: an option is out of range, or a file cannot be written.
-        Unsupported: a package or a device is missing.
     """
     parser = _parser(benchmark)
     options = vars(parser.parse_args(argv))
@@ -113,12 +104,7 @@ def main(benchmark: Benchmark, argv: Sequence[str]) -> int:
 
 
 def check_places(*, json_path: Path | None = None, png_path: Path | None = None) -> None:
-    """Checks that a report can be written, before anything is measured.
-
-    Raises:
-        InvalidInput: a folder does not exist, or the path is a folder.
-        Unsupported: a picture is wanted and matplotlib is not installed.
-    """
+    """Checks that a report can be written, before anything is measured."""
     for flag, path in (("--json", json_path), ("--png", png_path)):
         if path is not None and not path.parent.is_dir():
             raise InvalidInput(flag, f"{path}: there is no folder {path.parent}", "make it, or name another")
@@ -129,11 +115,7 @@ def check_places(*, json_path: Path | None = None, png_path: Path | None = None)
 
 
 def sizes(text: str) -> list[int]:
-    """Returns the numbers of a text like "64x2048".
-
-    Raises:
-        InvalidInput: the text is not of that form.
-    """
+    """Returns the numbers of a text like "64x2048"."""
     if not re.fullmatch(r"\d+(x\d+)*", text):
         raise InvalidInput(f"{text!r} is not a list of sizes; write whole numbers with an x between, as in 64x2048.")
     return [int(size) for size in text.split("x")]
@@ -143,11 +125,9 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"jattn bench {benchmark.name}", description=benchmark.about)
     documented = _documented(benchmark.run)
     for name, parameter in benchmark.parameters().items():
-        flag = f"--{name.replace('_', '-')}"
+        told = (documented[name] + _told_default(parameter.default)).replace("%", "%%")
         keywords = _keywords(parameter, empty=name in benchmark.may_be_empty)
-        parser.add_argument(
-            flag, help=(documented[name] + _told_default(parameter.default)).replace("%", "%%"), **keywords
-        )
+        parser.add_argument(f"--{name.replace('_', '-')}", help=told, **keywords)
     # argparse fails on an empty group.
     switches = parser.add_mutually_exclusive_group() if benchmark.modes else parser
     for mode in benchmark.modes:
@@ -178,27 +158,22 @@ def _keywords(parameter: inspect.Parameter, *, empty: bool) -> dict[str, Any]:
 
 
 def _told_default(default: Any) -> str:
-    several = isinstance(default, tuple)
-    text = "" if default is None or default is False else " ".join(map(str, default)) if several else str(default)
-    return f" (default: {text})" if text else ""
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    return "" if default is None or default is False or default == "" else f" (default: {default})"
 
 
 def _documented(run: Callable[..., Any]) -> dict[str, str]:
     """Returns the entries under Args of a docstring, by parameter."""
     section = (inspect.getdoc(run) or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {4}(?=\w)", section, flags=re.MULTILINE)[1:]
-    return {
-        name: " ".join(text.split())
-        for names, _, text in (entry.partition(": ") for entry in entries)
-        for name in names.split(", ")
-    }
+    pairs = (entry.split(": ", 1) for entry in entries)
+    return {name: " ".join(text.split()) for names, text in pairs for name in names.split(", ")}
 
 
 def _of_mode(parser: argparse.ArgumentParser, mode: Mode, options: dict[str, Any]) -> dict[str, Any]:
     taken = mode.benchmark.parameters()
-    refused = [
-        f"--{name}" for name, value in options.items() if name not in taken and value != parser.get_default(name)
-    ]
+    refused = [f"--{name}" for name in options if name not in taken and options[name] != parser.get_default(name)]
     if refused:
         parser.error(f"{mode.reason}: leave out {', '.join(refused).replace('_', '-')}")
     return {name: value for name, value in options.items() if name in taken}
@@ -219,5 +194,5 @@ def _told(row: Any) -> Any:
 
 
 def _machine() -> dict[str, Any]:
-    found = {"platform": platform.platform(), "processors": os.cpu_count()}
-    return {**found, "python": platform.python_version(), "jattn": __version__}
+    python = platform.python_version()
+    return {"platform": platform.platform(), "processors": os.cpu_count(), "python": python, "jattn": __version__}

@@ -59,9 +59,7 @@ def _version(package: str) -> str:
 
 def devices() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields the devices that JAX and torch see."""
-    yield "jax", _jax_devices
-    yield "torch", _torch_devices
-    yield "together", _together
+    yield from (("jax", _jax_devices), ("torch", _torch_devices), ("together", _together))
 
 
 def _jax_devices() -> str:
@@ -90,10 +88,8 @@ def _torch_devices() -> str:
         return "cpu (this torch was built without CUDA)"
     if not torch.cuda.is_available():
         return f"cpu (built for CUDA {torch.version.cuda}, but torch finds no usable driver or device)"
-    names = []
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        names.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, sm_{major}{minor})")
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    names = [f"cuda:{index} ({each.name}, sm_{each.major}{each.minor})" for index, each in enumerate(found)]
     return f"{', '.join(names)}; built for CUDA {torch.version.cuda}"
 
 
@@ -109,30 +105,21 @@ def memory() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def _host_memory() -> str:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return f"{_gib(total)} in all"
-    return f"{_gib(_available_memory() or os.sysconf('SC_AVPHYS_PAGES') * page)} available of {_gib(total)}"
-
-
-def _available_memory() -> int | None:
-    """Returns the memory that Linux can give a new process without swapping, page cache included; None elsewhere."""
+    total = _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     info = Path("/proc/meminfo")
     if not info.exists():
-        return None
+        return f"{total} in all"
+    # What Linux can give a new process without swapping, page cache included.
     fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+    return f"{_gib(int(fields['MemAvailable'].split()[0]) * 1024)} available of {total}"
 
 
 def _jax_memory(device: Any) -> str:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return "the allocator gives no figures (XLA_PYTHON_CLIENT_ALLOCATOR=platform?)"
-    return (
-        f"{_gib(stats.get('bytes_in_use', 0))} in use, peak {_gib(stats.get('peak_bytes_in_use', 0))}, takes up to "
-        f"{_gib(stats['bytes_limit'])}"
-    )
+    used, peak = (_gib(stats.get(name, 0)) for name in ("bytes_in_use", "peak_bytes_in_use"))
+    return f"{used} in use, peak {peak}, takes up to {_gib(stats['bytes_limit'])}"
 
 
 def _torch_memory(index: int) -> str:
@@ -150,17 +137,13 @@ def _gib(count: int) -> str:
 
 def environment() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields the set variables that change jattn's behaviour or the memory of either side."""
-    present = [name for name in _VARIABLES if name in os.environ]
-    for name in present:
-        yield name, functools.partial(os.environ.__getitem__, name)
-    if not present:
-        yield "variables", lambda: "none that matters here is set"
+    present = [(name, functools.partial(os.environ.__getitem__, name)) for name in _VARIABLES if name in os.environ]
+    yield from present or [("variables", lambda: "none that matters here is set")]
 
 
 def threads() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields cores and thread counts."""
-    yield "cores", _cores
-    yield "torch threads", _torch_threads
+    yield from (("cores", _cores), ("torch threads", _torch_threads))
 
 
 def _cores() -> str:
@@ -176,9 +159,7 @@ def _torch_threads() -> str:
 
 def compile_caches() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields the folders where compiled programs and kernels are kept."""
-    yield "xla", _xla_cache
-    yield "triton", _triton_cache
-    yield "jattn kernels", _kernel_cache
+    yield from (("xla", _xla_cache), ("triton", _triton_cache), ("jattn kernels", _kernel_cache))
 
 
 def _xla_cache() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,13 +13,9 @@ from torch_core.base.errors import JattnError
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report.
+    """One line of the report: the result for a part, in its section.
 
-    Attributes:
-        section: the group of the line.
-        name: name of the checked part.
-        text: the result.
-        works: False when it is broken; a thing that is merely absent, or cannot run on this machine, is not.
+    `works` is False when the part is broken; one that is merely absent, or cannot run on this machine, is not.
     """
 
     section: str
@@ -41,14 +38,10 @@ class DoctorReport:
     def __str__(self) -> str:
         rows = [("", check.name, ("" if check.works else "BROKEN: ") + check.text) for check in self.checks]
         lines: list[str] = []
-        section = None
-        for check, line in zip(self.checks, aligned(rows), strict=True):
-            if check.section != section:
-                section = check.section
-                lines += ["", section] if lines else [section]
-            lines.append(line)
-        count = len(self.broken)
-        return "\n".join([*lines, "", "all parts work" if count == 0 else f"{count} broken: see above"])
+        shown = iter(aligned(rows))
+        for section, checks in itertools.groupby(self.checks, lambda check: check.section):
+            lines += [section, *(next(shown) for _ in checks), ""]
+        return "\n".join([*lines, f"{len(self.broken)} broken: see above" if self.broken else "all parts work"])
 
 
 #: A part's name and its check, which returns the text or raises the fault.

@@ -48,25 +48,16 @@ def _attention_error(implementation: str) -> float:
     query = random.standard_normal((total, 4, head_size)).astype(np.float32)
     key, value = random.standard_normal((2, total, 2, head_size)).astype(np.float32)
     tables = np.array([[3, 1], [2, 0]], np.int32)
-    places = [
-        (tables[row, at // block_size], at % block_size) for row, size in enumerate(lengths) for at in range(size)
-    ]
-    slots = np.array([block * block_size + offset for block, offset in places], np.int32)
+    all_slots = (tables[..., None] * block_size + np.arange(block_size, dtype=np.int32)).reshape(len(lengths), -1)
+    slots = np.concatenate([row[:size] for row, size in zip(all_slots, lengths, strict=True)])
     starts = np.cumsum([0, *lengths]).astype(np.int32)
 
     @jax.jit
     def attend(key: jax.Array, value: jax.Array, query: jax.Array) -> jax.Array:
         cache = jnp.zeros((4, 2, block_size, 2, head_size), jnp.float32)
         cache = write_kv_cache(key, value, cache, jnp.asarray(slots), implementation=implementation)
-        return paged_attention(
-            query,
-            cache,
-            jnp.asarray(tables),
-            jnp.asarray(lengths, jnp.int32),
-            jnp.asarray(starts),
-            max_query_len=max(lengths),
-            implementation=implementation,
-        )
+        arrays = map(jnp.asarray, (tables, np.array(lengths, np.int32), starts))
+        return paged_attention(query, cache, *arrays, max_query_len=max(lengths), implementation=implementation)
 
     found = np.asarray(attend(key, value, query), np.float64)
     expected = [_attended(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(starts)]
@@ -94,7 +85,7 @@ def _batch_bits() -> str:
     from torch_core.base.specs import AttentionSpec
     from torch_core.ops import paged_attention
 
-    num_seqs, block_size = 6, 16
+    num_seqs, block_size, spec = 6, 16, AttentionSpec(scale=0.2)
     random = torch.Generator().manual_seed(0)
     differing = 0
     # Sequences of 64 tokens whose rows meet every kind of product: one to four query heads for each key head.
@@ -102,19 +93,12 @@ def _batch_bits() -> str:
         query = torch.randn(num_seqs, 2 * group, 32, generator=random)
         cache = torch.randn(1 + 4 * num_seqs, 2, block_size, 2, 32, generator=random)
         tables = torch.arange(1, 1 + 4 * num_seqs, dtype=torch.int32).view(num_seqs, 4)
-        found = [
-            paged_attention(
-                query[rows],
-                cache,
-                tables[rows],
-                torch.full((len(query[rows]),), 4 * block_size, dtype=torch.int32),
-                torch.arange(len(query[rows]) + 1, dtype=torch.int32),
-                spec=AttentionSpec(scale=0.2),
-                max_query_len=1,
-            )
-            for rows in (slice(None), *(slice(seq, seq + 1) for seq in range(num_seqs)))
-        ]
-        differing += int((found[0] != torch.cat(found[1:])).sum())
+        lens = torch.full((num_seqs,), 4 * block_size, dtype=torch.int32)
+        starts, options = torch.arange(num_seqs + 1, dtype=torch.int32), {"spec": spec, "max_query_len": 1}
+        together = paged_attention(query, cache, tables, lens, starts, **options)
+        singles = zip(query.split(1), tables.split(1), lens.split(1), strict=True)
+        alone = [paged_attention(q, cache, table, length, starts[:2], **options) for q, table, length in singles]
+        differing += int((together != torch.cat(alone)).sum())
     if differing:
         return f"a sequence's bits change with its batch ({differing} values); MKL_CBWR=COMPATIBLE keeps them under MKL"
     return f"a sequence's bits are the same in any batch, with {torch.get_num_threads()} threads"
@@ -122,9 +106,7 @@ def _batch_bits() -> str:
 
 def shared_memory() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yields whether arrays cross the bridge without a copy and the pool stays in place."""
-    yield "jax to torch", _view_in_torch
-    yield "torch to jax", _view_in_jax
-    yield "pool address", _pool_address
+    yield from (("jax to torch", _view_in_torch), ("torch to jax", _view_in_jax), ("pool address", _pool_address))
 
 
 def _view_in_torch() -> str:

@@ -31,7 +31,6 @@ def test_a_ratio_is_the_geometric_mean_over_the_rows_that_have_both(report):
     assert report.ratio("FA3") == pytest.approx(1.0)
     assert math.isnan(report.ratio("XLA"))
     assert report.columns == ("jattn", "FA3", "XLA")
-    assert report.peers == ("FA3", "XLA")
 
 
 def test_comparisons_are_a_sentence_for_each_peer_that_a_row_has_beside_ours(report):
