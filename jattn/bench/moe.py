@@ -115,18 +115,10 @@ def _rows(shape: str, tokens: Sequence[int], layers: int, dtype: str, rounds: in
             inner_x = inner_x + module(inner_x)
         layer_us, router_us = timed(lambda module, x: module(x)), timed(_routed)
         xla_us = timed(_in_jnp) if xla else None
-        read_us, dense_us = sum(hit) / layers * expert_bytes * seconds_per_byte * 1e6, timed(_dense)
-        yield MoERow(
-            tokens=count,
-            experts_hit=sum(hit) / layers,
-            layer_us=layer_us,
-            router_us=router_us,
-            xla_us=xla_us,
-            read_us=read_us,
-            layer_over_read=layer_us / read_us,
-            dense_us=dense_us,
-            layer_over_dense=layer_us / dense_us,
-        )
+        mean_hit, dense_us = sum(hit) / layers, timed(_dense)
+        read_us = mean_hit * expert_bytes * seconds_per_byte * 1e6
+        ratios = layer_us / read_us, dense_us, layer_us / dense_us
+        yield MoERow(count, mean_hit, layer_us, router_us, xla_us, read_us, *ratios)
 
 
 # Many times a cache; a CPU's memory is slow to hand out.

@@ -20,20 +20,12 @@ Column: TypeAlias = Callable[[list[Any]], float]
 
 
 class Session:
-    """Times columns row by row and makes the report.
-
-    Args:
-        name: the benchmark's, for the error.
-        peers_directory: see `jattn.bench.peers.load_peers`, whose result is `peers`.
-
-    Attributes:
-        copy: bytes per second of a large copy.
-        matmul: operations per second of a large bfloat16 matrix product.
-    """
+    """Times columns row by row and makes the report."""
 
     def __init__(self, name: str, peers_directory: Path | None = None) -> None:
         measure.require_cuda(name)
         self.peers = peers.load_peers(peers_directory)
+        # Bytes per second of a large copy, and operations per second of a large bfloat16 matrix product.
         self.copy = measure.copy_bytes_per_second()
         self.matmul = measure.matmul_flops()
         self.rows: list[Row] = []
@@ -52,7 +44,7 @@ class Session:
 
         Args:
             row: the row without times.
-            columns: functions of the columns, by name.
+            columns: by name.
             batches: the columns' argument; emptied at the end, so that its memory is free for the next row.
             required: columns whose failure is raised. The failure of another one becomes a note.
             place: the row's name in notes; its label if None.

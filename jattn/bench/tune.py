@@ -102,12 +102,7 @@ def _compile_table(path: Path) -> str:
 def search(head_size: int, *, lengths: Sequence[int] = LENGTHS) -> BenchReport:
     """Times every candidate by graph replay: causal, bfloat16, 16k tokens, 32 query heads, 8 key/value heads.
 
-    Args:
-        head_size: elements of a head, one of `CANDIDATES`.
-        lengths: tokens of one sequence; each divides 16384.
-
-    Returns:
-        A row for each length, dense and over blocks of 16; a column for each candidate, named by `tile_name`.
+    A row is for a length, which divides 16384, dense or over blocks of 16; a column for a candidate, by `tile_name`.
     """
     session = Session("tune")
     _compile_together(head_size, lengths)
