@@ -31,6 +31,7 @@ def latent_request(
     *,
     kv_lora_rank: int,
     max_query_len: int,
+    scale: float,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
     **options: Unpack[LatentOptions[jax.Array]],
@@ -58,7 +59,7 @@ def latent_request(
         >>> mla_attention(jnp.ones((1, 2, 10)), cache, table, lens, starts, **options).shape
         (1, 2, 8)
     """
-    refuse_traced(options)
+    refuse_traced({**options, "scale": scale})
     call = LatentCall(
         query=query,
         latent_cache=latent_cache,
@@ -67,6 +68,7 @@ def latent_request(
         query_start_loc=query_start_loc,
         kv_lora_rank=kv_lora_rank,
         max_query_len=max_query_len,
+        scale=scale,
         out_dtype=dtype_name(out_dtype),
         **options,
     )

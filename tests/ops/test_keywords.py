@@ -16,7 +16,7 @@ import jattn
 import jattn.ops
 import torch_core.ops
 from torch_core.attention.call import DenseCall, PagedCall
-from torch_core.attention.options import DenseOptions, LatentOptions, PagedOptions
+from torch_core.attention.options import DenseOptions, LatentOptions, LatentSpecOptions, PagedOptions
 from torch_core.latent.call import LatentCall
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     def _misspelt_keywords(x: jax.Array, t: torch.Tensor) -> None:
         jattn.paged_attention(x, x, x, x, x, max_query_len=1, alibi_slope=x)  # pyright: ignore[reportCallIssue]
         jattn.attention_with_lse(x, x, x, x, max_query_len=1, window=3)  # pyright: ignore[reportCallIssue]
-        jattn.mla_attention(x, x, x, x, x, max_query_len=1, kv_rank=2)  # pyright: ignore[reportCallIssue]
+        jattn.mla_attention(x, x, x, x, x, max_query_len=1, scale=0.5, kv_rank=2)  # pyright: ignore[reportCallIssue]
         torch_core.ops.paged_attention(t, t, t, t, t, max_query_len=1, sink=t)  # pyright: ignore[reportCallIssue]
         torch_core.ops.attention(t, t, t, t, t, max_query_len=1, dropout=0.1)  # pyright: ignore[reportCallIssue]
 
@@ -52,7 +52,7 @@ FUNCTIONS = [
     (jattn.sparse_mla_attention, LatentOptions, LatentCall),
     (torch_core.ops.paged_attention, PagedOptions, PagedCall),
     (torch_core.ops.attention_with_lse, DenseOptions, DenseCall),
-    (torch_core.ops.mla_attention, LatentOptions, LatentCall),
+    (torch_core.ops.mla_attention, LatentSpecOptions, LatentCall),
 ]
 
 

@@ -18,9 +18,12 @@ from torch_core.base.specs import AttentionSpec
 from torch_core.launch.call import A
 
 
-class _CommonOptions(TypedDict, Generic[A], total=False):
+class _SpecOptions(TypedDict, total=False):
     spec: AttentionSpec
     scale: float | None
+
+
+class _CommonOptions(TypedDict, Generic[A], total=False):
     causal: bool
     sliding_window: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
@@ -49,7 +52,7 @@ class _CacheOptions(TypedDict, Generic[A], total=False):
     kv_chunk_size: int | None
 
 
-class DenseOptions(_CommonOptions[A], _BiasOptions[A], total=False):
+class DenseOptions(_SpecOptions, _CommonOptions[A], _BiasOptions[A], total=False):
     """Keywords of `attention`."""
 
     dropout_rate: float
@@ -57,7 +60,7 @@ class DenseOptions(_CommonOptions[A], _BiasOptions[A], total=False):
     deterministic: bool
 
 
-class PagedOptions(_CommonOptions[A], _BiasOptions[A], _CacheOptions[A], total=False):
+class PagedOptions(_SpecOptions, _CommonOptions[A], _BiasOptions[A], _CacheOptions[A], total=False):
     """Keywords of `paged_attention`."""
 
     v_scale: A | float | None
@@ -66,7 +69,11 @@ class PagedOptions(_CommonOptions[A], _BiasOptions[A], _CacheOptions[A], total=F
 
 
 class LatentOptions(_CommonOptions[A], _CacheOptions[A], total=False):
-    """Keywords of `mla_attention`."""
+    """Keywords of `mla_attention` of JAX arrays, where the scale must be given."""
+
+
+class LatentSpecOptions(_SpecOptions, LatentOptions[A], total=False):
+    """Keywords of `mla_attention` of torch tensors, where a spec may be given instead of the scale."""
 
 
 def attention_spec(

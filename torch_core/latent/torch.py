@@ -6,7 +6,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from torch_core.attention.options import LatentOptions
+from torch_core.attention.options import LatentSpecOptions
 from torch_core.attention.torch import output, output_and_lse
 from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.launch.public import documented, operation
@@ -25,7 +25,7 @@ def mla_call(
     max_query_len: int,
     out: Tensor | None = None,
     out_dtype: str | None = None,
-    **options: Unpack[LatentOptions[Tensor]],
+    **options: Unpack[LatentSpecOptions[Tensor]],
 ) -> LatentCall[Tensor]:
     """Attends to cached latents in the absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 

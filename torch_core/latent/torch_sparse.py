@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from torch_core.attention.options import LatentOptions
+from torch_core.attention.options import LatentSpecOptions
 from torch_core.attention.torch import output, output_and_lse
 from torch_core.base.checks import check_int
 from torch_core.base.errors import Unsupported
@@ -84,7 +84,7 @@ def sparse_mla_call(
     max_query_len: int,
     out: Tensor | None = None,
     out_dtype: str | None = None,
-    **options: Unpack[LatentOptions[Tensor]],
+    **options: Unpack[LatentSpecOptions[Tensor]],
 ) -> LatentCall[Tensor]:
     """Attends to chosen latents: query `t` sees the keys at the positions `topk_indices[t]` and no others.
 
