@@ -130,14 +130,16 @@ def write_checked_tables(
     those of `build_common_metadata`. Raises InvalidInput for a table that is too short, or has an id that the step must
     not follow.
     """
-    out[len(tables) :] = 0
-    out = out[: len(tables)]
-    sizes: dict[str, Any] = {"block_size": block_size, "seq_ids": seq_ids}
-    converted = write_tables(tables, out, -(-totals // block_size), totals, **sizes, table_cache=table_cache)
+    if len(tables) < len(out):
+        out[len(tables) :] = 0
+        out = out[: len(tables)]
+    converted = write_tables(
+        tables, out, -(-totals // block_size), totals, block_size=block_size, seq_ids=seq_ids, table_cache=table_cache
+    )
     # Ids that the cache has seen were checked before, and need no search in each table.
     if not (converted and table_cache is not None and 0 < table_cache.least <= table_cache.most < num_blocks):
-        limits: dict[str, Any] = {"num_blocks": num_blocks, "window_left": window_left}
-        check_block_tables(out, totals, new, **sizes, **limits, tails_are_zero=True)
+        pool: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+        check_block_tables(out, totals, new, **pool, window_left=window_left, seq_ids=seq_ids, tails_are_zero=True)
 
 
 def write_tables(
