@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jattn.bench.kernels import profiled
+from jattn.bench.measure import profiled
 from jattn.bench.report import HIDDEN
 from jattn.bench.runner import Benchmark, sizes
 from jattn.llm.engine import EngineConfig, SamplingParams, open_engine

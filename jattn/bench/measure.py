@@ -6,15 +6,19 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.profiler import ProfileData
 from torch.profiler import ProfilerActivity, profile
 
 from jattn.bridge import to_jax
+from jattn.table import aligned
 from torch_core.base.errors import Unsupported
 
 # Several times the largest L2 in use, so that a rotation over the pools never finds its data there.
@@ -31,6 +35,8 @@ _WARM_UP_RUNS = 5
 # Programs of a short and of a long row.
 _RUNS_IN_FLIGHT = (4, 16)
 _REST_SECONDS = 0.3
+# Kernels of a table.
+_SHOWN = 24
 
 
 def require_cuda(name: str) -> None:
@@ -183,6 +189,57 @@ def kernels_us(call: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
     entries = recorded.key_averages()
     return sum(entry.self_device_time_total for entry in entries if entry.device_type.name == "CUDA")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """Times of a device's kernels in a trace, in microseconds."""
+
+    #: From the first kernel's start to the last one's end.
+    span: float
+    #: Time of the span in which a kernel ran.
+    busy: float
+    #: For each kernel its name, number of runs and total time; the longest first.
+    rows: tuple[tuple[str, int, float], ...]
+
+    def __str__(self) -> str:
+        idle = 1 - self.busy / self.span if self.span else 0.0
+        shown = self.rows[:_SHOWN]
+        lines = aligned([(f"{us:.1f} us", f"{n} x", f"{us / n:.2f}", name[:100]) for name, n, us in shown])
+        return "\n    ".join([f"  device {self.span / 1e3:.2f} ms, idle {idle:.2%}", *lines])
+
+
+def profiled(folder: Path, call: Callable[[], Any]) -> KernelTimes | str:
+    """Traces a call into a folder and returns the times of its kernels; says so if there is no device to look at."""
+    with jax.profiler.trace(str(folder)):
+        call()
+    found = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    planes = ProfileData.from_file(str(found[-1])).planes if found else ()
+    for plane in planes:
+        if plane.name.startswith("/device:GPU:0"):
+            lines = [line for line in plane.lines if line.name.startswith("Stream")]
+            return kernel_times((event.name, event.start_ns, event.end_ns) for line in lines for event in line.events)
+    return f"  no kernels of a device in {folder}"
+
+
+def kernel_times(events: Iterable[tuple[str, float, float]]) -> KernelTimes:
+    """Sums events, (name, start, end) in nanoseconds, that may overlap.
+
+    Example:
+        >>> kernel_times([("a", 0, 2000), ("b", 1000, 3000), ("a", 5000, 6000)])
+        KernelTimes(span=6.0, busy=4.0, rows=(('a', 2, 3.0), ('b', 1, 2.0)))
+    """
+    ordered = sorted(events, key=lambda event: event[1])
+    totals: dict[str, tuple[int, float]] = {}
+    busy, reached = 0.0, ordered[0][1] if ordered else 0.0
+    for name, start, end in ordered:
+        count, total = totals.get(name, (0, 0.0))
+        totals[name] = count + 1, total + (end - start) / 1e3
+        busy += max(0.0, end - max(start, reached)) / 1e3
+        reached = max(reached, end)
+    span = (reached - ordered[0][1]) / 1e3 if ordered else 0.0
+    rows = sorted(((name, *each) for name, each in totals.items()), key=lambda row: -row[2])
+    return KernelTimes(span, busy, tuple(rows))
 
 
 def copy_bytes_per_second() -> float:

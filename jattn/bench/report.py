@@ -77,7 +77,7 @@ class BenchReport:
         return statistics.geometric_mean(ratios) if ratios else math.nan
 
     def comparisons(self, peers: Iterable[str], ours: Callable[[str], str] = lambda _: OURS) -> list[str]:
-        """Returns a sentence for each peer that a row has beside the column that `ours` returns; see `ratio`."""
+        """Returns a sentence for each peer that shares a row with the column that `ours` returns; see `ratio`."""
         return [
             f"{peer} takes {ratio:.2f} x the time of {ours(peer)} (geometric mean)"
             for peer in peers

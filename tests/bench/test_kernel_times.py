@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jattn.bench.kernels import kernel_times, profiled
+from jattn.bench.measure import kernel_times, profiled
 
 
 def test_overlapping_kernels_are_busy_once_and_the_longest_comes_first() -> None:
