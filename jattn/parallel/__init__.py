@@ -1,8 +1,7 @@
 """Inside `jax.shard_map`: sequences whose tokens are spread over devices, and sums of small arrays."""
 
 from jattn.parallel.all_reduce import Peers, all_reduce, all_reduce_norm, exchange
-from jattn.parallel.decode import merge_over_axis, paged_attention, write_kv_cache
-from jattn.parallel.layer import attend_spread
+from jattn.parallel.decode import attend_spread, merge_over_axis, paged_attention, write_kv_cache
 from jattn.parallel.prefill import all_gather_attention, ring_attention, zigzag_order
 
 __all__ = [

@@ -95,13 +95,7 @@ def ring_attention(
 
 
 def all_gather_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    axis_name: str,
-    *,
-    causal: bool = True,
-    **options: Any,
+    query: jax.Array, key: jax.Array, value: jax.Array, axis_name: str, *, causal: bool = True, **options: Any
 ) -> jax.Array:
     """Attends to all devices' keys and values, gathered first; runs inside `jax.shard_map`.
 

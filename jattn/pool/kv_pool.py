@@ -29,7 +29,7 @@ from jattn.pool.checks import (
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.specs import CacheSpec, KVCacheSpec, LatentCacheSpec
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +90,11 @@ class KVPool:
 
     def __init__(
         self,
-        spec: KVCacheSpec | LatentCacheSpec,
+        spec: CacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
-        further: Sequence[KVCacheSpec | LatentCacheSpec] = (),
+        further: Sequence[CacheSpec] = (),
         device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
         _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
@@ -125,7 +125,7 @@ class KVPool:
         self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
 
     @property
-    def spec(self) -> KVCacheSpec | LatentCacheSpec:
+    def spec(self) -> CacheSpec:
         """The layout of the first layer."""
         return self.specs[0]
 
@@ -392,7 +392,7 @@ class KVPool:
             )
         arrays = tuple(bridge.to_jax(tensor) for tensor in tensors)
         dtype = arrays[0].dtype.name
-        spec: KVCacheSpec | LatentCacheSpec
+        spec: CacheSpec
         if kv_lora_rank is None:
             block_size, num_kv_heads, head_size = shape[2:]
             spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)

@@ -13,7 +13,7 @@ import jax
 
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.specs import CacheSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class PoolPlan:
         1,025 blocks of 16 tokens in 32 layers: room for 16,384 tokens, 2.002 GiB
     """
 
-    spec: KVCacheSpec | LatentCacheSpec
+    spec: CacheSpec
     num_layers: int
     num_blocks: int
-    further: tuple[KVCacheSpec | LatentCacheSpec, ...] = ()
+    further: tuple[CacheSpec, ...] = ()
     num_groups: int = 1
     context_parallel_size: int = 1
 
@@ -62,14 +62,14 @@ class PoolPlan:
 
 
 def plan_pool(
-    spec: KVCacheSpec | LatentCacheSpec,
+    spec: CacheSpec,
     *,
     num_layers: int,
     num_bytes: int | None = None,
     memory_fraction: float | None = None,
     min_tokens: int = 1,
     min_blocks: int | None = None,
-    further: Sequence[KVCacheSpec | LatentCacheSpec] = (),
+    further: Sequence[CacheSpec] = (),
     device: Any = None,
 ) -> PoolPlan:
     """Plans the largest pool within a budget; allocates nothing.
@@ -155,9 +155,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _bytes_per_block(
-    spec: KVCacheSpec | LatentCacheSpec, num_layers: int, further: Sequence[KVCacheSpec | LatentCacheSpec]
-) -> int:
+def _bytes_per_block(spec: CacheSpec, num_layers: int, further: Sequence[CacheSpec]) -> int:
     return num_layers * spec.bytes_per_block + sum(each.bytes_per_block for each in further)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.checks import INT32_MAX, check_bool, check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 
 #: The slot of a padded token: nothing is written for it. vLLM: vllm/v1/attention/backends/utils.py.
@@ -64,11 +65,8 @@ def packed_latent_bytes(kv_lora_rank: int, rope_dim: int) -> int:
         656
     """
     if kv_lora_rank % PACKED_GROUP or rope_dim % 2:
-        raise InvalidInput(
-            "kv_lora_rank",
-            f"is {kv_lora_rank} and rope_dim {rope_dim}",
-            f"a packed row has a latent of a multiple of {PACKED_GROUP} and an even rotary key. Use another dtype",
-        )
+        wanted = f"a packed row has a latent of a multiple of {PACKED_GROUP} and an even rotary key. Use another dtype"
+        raise InvalidInput("kv_lora_rank", f"is {kv_lora_rank} and rope_dim {rope_dim}", wanted)
     return kv_lora_rank + kv_lora_rank // PACKED_GROUP * DTYPE_BYTES["float32"] + rope_dim * DTYPE_BYTES["bfloat16"]
 
 
@@ -103,9 +101,8 @@ class ArraySpec:
         if self.dtype not in DTYPE_BYTES:
             raise Unsupported("dtype", value=self.dtype, wanted=f"a kernel takes one of {', '.join(DTYPE_BYTES)}")
         if self.strides is not None and len(self.strides) != len(self.shape):
-            raise InvalidInput(
-                "strides", f"{self.strides} and shape {self.shape} differ in length", "give one per axis"
-            )
+            wanted = "give one per axis"
+            raise InvalidInput("strides", f"{self.strides} and shape {self.shape} differ in length", wanted)
 
     @property
     def element_strides(self) -> tuple[int, ...]:
@@ -225,6 +222,9 @@ class LatentCacheSpec:
         return math.prod(self.shape(1)) * DTYPE_BYTES[self.dtype]
 
 
+CacheSpec: TypeAlias = KVCacheSpec | LatentCacheSpec
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The static options of one attention call, which are the same for every sequence of every step.
@@ -259,20 +259,17 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or self.scale == 0:
-            raise InvalidInput(
-                "scale", value=self.scale, wanted="it must be finite and not zero (usually head_size ** -0.5)"
-            )
+            wanted = "it must be finite and not zero (usually head_size ** -0.5)"
+            raise InvalidInput("scale", value=self.scale, wanted=wanted)
         for name, low in (("window_left", 0), ("window_right", 0), ("attention_chunk", 1)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low, INT32_MAX)
         for name in ("causal", "use_alibi_sqrt"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(name, value=getattr(self, name), wanted="it must be True or False")
+            check_bool(name, getattr(self, name))
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
-            raise InvalidInput(
-                "logits_soft_cap", value=cap, wanted="it must be a positive finite number, or None for off"
-            )
+            wanted = "it must be a positive finite number, or None for off"
+            raise InvalidInput("logits_soft_cap", value=cap, wanted=wanted)
 
 
 def _check_cache_dtype(dtype: str) -> None:

@@ -89,21 +89,14 @@ class ChatTemplate:
             InvalidInput: the template fails, refuses the conversation, or goes beyond a limit.
         """
         names = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        parts: list[str] = []
-        length = 0
         _work.begin()
         try:
-            for part in self._template.generate(self._special_tokens | variables | names):
-                length += len(part)
-                if length > _MAX_PROMPT:
-                    raise InvalidInput(f"the chat template's text goes beyond {_MAX_PROMPT} characters.")
-                parts.append(part)
+            return _joined(self._template.generate(self._special_tokens | variables | names))
         except InvalidInput:
             raise
         except Exception as error:
             # A template is a program: it can raise any exception, including Python's TypeError.
             raise InvalidInput(f"the chat template fails on these messages: {type(error).__name__}: {error}.") from None
-        return "".join(parts)
 
 
 class _Work(threading.local):
@@ -261,9 +254,18 @@ def _counted(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _part(value: Any) -> Any:
-    if len(str(value)) > _MAX_PROMPT:
-        raise InvalidInput(f"the chat template's text goes beyond {_MAX_PROMPT} characters.")
+    _joined([str(value)])
     return value
+
+
+def _joined(parts: Iterable[str]) -> str:
+    found, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > _MAX_PROMPT:
+            raise InvalidInput(f"the chat template's text goes beyond {_MAX_PROMPT} characters.")
+        found.append(part)
+    return "".join(found)
 
 
 def _to_json(
@@ -273,13 +275,7 @@ def _to_json(
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_INDENT):
         raise InvalidInput(f"the chat template indents JSON by a value outside 0 to {_MAX_INDENT}.")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    parts, length = [], 0
-    for part in encoder.iterencode(value):
-        length += len(part)
-        if length > _MAX_PROMPT:
-            raise InvalidInput(f"the chat template's text goes beyond {_MAX_PROMPT} characters.")
-        parts.append(part)
-    return "".join(parts)
+    return _joined(encoder.iterencode(value))
 
 
 def _raise(message: str) -> NoReturn:

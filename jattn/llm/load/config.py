@@ -123,9 +123,7 @@ def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
         differing = min(differing or found, found, key=len)
     asked = ", ".join(f"{name}={shown(getattr(config, name))}" for name in differing) or "options"
     raise Unsupported(
-        "config",
-        f"has {asked}",
-        f"no supported architecture of {', '.join(f.architecture for f in tried)} stores that",
+        "config", f"has {asked}", f"no supported architecture of {', '.join(f.architecture for f in tried)} stores that"
     )
 
 

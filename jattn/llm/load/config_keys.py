@@ -178,17 +178,15 @@ def _check_quantization(given: Any) -> None:
     if given is None:
         return
     method = given.get("quant_method") if isinstance(given, dict) else given
-    if method not in QUANT_METHODS:
-        wanted = f"this build reads {', '.join(QUANT_METHODS)}"
-        raise Unsupported("quantization_config.quant_method", value=method, wanted=wanted).under(FILE)
-    if method == "fp8" and given.get("weight_block_size") not in (None, [128, 128]):
+    name, served, wanted = "quant_method", QUANT_METHODS, f"this build reads {', '.join(QUANT_METHODS)}"
+    if method == "fp8":
+        name, served = "weight_block_size", (None, [128, 128])
         wanted = "this build reads [128, 128], or one scale for a tensor or an output"
-        raise Unsupported(
-            "quantization_config.weight_block_size", value=given.get("weight_block_size"), wanted=wanted
-        ).under(FILE)
-    if method == "compressed-tensors" and given.get("format") != "float-quantized":
-        wanted = "this build reads float-quantized"
-        raise Unsupported("quantization_config.format", value=given.get("format"), wanted=wanted).under(FILE)
+    elif method == "compressed-tensors":
+        name, served, wanted = "format", ("float-quantized",), "this build reads float-quantized"
+    value = given.get(name) if isinstance(given, dict) else given
+    if value not in served:
+        raise Unsupported(f"quantization_config.{name}", value=value, wanted=wanted).under(FILE)
 
 
 def _allowed(family: Family) -> set[str]:

@@ -50,12 +50,7 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
 
     A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
     (`models--org--name`, or the `blobs` that all models of the cache share).
-
-    Args:
-        folder: result of `check_folder`.
-        name: a plain file name; it may come from a file that someone else wrote.
-        max_bytes: refuse a larger file.
-        inside: a subfolder, with a name of jattn's, to look in.
+    The name may come from a file that someone else wrote; `inside` is a subfolder with a name of jattn's.
     """
     if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
         raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")

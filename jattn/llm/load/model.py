@@ -22,7 +22,7 @@ from jattn.llm.load.folder import check_folder, read_object
 from jattn.llm.load.generation import load_generation_defaults
 from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
 from jattn.llm.load.read_ahead import read_ahead
-from jattn.llm.load.safetensors_file import SafetensorsFile
+from jattn.llm.load.safetensors_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer, load_tokenizer
 from jattn.llm.load.weights import (
     check_count,
@@ -192,7 +192,7 @@ def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _reader_of_parts(
-    tensors: dict[str, SafetensorsFile], config: ModelConfig, mesh: Mesh, parallel: TensorParallel
+    tensors: Tensors, config: ModelConfig, mesh: Mesh, parallel: TensorParallel
 ) -> Callable[[ParameterPlan], jax.Array]:
     shards = parameter_shards(config, parallel)
 
@@ -204,23 +204,17 @@ def _reader_of_parts(
 
 
 def _reader_of_quantized(
-    tensors: dict[str, SafetensorsFile],
-    read: Callable[[ParameterPlan], jax.Array],
-    *,
-    to_fp8: bool,
-    is_cut: bool,
-    on_host: bool,
+    tensors: Tensors, read: Callable[[ParameterPlan], jax.Array], *, to_fp8: bool, is_cut: bool, on_host: bool
 ) -> Callable[[ParameterPlan], Any]:
-    def as_fp8(kernel: jax.Array, scale: jax.Array) -> Fp8Kernel:
+    def quantized(parameter: ParameterPlan) -> Any:
+        to_round = to_fp8 and len(parameter.shape) == 2
+        if is_cut or not is_quantized(tensors, parameter):
+            return round_to_fp8(read(parameter)) if to_round else read(parameter)
+        kernel, scale = read_quantized(tensors, parameter, on_host=on_host)
+        if not to_round:
+            return kernel, scale
         if kernel.dtype == jnp.float8_e4m3fn and scale.shape[0] == 1:
             return Fp8Kernel(kernel.T, scale[0])
         return round_to_fp8(dequantize(kernel, scale))
-
-    def quantized(parameter: ParameterPlan) -> Any:
-        is_stored = not is_cut and is_quantized(tensors, parameter)
-        stored = read_quantized(tensors, parameter, on_host=on_host) if is_stored else None
-        if to_fp8 and len(parameter.shape) == 2:
-            return round_to_fp8(read(parameter)) if stored is None else as_fp8(*stored)
-        return read(parameter) if stored is None else stored
 
     return quantized

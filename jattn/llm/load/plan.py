@@ -1,22 +1,31 @@
-"""Which tensors a model folder must hold, with which shapes, and where in the Flax model each one goes."""
+"""Which tensors a model folder must hold, with which shapes, and where in the Flax model each one goes.
+
+A tensor that is stored in fewer bits consists of several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from jattn.llm.load.config import family_of
 from jattn.llm.load.families import Family
+from jattn.llm.load.safetensors_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.quantized import group_rows
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
+from torch_core.base.errors import Unsupported
 
 #: Old writers' names of a norm's parameters.
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
 _BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
+_BLOCK = 128
+_MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,51 @@ def found_name(name: str, names: Container[str], is_whole: bool) -> str:
     if is_whole:
         others = (f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
     return next((each for each in (name, *others) if each in names), name)
+
+
+def parts_of(piece: TensorPlan, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors that hold a planned one and their shapes; only itself if it is not quantised.
+
+    MXFP4 is gpt-oss's: `name_blocks` uint8[..., out, in / 32, 16], two numbers in a byte, and `name_scales`
+    uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] with its scales: DeepSeek's
+    and Qwen 3's `weight_scale_inv` for each block of 128 x 128, or compressed-tensors' `weight_scale` for each of them,
+    for each output or for the tensor.
+    """
+    name, shape = piece.name, piece.shape
+    if name not in tensors and f"{name}_blocks" in tensors:
+        *front, inputs, outputs = shape
+        groups = (*front, outputs, inputs // _MXFP4_GROUP)
+        return {f"{name}_blocks": (*groups, _MXFP4_GROUP // 2), f"{name}_scales": groups}
+    if name not in tensors or tensors[name].tensors[name].dtype not in QUANTIZED_DTYPES.values():
+        return {name: shape}
+    scale = next((scale for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in tensors), None)
+    if scale is None or len(shape) != 2:
+        raise Unsupported(
+            f"{tensors[name].path.name}: tensor {name!r} has dtype {tensors[name].tensors[name].dtype} and no "
+            f"'{name}_scale_inv' beside it; this build reads fp8 with scales by tensor, by output or by blocks of "
+            f"{_BLOCK}, and MXFP4."
+        )
+    blocks, found = (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK)), tensors[scale].tensors[scale].shape
+    return {name: shape, scale: found if found in ((), (1,), (shape[0], 1)) else blocks}
+
+
+def kernel_and_scale(
+    piece: TensorPlan, read: Callable[[str], Any], parts: dict[str, tuple[int, ...]], xp: Any, *, transposed: bool
+) -> tuple[Any, Any]:
+    """Returns a planned tensor of several parts as `jattn.llm.models.quantized.dequantize` takes it: [..., in, out].
+
+    `read` gives a part by its name, as an array of `xp`, numpy or jax.numpy. An E4M3 tensor is [out, in] if it is
+    transposed, and [in, out] otherwise.
+    """
+    kernel, scale = (read(name) for name in parts)
+    if piece.name not in parts:
+        return kernel.reshape(*scale.shape[:-1], -1).swapaxes(-1, -2), scale.swapaxes(-1, -2)
+    scale = scale.astype("float32")
+    scale = scale.reshape(1, 1) if scale.ndim < 2 else scale
+    if transposed:
+        kernel, scale = kernel.T, scale.T
+    outputs = kernel.shape[-1]
+    return kernel, xp.repeat(scale, group_rows(outputs, scale.shape[-1]), -1)[:, :outputs]
 
 
 class _Planner:

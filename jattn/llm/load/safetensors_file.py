@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -23,25 +24,14 @@ _MAX_HEADER_BYTES = 16 << 20
 _MAX_TENSORS = 50_000
 _MAX_RANK = 8
 #: The floating-point types that weights may be stored in.
-STORED_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-}
+STORED_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 #: The types of quantised weights, which need scales, and of their scales.
 QUANTIZED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of a tensor in its file.
-
-    Attributes:
-        shape: shape of the tensor.
-        dtype: stored dtype; None for a type that no weight has, as in buffers.
-        offset: offset of its first byte in the file.
-        code: the file's word for the type.
-    """
+    """The place of a tensor in its file, and its dtype: None for a type that no weight has; `code` is the file's."""
 
     shape: tuple[int, ...]
     dtype: np.dtype | None
@@ -51,17 +41,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The checked header of one file, which is not kept open.
-
-    Attributes:
-        path: path of the file.
-        tensors: the tensors by name.
-        stamp: the file's inode, size and time of change when the header was checked.
-    """
+    """The checked header of one file, which is not kept open; `stamp` has its inode, size and time of change."""
 
     path: Path
     tensors: dict[str, StoredTensor]
     stamp: tuple[int, int, int]
+
+
+#: For each tensor's name the file that holds it.
+Tensors: TypeAlias = dict[str, SafetensorsFile]
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.load.folder import member, read_json, read_text
-from jattn.llm.load.plan import ParameterPlan, TensorPlan
-from jattn.llm.load.quantized import kernel_and_scale, parts_of
+from jattn.llm.load.plan import ParameterPlan, TensorPlan, kernel_and_scale, parts_of
 from jattn.llm.load.read_ahead import FileRange
-from jattn.llm.load.safetensors_file import SafetensorsFile, checked_dtype, open_safetensors, read_tensor
+from jattn.llm.load.safetensors_file import Tensors, checked_dtype, open_safetensors, read_tensor
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput
 
@@ -40,7 +39,7 @@ _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\
 _IGNORED_TENSOR = re.compile(r".+\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|input_scale)")
 
 
-def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
+def find_weights(folder: Path) -> Tensors:
     """Returns, for each tensor name, the file that holds it; every header was read and checked."""
     single, index = member(folder, _SINGLE), member(folder, _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if single is not None and index is not None:
@@ -61,7 +60,7 @@ def find_weights(folder: Path) -> dict[str, SafetensorsFile]:
     raise InvalidInput(f"the folder has neither {_SINGLE} nor {_INDEX}.")
 
 
-def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: str) -> dict[str, SafetensorsFile]:
+def with_tied_head(tensors: Tensors, embedding: str, head: str) -> Tensors:
     """Returns the tensors of a model whose head is its embedding: one of the two, under the embedding's name.
 
     Some writers store both, which must be equal, some the head alone.
@@ -88,13 +87,13 @@ def with_tied_head(tensors: dict[str, SafetensorsFile], embedding: str, head: st
     return rest
 
 
-def check_count(tensors: dict[str, SafetensorsFile], fewest: int) -> None:
+def check_count(tensors: Tensors, fewest: int) -> None:
     """Refuses a config whose number of tensors would take long to list, if the files have fewer."""
     if fewest > max(len(tensors), _NAMED_AT_ONCE):
         raise InvalidInput(f"the config asks for {fewest} tensors or more; the weights have {len(tensors)}.")
 
 
-def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
+def check_weights(tensors: Tensors, plan: tuple[ParameterPlan, ...], *, unread: str = "") -> None:
     """Compares the tensors of the files with those of the config; names that match `unread` are not looked at."""
     expected: dict[str, tuple[int, ...]] = {}
     for parameter in plan:
@@ -122,14 +121,14 @@ def check_weights(tensors: dict[str, SafetensorsFile], plan: tuple[ParameterPlan
             )
 
 
-def is_quantized(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> bool:
+def is_quantized(tensors: Tensors, parameter: ParameterPlan) -> bool:
     """Returns whether every tensor of a parameter is stored in fewer bits, with scales of one kind."""
     parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
     kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
     return all(len(each) > 1 for each in parts) and len(kinds) == 1
 
 
-def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict[int, dict[str, float]]:
+def read_kv_scales(tensors: Tensors, num_layers: int) -> dict[int, dict[str, float]]:
     """Returns the scales of an fp8 cache that are stored with the weights: for each layer those of "k" and "v"."""
     scales: dict[int, dict[str, float]] = {}
     for name, file in tensors.items():
@@ -146,9 +145,7 @@ def read_kv_scales(tensors: dict[str, SafetensorsFile], num_layers: int) -> dict
     return scales
 
 
-def read_parameter(
-    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, dtype: np.dtype, *, on_host: bool
-) -> jax.Array:
+def read_parameter(tensors: Tensors, parameter: ParameterPlan, dtype: np.dtype, *, on_host: bool) -> jax.Array:
     """Returns one parameter of the model on JAX's default device: its pieces cast, transposed, joined, put in order.
 
     The dtype is the given one, unless the parameter is float32 in all models. With `on_host` all is done in numpy, for
@@ -156,19 +153,13 @@ def read_parameter(
     it is in the file, and the host never holds a copy.
     """
     dtype = np.dtype(np.float32) if parameter.is_float32 else dtype
-    home = _home(on_host)
-    blocks = (
-        kernel if scale is None else dequantize(kernel, scale, home)
-        for kernel, scale in _pieces(tensors, parameter, on_host)
-    )
+    blocks = _dequantized(tensors, parameter, parameter.pieces, on_host)
     return _joined(blocks, parameter, parameter.shape, dtype, on_host)
 
 
-def read_quantized(
-    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, *, on_host: bool
-) -> tuple[jax.Array, jax.Array]:
+def read_quantized(tensors: Tensors, parameter: ParameterPlan, *, on_host: bool) -> tuple[jax.Array, jax.Array]:
     """Returns a parameter for which `is_quantized` as it is stored: a kernel and its scale, for `dequantize`."""
-    kernels, scales = zip(*_pieces(tensors, parameter, on_host), strict=True)
+    kernels, scales = zip(*_pieces(tensors, parameter, parameter.pieces, on_host), strict=True)
 
     def joined(parts: tuple[Any, ...]) -> jax.Array:
         shape = (*parameter.shape[:-2], parts[0].shape[-2], parameter.shape[-1])
@@ -177,28 +168,34 @@ def read_quantized(
     return joined(kernels), joined(scales)
 
 
-def ranges_of(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan) -> list[FileRange]:
+def ranges_of(tensors: Tensors, parameter: ParameterPlan) -> list[FileRange]:
     """Returns where the bytes of a parameter lie."""
     names = [name for piece in parameter.pieces for name in parts_of(piece, tensors)]
     stored = [(tensors[name], tensors[name].tensors[name], checked_dtype(tensors[name], name)) for name in names]
     return [FileRange(file.path, each.offset, math.prod(each.shape) * dtype.itemsize) for file, each, dtype in stored]
 
 
-def _home(on_host: bool) -> Any:
-    return np if on_host else jnp
+def _dequantized(
+    tensors: Tensors, parameter: ParameterPlan, pieces: tuple[TensorPlan, ...], on_host: bool
+) -> Iterator[Any]:
+    for kernel, scale in _pieces(tensors, parameter, pieces, on_host):
+        yield kernel if scale is None else dequantize(kernel, scale, np if on_host else jnp)
 
 
-def _pieces(tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, on_host: bool) -> Iterator[tuple[Any, Any]]:
+def _pieces(
+    tensors: Tensors, parameter: ParameterPlan, pieces: tuple[TensorPlan, ...], on_host: bool
+) -> Iterator[tuple[Any, Any]]:
     """Yields each piece in the model's layout [in, out], and its scale; None for pieces that are not quantised."""
 
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
         return view if on_host else jnp.asarray(view)
 
-    for piece in parameter.pieces:
-        parts, transposed = parts_of(piece, tensors), parameter.transposed
+    transposed, home = parameter.transposed, np if on_host else jnp
+    for piece in pieces:
+        parts = parts_of(piece, tensors)
         if len(parts) > 1:
-            yield kernel_and_scale(piece, read, parts, _home(on_host), transposed=transposed)
+            yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
             yield block.T if transposed else block, None
@@ -229,9 +226,7 @@ def _joined(
     return value if parameter.order is None else value[..., parameter.order]
 
 
-def read_places(
-    tensors: dict[str, SafetensorsFile], parameter: ParameterPlan, axis: int | None, places: np.ndarray
-) -> np.ndarray:
+def read_places(tensors: Tensors, parameter: ParameterPlan, axis: int | None, places: np.ndarray) -> np.ndarray:
     """Returns some places of one parameter along an axis (None: all of it), in numpy; no more than these are read.
 
     Quantised tensors are the exception: the needed part is cut from the whole tensor.
@@ -245,23 +240,10 @@ def read_places(
 
 
 def _taken(
-    tensors: dict[str, SafetensorsFile],
-    parameter: ParameterPlan,
-    pieces: tuple[TensorPlan, ...],
-    axis: int | None,
-    places: np.ndarray,
+    tensors: Tensors, parameter: ParameterPlan, pieces: tuple[TensorPlan, ...], axis: int | None, places: np.ndarray
 ) -> np.ndarray:
-    blocks, last = [], len(parameter.shape) - 1
-    for piece in pieces:
-        parts = parts_of(piece, tensors)
-        read = lambda name: read_tensor(tensors[name], name)  # noqa: E731
-        if len(parts) > 1:
-            kernel, scale = kernel_and_scale(piece, read, parts, np, transposed=parameter.transposed)
-            blocks.append(dequantize(kernel, scale, np))
-        else:
-            block = read(piece.name)
-            blocks.append(block.T if parameter.transposed else block)
-    if axis != last:
+    blocks = list(_dequantized(tensors, parameter, pieces, on_host=True))
+    if axis != len(parameter.shape) - 1:
         # An axis of stacked experts stands before those of a block.
         inner = None if axis is None else axis - bool(parameter.num_stacked)
         joined = np.concatenate([block if inner is None else block.take(places, inner) for block in blocks], -1)
@@ -276,7 +258,7 @@ def _taken(
     return found
 
 
-def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
+def _read_index(folder: Path, index: dict) -> Tensors:
     weight_map = index.get("weight_map")
     if set(index) - {"metadata", "weight_map"} or not isinstance(weight_map, dict):
         raise InvalidInput(_INDEX, "must have weight_map and may have metadata, nothing else")
@@ -285,7 +267,7 @@ def _read_index(folder: Path, index: dict) -> dict[str, SafetensorsFile]:
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MAX_SHARDS:
         raise InvalidInput(_INDEX, f"names {len(shards)} files", f"at most {_MAX_SHARDS} are read")
-    tensors: dict[str, SafetensorsFile] = {}
+    tensors: Tensors = {}
     for shard in shards:
         if Path(shard).suffix.lower() in _PICKLE_SUFFIXES:
             raise InvalidInput(_INDEX, f"names {shard!r}", "reading a pickle can run code. Convert it to safetensors")

@@ -73,16 +73,10 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationBody(Body):
-    """The fields of completions and of chats.
+    """The fields of completions and of chats; `sampling` has those of SamplingParams by name, unchanged.
 
-    Attributes:
-        sampling: fields of SamplingParams, by name, unchanged.
-        max_tokens, seed, logit_bias, structured_outputs: as in SamplingParams, in JSON.
-        response_format: OpenAI's form of structured_outputs.
-        stream: answer by server-sent events.
-        stream_options: `{"include_usage": true}` ends a stream with the counts of tokens.
-        cache_salt: only requests with equal salts share cached prefixes.
-        priority: a lower value runs first.
+    `stream_options` `{"include_usage": true}` ends a stream with the counts of tokens. Only requests with equal
+    `cache_salt` share cached prefixes. A lower `priority` runs first.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -111,16 +105,7 @@ class CompletionBody(GenerationBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(GenerationBody):
-    """The body of `/v1/chat/completions`.
-
-    Attributes:
-        messages: the conversation.
-        max_completion_tokens: the newer name of max_tokens.
-        logprobs: return log-probabilities: of the sampled tokens and of `top_logprobs` others.
-        tools: JSON schemas of functions, for the template.
-        tool_choice: "none" leaves the tools out.
-        chat_template, chat_template_kwargs, add_generation_prompt: as in `LLM.chat`.
-    """
+    """The body of `/v1/chat/completions`: `max_completion_tokens` is the newer name of `max_tokens`."""
 
     messages: _List
     max_completion_tokens: _Whole | None = None

@@ -23,18 +23,12 @@ class Generation:
     """A request to generate, and the form of its answer.
 
     Attributes:
-        body: the request's fields.
         prompts: the prompts of a completion. A chat has one, which is made from `messages`.
-        params: the parameters of all prompts.
-        echo: begin the answer with the prompt.
         prompt_alone: return the prompt alone, without the one token that is generated after it.
         aliases: fields of `params` to the fields that the client gave in their place.
         num_choices: samples that are returned of each prompt. If that is less than params.n, the best are.
-        salt: only requests of equal salt share cached prefixes.
         grammar_field: the field that holds the structured output; None without one.
-        messages: the messages of a chat.
-        template: further arguments of a chat's template.
-        chat_template: the client's own template.
+        template: further arguments of a chat's template; `chat_template` is the client's own.
     """
 
     body: GenerationBody

@@ -185,11 +185,7 @@ def _chat_logprob(found: Logprob) -> dict[str, Any]:
 
 
 def _completion_logprobs(
-    token_ids: Sequence[int],
-    logprobs: Sequence[dict[int, Logprob] | None] | None,
-    *,
-    start: int = 0,
-    first: str = "",
+    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None, *, start: int = 0, first: str = ""
 ) -> dict[str, Any] | None:
     if logprobs is None:
         return None

@@ -23,15 +23,12 @@ class Detokenizer:
 
     Args:
         tokenizer: tokenizer of the model.
-        stop: strings that end the text.
+        stop: strings that end the text, before them or, with `include_stop`, after them.
         prompt: the tokens before: they decide about a space before the first new token, and may end within a character.
-        include_stop: cut after the stop string, not before it.
         min_tokens: tokens in whose text no stop string counts.
-        skip_special_tokens: leave them out of the text.
 
     Attributes:
         text: everything decoded so far, cut at a stop string.
-        stop_string: the one that was found, or None.
         num_tokens: tokens read so far; those after a stop string are not.
     """
 
@@ -45,11 +42,8 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
-        self._skip_special_tokens = skip_special_tokens
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
+        self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         # The last token that gave text, and those since then.
         self._unread: list[int] = []

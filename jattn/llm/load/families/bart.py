@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.bert import SUM_NORMS
-from jattn.llm.load.families.family import (
-    Family,
-    Key,
-    attention_names,
-    stack_names,
-)
+from jattn.llm.load.families.family import Family, Key, attention_names, stack_names
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 # Keys that only models derived from BART have.

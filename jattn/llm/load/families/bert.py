@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import (
-    BIASES,
-    WITHOUT_GATE,
-    Family,
-)
+from jattn.llm.load.families.family import BIASES, WITHOUT_GATE, Family
 
 #: Options of encoders with norms after each sum.
 SUM_NORMS = {

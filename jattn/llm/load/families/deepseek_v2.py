@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import (
-    BOTH_BIASES,
-    Family,
-    Key,
-    Raw,
-    expert_names,
-)
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw, expert_names
 from torch_core.base.checks import check_int
 from torch_core.base.errors import Unsupported
 

@@ -6,10 +6,7 @@ import dataclasses
 from typing import Any
 
 from jattn.llm.load.families.deepseek_v2 import DEFAULTS, KEYS, NAMES
-from jattn.llm.load.families.family import (
-    Family,
-    Raw,
-)
+from jattn.llm.load.families.family import Family, Raw
 from torch_core.base.checks import shown
 from torch_core.base.errors import Unsupported
 

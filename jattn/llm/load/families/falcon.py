@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import (
-    WITHOUT_GATE,
-    Family,
-    Key,
-    Raw,
-)
+from jattn.llm.load.families.family import WITHOUT_GATE, Family, Key, Raw
 from jattn.llm.load.families.gpt_neox import BLOOM_NAMES
 from jattn.llm.models.config import ModelConfig
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import (
-    BOTH_BIASES,
-    INVERSE_SQUARE,
-    Family,
-    Key,
-    Raw,
-    every,
-)
+from jattn.llm.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, Raw, every
 
 
 def scaled_embedding(raw: Raw) -> dict[str, Any]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import (
-    Family,
-    Raw,
-    Whole,
-    every,
-)
+from jattn.llm.load.families.family import Family, Raw, Whole, every
 from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
 
 

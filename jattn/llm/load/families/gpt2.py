@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import (
-    BIASES,
-    WITHOUT_GATE,
-    Family,
-    Key,
-)
+from jattn.llm.load.families.family import BIASES, WITHOUT_GATE, Family, Key
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",

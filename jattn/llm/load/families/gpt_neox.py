@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import (
-    BIASES,
-    BOTH_BIASES,
-    WITHOUT_GATE,
-    Family,
-    Key,
-)
+from jattn.llm.load.families.family import BIASES, BOTH_BIASES, WITHOUT_GATE, Family, Key
 
 BLOOM_NAMES = {
     "embed_tokens": "transformer.word_embeddings",

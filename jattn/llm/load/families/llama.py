@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import (
-    BOTH_BIASES,
-    INVERSE,
-    Family,
-    Key,
-    Raw,
-    Whole,
-)
+from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Raw, Whole
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
@@ -30,10 +23,7 @@ GRANITE = Family(
     model_type="granite",
     keys=_BIASES
     | {name: name for name in ("embedding_multiplier", "residual_multiplier")}
-    | {
-        "attention_multiplier": "attention_scale",
-        "logits_scaling": Key("logits_scale", *INVERSE),
-    },
+    | {"attention_multiplier": "attention_scale", "logits_scaling": Key("logits_scale", *INVERSE)},
     defaults={"attention_multiplier": 1.0},
 )
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jattn.llm.load.families.family import (
-    BOTH_BIASES,
-    Family,
-    Key,
-    every,
-)
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, every
 
 # Command R: attention and feed-forward side by side after one layer norm, neighbours rotated, scaled logits.
 COHERE = Family(

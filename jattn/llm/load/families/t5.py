@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import (
-    Family,
-    Key,
-    Raw,
-    attention_names,
-    stack_names,
-)
+from jattn.llm.load.families.family import Family, Key, Raw, attention_names, stack_names
 
 _DISTANCES = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias"
