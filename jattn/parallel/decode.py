@@ -72,15 +72,12 @@ def paged_attention(
 
     Args:
         call: call of the whole sequences (the same tables, lengths and offsets on all devices) and this device's cache.
-        axis_name: the mesh axis over which sequences are spread.
-        interleave_size: number of consecutive tokens on one device.
+        axis_name, interleave_size, implementation: as in `write_kv_cache`.
         new: keys and values of the step's tokens, float[num_tokens, num_kv_heads, head_size]. The new tokens of a
             sequence attend to each other through these, and to the cache as one row of queries: use this for prompts
             and chunks. None reads all keys from the cache, token by token: use this for decode and for few tokens.
         split_heads: query and output have only this device's heads, in the order of devices.
-        group_size: number of neighbours on the axis over which a sequence and its heads are spread; None for the whole
-            axis. Every group has its own sequences, or its own heads of the same sequences.
-        implementation: as in `jattn.ops.run`.
+        group_size: as in `write_kv_cache`; every group has its own sequences, or its own heads of the same sequences.
 
     Returns:
         `out` and `lse`, of every head or of this device's; equal bit by bit on all devices if they are whole.
@@ -143,10 +140,8 @@ def attend_spread(
             read a complete cache.
         kv_cache: this device's share of the cache; consumed.
         metadata: metadata of the step, built for blocks of all devices' tokens together; the same on all.
-        axis_name: the mesh axis.
-        group_size: number of neighbours on the axis over which sequences are spread; None for all.
+        axis_name, group_size, implementation: as in `paged_attention`.
         k_scale, v_scale: dequantisation scales of a quantised cache.
-        implementation: as in `jattn.ops.run`.
         **options: further options of `jattn.paged_attention`.
 
     Returns:

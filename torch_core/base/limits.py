@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import numbers
-import operator
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,7 +21,7 @@ from torch_core.base.errors import ArgumentError, InvalidInput
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Check: TypeAlias = Callable[[str, Any], Any]
+_Check: TypeAlias = Callable[[str, Any], None]
 _NOUNS = {bool: "True or False", str: "a string", int: "an int", float: "a number", Callable: "a function"}
 
 
@@ -49,19 +48,21 @@ class Limits:
 
     def contains(self, value: Any) -> bool:
         """Returns whether a number is in the range."""
-        in_range = all(limit is None or fits(value, limit) for _, limit, fits in self._bounds())
-        return in_range and (self.multiple_of is None or value % self.multiple_of == 0)
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
+        )
 
     def describe(self) -> str:
         """Returns the range in words, such as "from 1 to 256" or "above 0 and at most 1"; empty without a range."""
-        parts = [f"{words} {_text(limit)}" for words, limit, _ in self._bounds() if limit is not None]
+        bounds = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
         if self.low is not None and self.high is not None:
-            parts = [f"from {_text(self.low)} to {_text(self.high)}"]
+            bounds = {f"from {_text(self.low)} to": self.high}
+        parts = [f"{words} {_text(limit)}" for words, limit in bounds.items() if limit is not None]
         return " and ".join([*parts, *([] if self.multiple_of is None else [f"a multiple of {self.multiple_of}"])])
-
-    def _bounds(self) -> tuple[tuple[str, float | None, _Check], ...]:
-        least, most = ("at least", self.low, operator.ge), ("at most", self.high, operator.le)
-        return least, ("above", self.above, operator.gt), most, ("below", self.below, operator.lt)
 
 
 class Choices:

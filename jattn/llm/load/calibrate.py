@@ -75,7 +75,7 @@ def calibrate_kv_cache(
     )
     look = jax.jit(_look, static_argnums=0)
     for row in rows:
-        seen = look(graph, seen, rest, *_step(row, num_blocks), caches)
+        seen = look(graph, seen, rest, _step(row, num_blocks), caches)
     ranges: dict[str, tuple[float, float]] = {}
     for path, layer in paged_layers(nnx.merge(graph, seen, rest)):
         if layer.kv_range is not None:
@@ -86,16 +86,9 @@ def calibrate_kv_cache(
     return KVCacheScales(ranges)
 
 
-def _look(
-    graph: Any,
-    seen: nnx.State,
-    rest: nnx.State,
-    token_ids: jax.Array,
-    positions: jax.Array,
-    metadata: AttentionMetadata,
-    caches: tuple[jax.Array, ...],
-) -> nnx.State:
+def _look(graph: Any, seen: nnx.State, rest: nnx.State, step: tuple[Any, ...], caches: Any) -> nnx.State:
     model = nnx.merge(graph, seen, rest)
+    token_ids, positions, metadata = step
     model(token_ids, positions, caches, metadata)
     return nnx.state(model, KVScale)
 
