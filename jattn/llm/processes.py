@@ -65,9 +65,8 @@ def join(coordinator: str | None = None, num_processes: int | None = None, proce
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except ValueError as error:
-        raise InvalidInput(
-            f"the processes cannot be joined: {error}. Give coordinator, num_processes and process_id."
-        ) from None
+        text = f"the processes cannot be joined: {error}. Give coordinator, num_processes and process_id."
+        raise InvalidInput(text) from None
 
 
 def tell_failure(text: str) -> None:
@@ -182,9 +181,8 @@ def check_together(check: Callable[[], Result]) -> Result:
     if failure is not None:
         raise failure
     if failed.size:
-        raise InvalidInput(
-            f"process {failed[0]} refused what it was given, so nothing has changed; its error says why."
-        )
+        text = f"process {failed[0]} refused what it was given, so nothing has changed; its error says why."
+        raise InvalidInput(text)
     return found[0]
 
 

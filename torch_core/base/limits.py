@@ -27,15 +27,10 @@ _NOUNS = {bool: "True or False", str: "a string", int: "an int", float: "a numbe
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a number.
+    """The range of a number: from `low` to `high`, `above` or `below` a value, and a multiple of an int.
 
-    Attributes:
-        low: the smallest value; None for no lower limit.
-        high: the largest value; None for no upper limit.
-        above, below: the value must be greater or less than this; alternatives to `low` and `high`.
-        multiple_of: the value must be a multiple of this int.
-        also: text after the range in the message. By default it is ", or None" for an int that may be None.
-        wanted: text in the message instead of the type and the range. It also serves types without a range.
+    `also` is text after the range in the message, by default ", or None" for an int that may be None. `wanted` is text
+    instead of the type and the range; it also serves types without a range.
     """
 
     low: float | None = None
@@ -46,23 +41,13 @@ class Limits:
     also: str | None = None
     wanted: str | None = None
 
-    def contains(self, value: Any) -> bool:
-        """Returns whether a number is in the range."""
-        return (
-            (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.multiple_of is None or value % self.multiple_of == 0)
-        )
-
     def describe(self) -> str:
         """Returns the range in words, such as "from 1 to 256" or "above 0 and at most 1"; empty without a range."""
-        bounds = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
+        bounds: dict[str, Any] = {"at least": self.low, "above": self.above, "at most": self.high, "below": self.below}
         if self.low is not None and self.high is not None:
             bounds = {f"from {_text(self.low)} to": self.high}
-        parts = [f"{words} {_text(limit)}" for words, limit in bounds.items() if limit is not None]
-        return " and ".join([*parts, *([] if self.multiple_of is None else [f"a multiple of {self.multiple_of}"])])
+        bounds["a multiple of"] = self.multiple_of
+        return " and ".join(f"{words} {_text(limit)}" for words, limit in bounds.items() if limit is not None)
 
 
 class Choices:
@@ -188,7 +173,14 @@ def _check_number(kind: type, of_numpy: bool, limits: Limits, may_be_none: bool,
     is_number = isinstance(value, classes) and not isinstance(value, bool)
     # An int may be larger than any float; it is compared and never converted.
     is_number = is_number and (isinstance(value, int) or math.isfinite(value))
-    if is_number and limits.contains(value):
+    if (
+        is_number
+        and (limits.low is None or value >= limits.low)
+        and (limits.high is None or value <= limits.high)
+        and (limits.above is None or value > limits.above)
+        and (limits.below is None or value < limits.below)
+        and (limits.multiple_of is None or value % limits.multiple_of == 0)
+    ):
         return
     noun, text = "an int" if is_int else "a finite number", limits.describe()
     if not is_number or (is_int and limits.high is None):

@@ -120,7 +120,6 @@ def _checked(index: int, prompt: Sequence[int], spec: PagedSpec) -> np.ndarray:
     check_int(f"the length of prompts[{index}]", len(tokens), 1, spec.max_model_len)
     bad = np.flatnonzero((tokens < 0) | (tokens >= spec.vocab_size))
     if bad.size:
-        raise InvalidInput(
-            f"token {int(bad[0])} of prompts[{index}] is {int(tokens[bad[0]])}; ids are 0 to {spec.vocab_size - 1}."
-        )
+        text = f"token {int(bad[0])} of prompts[{index}] is {int(tokens[bad[0]])}; ids are 0 to {spec.vocab_size - 1}."
+        raise InvalidInput(text)
     return tokens.astype(np.int32)

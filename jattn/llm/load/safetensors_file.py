@@ -103,9 +103,8 @@ def checked_dtype(file: SafetensorsFile, name: str) -> np.dtype:
     stored = file.tensors[name]
     if stored.dtype is None:
         known = ", ".join(STORED_DTYPES | QUANTIZED_DTYPES)
-        raise Unsupported(f"tensor {_short(name)} has dtype {stored.code!r}; weights may be {known}.").under(
-            file.path.name
-        )
+        text = f"tensor {_short(name)} has dtype {stored.code!r}; weights may be {known}."
+        raise Unsupported(text).under(file.path.name)
     return stored.dtype
 
 

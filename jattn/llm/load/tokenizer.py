@@ -107,9 +107,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
     file = member(path, _NAME, max_bytes=_MAX_BYTES)
     if file is None:
         if member(path, "tokenizer.model") is not None:
-            raise Unsupported(
-                f"the folder has tokenizer.model but no {_NAME}; save it once with transformers' fast tokenizer."
-            )
+            text = f"the folder has tokenizer.model but no {_NAME}; save it once with transformers' fast tokenizer."
+            raise Unsupported(text)
         raise InvalidInput(
             f"the folder has no {_NAME}; load_model(folder, with_tokenizer=False) reads the model alone, which takes "
             "prompts of token ids."

@@ -101,9 +101,8 @@ def check_weights(tensors: Tensors, plan: tuple[ParameterPlan, ...], *, unread: 
             expected |= parts_of(piece, tensors)
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise InvalidInput(
-            f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
-        )
+        text = f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
+        raise InvalidInput(text)
     unknown = (
         name
         for name in tensors
@@ -116,9 +115,8 @@ def check_weights(tensors: Tensors, plan: tuple[ParameterPlan, ...], *, unread: 
         checked_dtype(tensors[name], name)
         found = tensors[name].tensors[name].shape
         if found != shape:
-            raise InvalidInput(
-                f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
-            )
+            text = f"{tensors[name].path.name}: tensor {name!r} has shape {found}; the config asks for {shape}."
+            raise InvalidInput(text)
 
 
 def is_quantized(tensors: Tensors, parameter: ParameterPlan) -> bool:
