@@ -34,6 +34,9 @@ from torch_core.base.specs import CacheSpec, KVCacheSpec, LatentCacheSpec
 if TYPE_CHECKING:
     import torch
 
+
+_config: Any = jax.config
+
 Result = TypeVar("Result")
 
 
@@ -184,17 +187,23 @@ class KVPool:
             PoolLost: the step failed after it had consumed the caches. A new pool is allocated, filled with zeros, with
                 a higher generation; the cause is chained.
         """
-        self._refuse_live_views()
-        check_donation()
-        before = self._opened()
-        with self.guard():
-            try:
-                result, after = step(before, *args)
-            except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if self._views:
+            self._refuse_live_views()
+        if _config.jax_disable_jit or _config.jax_debug_nans or _config.jax_debug_infs:
+            check_donation()
+        before = self._arrays or self._opened()
+        try:
+            result, after = step(before, *args)
+            after = tuple(after)
+            fits = [(array.shape, array.dtype) for array in after] == self._layers
+            fits = fits and (self._sharding is None or all(map(self._is_placed, after)))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            with self.guard():
                 refuse_foreign_views(error)
                 raise
-            after = tuple(after)
-            fits = [(array.shape, array.dtype) for array in after] == self._layers and all(map(self._is_placed, after))
+        except BaseException:
+            with self.guard():
+                raise
         consumed = [array.is_deleted() for array in before]
         if not fits:
             split = () if self.sharding is None else (self.sharding.spec,)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.llm.engine import EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.engine.device.buckets import Bucket, bucket_sizes
 from jattn.llm.engine.device.placement import Placement
-from jattn.llm.engine.device.program import Bucket
-from jattn.llm.engine.device.runner import ModelRunner, _buckets
+from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import SamplingKind
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request
@@ -42,7 +42,7 @@ def runner(
     config = EngineConfig(**sizes, batch_invariant=invariant, speculative_config=speculative)
     layers = group_layers(model.paged_spec.windows)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=max_blocks, ragged=ragged)
-    return made, frozenset(made._all_buckets())
+    return made, frozenset(made.buckets.all())
 
 
 def row_of(num_new: int, kind: int, num_samples: int, guesses: int = 0) -> ScheduledRow:
@@ -59,7 +59,7 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     config = EngineConfig(**SIZES, max_logprobs=0)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
-    made.programs._traced(made._decode_bucket(1, made._full, 1)).lower()
+    made.programs._traced(made.buckets.decode(1, made.buckets.full, 1)).lower()
 
 
 @pytest.mark.parametrize("guesses", [0, 3])
@@ -84,7 +84,7 @@ def test_every_step_finds_its_program_compiled(max_blocks, max_num_seqs, invaria
         lengths.append(data.draw(st.integers(1, min(most, 4 * max_blocks))))
         rows = [row_of(length, data.draw(kinds), data.draw(st.integers(0, 1))) for length in lengths]
 
-    bucket = made._bucket(ScheduledStep(tuple(rows), CommittedStep(step_id=0), num_steps))
+    bucket = made.buckets.of(ScheduledStep(tuple(rows), CommittedStep(step_id=0), num_steps))[0]
 
     assert bucket in compiled
     assert bucket.num_seqs >= len(rows)
@@ -107,7 +107,7 @@ def test_there_are_few_programs(ragged, programs) -> None:
 )
 def test_steps_of_many_sequences_have_a_size_between_two_powers_of_two(most, sizes) -> None:
     config = EngineConfig(max_num_seqs=most, max_num_batched_tokens=512)
-    assert _buckets(config)[0].sizes == sizes
+    assert bucket_sizes(config)[0].sizes == sizes
 
 
 @pytest.mark.parametrize(("max_blocks", "max_num_seqs", "programs"), [(8, 24, 34), (75, 3, 40)])

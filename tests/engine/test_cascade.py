@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.device.cascade import Cascade
+from jattn.llm.engine.device.buckets import Cascade
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.device.program import Bucket
+from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.sampler import Sampler, SamplingKind
 from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder

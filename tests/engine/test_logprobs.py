@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.llm.engine.request.logprobs import likeliest
+from jattn.llm.engine.device.sampler import likeliest
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(40, 3), (3000, 5), (3001, 1), (3000, 0), (5, 20)])

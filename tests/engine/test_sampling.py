@@ -17,7 +17,7 @@ import jattn
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.request.grammar import GrammarCompiler
-from jattn.llm.engine.request.logprobs import Logprobs
+from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.load import TextTokenizer, load_tokenizer
 from tests.support.tiny_models import byte_tokenizer, dense_logits, tiny_config, tiny_model, write_tiny_model
 from torch_core.base.errors import InvalidInput

@@ -118,7 +118,7 @@ def test_nothing_empty_goes_into_or_out_of_the_part_of_a_device(guesses: int) ->
         logits_processors=processors if guesses else None,
     )
     runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._core.device.runner
-    largest = [bucket for bucket in runner._all_buckets() if bucket.num_seqs == SIZES["max_num_seqs"]]
+    largest = [bucket for bucket in runner.buckets.all() if bucket.num_seqs == SIZES["max_num_seqs"]]
     kinds = {(each.sampler.kind, each.num_steps, each.max_query_len > 1 + guesses): each for each in largest}
     assert len(kinds) == (4 if guesses else 6)
 

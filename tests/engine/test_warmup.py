@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.device.progress import progress
+from jattn.llm.engine.device.programs import progress
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import Decoder
 from tests.engine.conftest import greedy_kind, tiny_decoder

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
-from jattn.llm.engine.device.watchdog import Watchdog
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
+from jattn.llm.reports import Watchdog
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_interrupts import SIZES
 from torch_core.base.errors import InvalidInput

@@ -255,7 +255,7 @@ def test_several_inputs_of_the_encoder_may_be_longer_than_what_the_decoder_says(
     config = EngineConfig(block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=128, max_model_len=8)
     with LLM(tiny, config=config) as llm:
         runner = llm.engine._core.device.runner
-        assert max(each.max_query_len for each in runner._all_buckets() if each.encodes and each.num_seqs == 2) >= 40
+        assert max(each.max_query_len for each in runner.buckets.all() if each.encodes and each.num_seqs == 2) >= 40
 
 
 def test_a_generation_starts_with_the_tokens_that_the_folder_forces(tmp_path, seed):

@@ -77,6 +77,11 @@ class CacheManager:
         """The sizes that the cache was built with."""
         return self._state.config
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that a step can take now: free ones, and cached ones without a holder."""
+        return self._state.pool.num_available
+
     # Sequences
 
     def check_admission(self, seq_id: str | None, num_prompt_tokens: int, max_new_tokens: int) -> None:

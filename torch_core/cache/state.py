@@ -89,7 +89,8 @@ class CacheState:
         pool = self.pool
         for block in record.pinned:
             pool.unpin(block)
-        pool.release(record.dropped)
+        if record.dropped:
+            pool.release(record.dropped)
         for table in record.leaving:
             self.release_table(table)
         self.host_free.extend(record.host_slots)

@@ -34,7 +34,9 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
     for position, table in enumerate(tables):
         if ends[position] > table.limit:
             growths[position] = _checked_growth(state, table, ends[position], claimed)
-    needed = sum(fresh + (copied != NULL_BLOCK) for growth in growths.values() for fresh, copied in growth)
+    needed = 0
+    if growths:
+        needed = sum(fresh + (copied != NULL_BLOCK) for growth in growths.values() for fresh, copied in growth)
     if needed:
         _check_room(state, [tables[position] for position in growths], needed)
     return StepPlan(
@@ -57,7 +59,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         raise InvalidInput(
             f"the plan was made on state {plan.version} of the cache, which is now at {state.version}; plan again."
         )
-    fresh = iter(state.pool.take(plan.blocks_needed))
+    fresh = iter(state.pool.take(plan.blocks_needed) if plan.blocks_needed else ())
     step_id, record = state.open_step()
     record.tables, record.ends, record.counts = plan.tables, plan.ends, plan.counts
     copies: list[BlockCopy] = []
@@ -76,7 +78,8 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         table.last_step = step_id
     state.counters["copies"] += len(copies)
     state.version += 1
-    return CommittedStep(step_id=step_id, rows=rows, copies=tuple(copies), blocks_to_scrub=state.pool.take_dirty())
+    scrubbed = state.pool.take_dirty() if state.pool.dirty else ()
+    return CommittedStep(step_id=step_id, rows=rows, copies=tuple(copies), blocks_to_scrub=scrubbed)
 
 
 def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:

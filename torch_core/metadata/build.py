@@ -88,8 +88,10 @@ def build_common_metadata(
     live = -(-totals // block_size)
     widest = -(-longest // block_size)
 
-    num_seqs = _padded("num_seqs", num_seqs, num_reqs, "rows")
-    num_tokens = _padded("num_tokens", num_tokens, num_new, "new tokens")
+    if num_seqs is None or num_seqs < num_reqs:
+        num_seqs = _padded("num_seqs", num_seqs, num_reqs, "rows")
+    if num_tokens is None or num_tokens < num_new:
+        num_tokens = _padded("num_tokens", num_tokens, num_new, "new tokens")
     if max_blocks is not None and max_blocks < widest:
         index = int(np.argmax(live > max_blocks))
         raise RequestTooLong(
@@ -98,13 +100,25 @@ def build_common_metadata(
             f"(max_blocks) for {row_name(index, columns.seq_ids())}. Widen the table or end the sequence",
         )
     width = widest if max_blocks is None else max_blocks
-    max_query_len = _padded("max_query_len", max_query_len, longest_query, "new tokens in its longest row")
-    max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
+    if max_query_len is None or max_query_len < longest_query:
+        max_query_len = _padded("max_query_len", max_query_len, longest_query, "new tokens in its longest row")
+    if max_seq_len is None or max_seq_len < longest:
+        max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
 
-    extra = _encoder_extra(encoder_rows, num_seqs, block_size)
-    layout, buffer = _target(layout, buffer, num_seqs, num_tokens, width, extra)
-    views = {name: layout[name].of(buffer) for name in _ARRAYS}
-    query_start_loc, seq_lens, tables, slot_mapping, positions = views.values()
+    if layout is None:
+        extra = [] if encoder_rows is None else _encoder_extra(encoder_rows, num_seqs, block_size)
+        layout = metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=width, extra=extra)
+    if buffer is None:
+        buffer = np.zeros(layout.num_elements, np.int32)
+    else:
+        layout.check_buffer(buffer)
+    query_start_loc, seq_lens, tables, slot_mapping, positions = views = layout.views(buffer, _ARRAYS)
+    if (seq_lens.size, slot_mapping.size, tables.shape[1]) != (num_seqs, num_tokens, width):
+        raise InvalidInput(
+            f"The layout is for {seq_lens.size} sequences, {slot_mapping.size} tokens and {tables.shape[1]} blocks; "
+            f"the step is padded to {num_seqs}, {num_tokens} and {width}. Pass those sizes as num_seqs, num_tokens "
+            "and max_blocks."
+        )
 
     if uniform:
         query_start_loc[: num_reqs + 1] = multiples(uniform, num_reqs + 1)
@@ -146,10 +160,10 @@ def build_common_metadata(
             num_blocks=num_blocks,
             seq_ids=columns.seq_ids(),
         )
-    for view in views.values():
+    for view in views:
         view.setflags(write=False)
     return CommonAttentionMetadata(
-        **views,
+        **dict(zip(_ARRAYS, views, strict=True)),
         num_reqs=num_reqs,
         num_actual_tokens=num_new,
         max_query_len=max_query_len,
@@ -193,32 +207,7 @@ def _padded(name: str, size: int | None, needed: int, what: str) -> int:
     return size
 
 
-def _target(
-    layout: PackedLayout | None,
-    buffer: np.ndarray | None,
-    num_seqs: int,
-    num_tokens: int,
-    width: int,
-    extra: list[tuple[str, tuple]],
-) -> tuple[PackedLayout, np.ndarray]:
-    if layout is None:
-        layout = metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=width, extra=extra)
-    else:
-        found = (layout["seq_lens"].size, layout["slot_mapping"].size, layout["block_tables"].shape[1])
-        if found != (num_seqs, num_tokens, width):
-            raise InvalidInput(
-                f"The layout is for {found[0]} sequences, {found[1]} tokens and {found[2]} blocks; the step is padded "
-                f"to {num_seqs}, {num_tokens} and {width}. Pass those sizes as num_seqs, num_tokens and max_blocks."
-            )
-    if buffer is None:
-        return layout, np.zeros(layout.num_elements, np.int32)
-    layout.check_buffer(buffer)
-    return layout, buffer
-
-
-def _encoder_extra(rows: Sequence[EncoderRow] | None, num_seqs: int, block_size: int) -> list[tuple[str, tuple]]:
-    if rows is None:
-        return []
+def _encoder_extra(rows: Sequence[EncoderRow], num_seqs: int, block_size: int) -> list[tuple[str, tuple]]:
     widest = max((-(-row.num_tokens // block_size) for row in rows), default=0)
     num_new = sum(row.num_new_tokens for row in rows)
     return encoder_layout(num_seqs=num_seqs, num_encoder_tokens=max(num_new, 0), max_encoder_blocks=max(widest, 0))

@@ -112,6 +112,15 @@ class PackedLayout:
             )
         return {entry.name: entry.of(buffer) for entry in self.fields}
 
+    def views(self, buffer: np.ndarray, names: Iterable[str]) -> list[np.ndarray]:
+        """Returns fields of a host buffer by name, as views in that order."""
+        found = []
+        for name in names:
+            entry = self._by_name.get(name) or self[name]
+            part = buffer[entry._part]
+            found.append(part if len(entry.shape) == 1 else part.reshape(entry.shape))
+        return found
+
     def check_buffer(self, buffer: np.ndarray) -> None:
         """Checks that a host buffer can be packed into.
 

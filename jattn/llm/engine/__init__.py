@@ -7,8 +7,14 @@ from jattn.llm.engine.clients.stream import TextDelta, TextStream
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.options.speculation import SpeculationStats, SpeculativeConfig
-from jattn.llm.engine.request.logprobs import Logprob
-from jattn.llm.engine.request.outputs import CompletionOutput, Outbox, RequestMetrics, RequestOutput, TokenDelta
+from jattn.llm.engine.request.outputs import (
+    CompletionOutput,
+    Logprob,
+    Outbox,
+    RequestMetrics,
+    RequestOutput,
+    TokenDelta,
+)
 from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.processes import join

@@ -17,7 +17,7 @@ from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.state import EngineState
-from jattn.llm.log import LOGGER, event
+from jattn.llm.reports import LOGGER, event
 from jattn.pool import check_room
 from torch_core.base.checks import shown
 from torch_core.base.errors import CacheCorruption, EngineAsleep, InvalidInput, PoolLost
@@ -66,15 +66,19 @@ class EngineCore:
             PoolLost: two steps failed in a row.
             EngineAsleep, InvalidInput: the engine is asleep, or closed.
         """
-        self.check_awake()
-        device, state = self.device, self._rebuilt()
+        if self.asleep:
+            self.check_awake()
+        state = self._rebuilt()
+        device = state.device
         in_flight, most = state.in_flight, self._config.steps_in_flight
         try:
             # Schedule: requests, their tokens, and blocks for them.
             step = state.scheduler.schedule() if len(in_flight) < most else None
             # Execute: one upload and one program, whose results stay on the device.
             if step is not None:
-                device.prepare(step.committed)
+                blocks = step.committed
+                if blocks.copies or blocks.swaps or blocks.blocks_to_scrub:
+                    device.prepare(blocks)
                 in_flight.append((step, device.runner.dispatch(step)))
                 device.watchdog.dispatched(step)
                 step.mark_pending()
@@ -100,8 +104,11 @@ class EngineCore:
     def _update(self, state: EngineState, device: Device) -> None:
         """Reads the oldest step, gives its tokens to their requests and ends those that are complete."""
         step, result = state.in_flight[0]
-        with device.pool.guard():
+        try:
             result = result.read(step)
+        except BaseException:
+            with device.pool.guard():
+                raise
         state.in_flight.popleft()
         device.watchdog.came(step)
         sampled = result.tokens.T.tolist()
@@ -407,7 +414,9 @@ class EngineCore:
 
     def _rebuilt(self) -> EngineState:
         """Returns the state, rebuilt from the requests if an exception or the loss of the pool ended it."""
-        state, device = self._state, self.device
+        state, device = self._state, self._device
+        if device is None:
+            raise InvalidInput("the engine is closed; build another one.")
         if state is None or state.generation != device.pool.generation:
             state = self._rebuild(device)
         return state

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, cycle, islice
+from operator import attrgetter, itemgetter
+from typing import TypeAlias
 
-from jattn.llm.engine.ngram import guesses_of
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.engine.request.request import Request, RequestState
-from jattn.llm.log import event
+from jattn.llm.reports import event
 from torch_core.base.errors import OutOfBlocks
 from torch_core.cache import CacheManager, CommittedStep
 
@@ -40,11 +42,6 @@ class ScheduledRow:
     num_samples: int
     guesses: tuple[int, ...] = ()
 
-    @property
-    def encodes(self) -> bool:
-        """Whether this is the encoder's input, whose slots are counted up to 0."""
-        return self.start < 0
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -54,11 +51,13 @@ class ScheduledStep:
         rows: the row of each request.
         committed: the blocks it writes and reads.
         num_decode_steps: tokens that its program decodes one after the other; 1 unless every row decodes.
+        encodes: its rows are inputs of the encoder, whose slots are counted up to 0.
     """
 
     rows: tuple[ScheduledRow, ...]
     committed: CommittedStep
     num_decode_steps: int = 1
+    encodes: bool = False
 
     def mark_pending(self) -> None:
         """Notes in each request which of its tokens the dispatched step samples."""
@@ -71,11 +70,6 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """New tokens of all rows."""
         return sum(row.num_new_tokens for row in self.rows)
-
-    @property
-    def encodes(self) -> bool:
-        """Whether its rows are inputs of the encoder, all of them."""
-        return self.rows[0].encodes
 
 
 class Scheduler:
@@ -111,6 +105,7 @@ class Scheduler:
         self._pads_rows = pads_rows
         self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
         self._cache = cache
+        self._num_groups = len(cache.config.layouts)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._registered: set[str] = set()
@@ -118,7 +113,8 @@ class Scheduler:
         self._swapped: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
-        self._guesses = guesses_of(config.speculation)
+        self._guesses, self._num_guesses = guesses_of(config.speculation), config.num_speculative_tokens
+        self._tokens_per_block = config.tokens_per_block
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
         self._num_torn = 0
@@ -139,7 +135,7 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         prompt = request.encoder_token_ids or request.prompt_token_ids
         # An encoder's output is shared as a whole or not at all.
-        shared = num_slots or len(prompt) // self._config.tokens_per_block * self._config.tokens_per_block
+        shared = num_slots or len(prompt) // self._tokens_per_block * self._tokens_per_block
         # The other samples of a prompt wait for the first one anyway.
         if self._config.enable_prefix_caching and shared >= _WORTH_WAITING and request.index == 0:
             # A hash will do: of two prompts that share one, the second waits for nothing.
@@ -147,21 +143,23 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
-        decodable = self._decodable()
+        decodable, has_prompts = self._split()
         if self._in_turns:
-            step = None if self._prefilled_last and decodable else self._schedule_prefill([])
+            wait = not has_prompts or (self._prefilled_last and decodable)
+            step = None if wait else self._schedule_prefill([])
             self._prefilled_last = step is not None
-            step = step or self._schedule_decode() or self._schedule_prefill([])
+            step = step or self._schedule_decode(decodable) or self._schedule_prefill([])
         else:
-            step = self._schedule_prefill(decodable) or self._schedule_decode()
+            step = self._schedule_prefill(decodable) if has_prompts else None
+            step = step or self._schedule_decode(decodable)
         if step is None and all(_remaining(request) > 1 for request in self._running):
-            # All decoding requests were preempted, and blocks are free; or waiting samples hold the blocks that a
-            # prompt needs.
+            # All that decoded were preempted, and blocks are free; or samples that wait hold what a prompt lacks.
             step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens
-                self._fork(row.request)
+                if row.request.followers:
+                    self._fork(row.request)
         return step
 
     def finish(self, request: Request) -> None:
@@ -180,10 +178,10 @@ class Scheduler:
             self._swapped.discard(request.request_id)
             self._cache.finish(request.request_id)
 
-    def _schedule_prefill(self, decodable: Sequence[Request]) -> ScheduledStep | None:
+    def _schedule_prefill(self, decodable: Sequence[_Decodable]) -> ScheduledStep | None:
         """Takes the blocks of prompts and of one token of each decoding request; None if none runs."""
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
-        decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request in decodable]
+        decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
         while prompts:
             rows = [*decoding, *prompts]
             try:
@@ -194,7 +192,7 @@ class Scheduler:
             for row in prompts:
                 if row.request.state is not RequestState.RUNNING:
                     self._start(row.request)
-            return ScheduledStep(tuple(rows), committed)
+            return ScheduledStep(tuple(rows), committed, encodes=prompts[0].start < 0)
         return None
 
     def _start(self, request: Request) -> None:
@@ -211,8 +209,7 @@ class Scheduler:
     def _prefill_candidates(self, budget: int) -> list[ScheduledRow]:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         places = self._config.max_num_seqs - len(self._running)
-        stats = self._cache.stats()
-        room = (stats.free + stats.cached) // len(self._cache.config.layouts) * self._config.tokens_per_block
+        room = self._cache.num_available // self._num_groups * self._tokens_per_block
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
@@ -229,7 +226,7 @@ class Scheduler:
             # Forks take over all but the last token, which each sample computes for itself.
             num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
             # An encoder's input is not split, and shares a step only with other inputs.
-            if num_new > budget or (rows and rows[0].encodes != (start < 0)):
+            if num_new > budget or (rows and (rows[0].start < 0) != (start < 0)):
                 # Release the cached prefix, which an older request may need; a sample keeps its shared blocks.
                 if not held:
                     self._hold_back(request)
@@ -262,39 +259,46 @@ class Scheduler:
             # A prefix that it holds while it waits could be missing for an older request.
             self._drop_blocks(request)
 
-    def _schedule_decode(self) -> ScheduledStep | None:
-        num_steps, num_guesses = self._num_scheduler_steps, self._config.num_speculative_tokens
+    def _schedule_decode(self, decodable: Sequence[_Decodable]) -> ScheduledStep | None:
+        num_steps, num_guesses = self._num_scheduler_steps, self._num_guesses
         if self._waiting and len(self._running) < self._config.max_num_seqs:
             num_steps = 1
-        while rows := self._decodable():
-            wanted = [request.num_wanted_tokens for request in rows]
-            # With half of its steps unwanted a program would cost more than the host's work that it saves.
-            num_steps = num_steps if 2 * max(wanted) > num_steps else 1
-            # The last token that a request wants follows its guesses.
-            guesses = [
-                self._guesses.guess(request, min(num_guesses, most - 1))
-                for request, most in zip(rows, wanted, strict=True)
-            ]
-            counts = [min(most, num_steps) + len(some) for most, some in zip(wanted, guesses, strict=True)]
+        while decodable:
+            # If half of its steps are unwanted, a program costs more than the host's work that it saves.
+            if 2 * max(map(_wanted, decodable)) <= num_steps:
+                num_steps = 1
+            work: list[tuple[str, int]] = []
+            rows: list[ScheduledRow] = []
+            for request, wanted in decodable:
+                # The last token that a request wants follows its guesses.
+                guesses = self._guesses.guess(request, min(num_guesses, wanted - 1)) if num_guesses else ()
+                count = min(wanted, num_steps) + len(guesses)
+                work.append((request.request_id, count))
+                rows.append(ScheduledRow(request, request.num_computed_tokens, count, count, guesses))
             try:
-                committed = self._cache.step([(r.request_id, count) for r, count in zip(rows, counts, strict=True)])
+                return ScheduledStep(tuple(rows), self._cache.step(work), num_steps)
             except OutOfBlocks:
-                if num_steps > 1 or any(guesses):
+                if num_steps > 1 or any(row.guesses for row in rows):
                     num_steps, num_guesses = 1, 0
                     continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
                 self._preempt(self._running[-1])
-                continue
-            scheduled = tuple(
-                ScheduledRow(request, request.num_computed_tokens, count, count, some)
-                for request, count, some in zip(rows, counts, guesses, strict=True)
-            )
-            return ScheduledStep(scheduled, committed, num_steps)
+                decodable, _ = self._split()
         return None
 
-    def _decodable(self) -> list[Request]:
-        return [r for r in self._running if _remaining(r) == 1 and r.num_wanted_tokens > 0][: self._config.max_num_seqs]
+    def _split(self) -> tuple[list[_Decodable], bool]:
+        """Returns the running requests that decode, each with the tokens that it wants, and whether prompts wait."""
+        decodable: list[_Decodable] = []
+        has_prompts = bool(self._waiting)
+        for request in self._running:
+            known = len(request.prompt_token_ids) + len(request.output_token_ids)
+            remaining = known + request.num_pending_tokens - request.num_computed_tokens
+            if remaining > 1:
+                has_prompts = True
+            elif remaining == 1 and (wanted := request.num_wanted_tokens) > 0:
+                decodable.append((request, wanted))
+        return decodable[: self._config.max_num_seqs], has_prompts
 
     def _register(self, request: Request) -> None:
         seq_id = request.request_id
@@ -393,7 +397,75 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
 
 
+_BYTES = array("i").itemsize
+
+
+def guesses_of(config: SpeculativeConfig | None) -> NGramGuesses | DraftGuesses:
+    """Returns the source of proposals; it is unused without speculation."""
+    if config is None or config.model is not None:
+        return DraftGuesses()
+    return NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+class NGramGuesses:
+    """Finds the last tokens of a request again in its own prompt and output; vLLM's `ngram` method.
+
+    Saxena's prompt lookup (2023): good where the output repeats the input, and free where it does not.
+
+    Args:
+        longest: tokens that are looked for at first.
+        shortest: tokens that are looked for at last.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._longest, self._shortest = longest, shortest
+        self._histories: dict[str, array[int]] = {}
+
+    def guess(self, request: Request, count: int) -> tuple[int, ...]:
+        """Returns `count` tokens that may come next; none if the last ones are new."""
+        # Where the device must know a request's tokens, it would have to know the guesses, too.
+        if count < 1 or request.needs_slot:
+            return ()
+        history = self._histories.setdefault(request.request_id, array("i"))
+        history.extend(request.token_ids(len(history), request.num_known_tokens))
+        text, last = history.tobytes(), len(history) - 1
+        for size in range(min(self._longest, last), self._shortest - 1, -1):
+            # Something must follow: the last token itself ends no match.
+            found = _last_place(text, text[-size * _BYTES :], last * _BYTES)
+            if found >= 0:
+                # The match may be near the end: a periodic text then continues its period.
+                return tuple(islice(cycle(history[found + size :]), count))
+        return ()
+
+    def forget(self, request_id: str) -> None:
+        """Drops the state of a request."""
+        self._histories.pop(request_id, None)
+
+
+class DraftGuesses:
+    """Asks for guesses of a draft model, which says them on the device; see `NGramGuesses`."""
+
+    def guess(self, request: Request, count: int) -> tuple[int, ...]:
+        """Returns as many zeros as guesses are wanted, whose place the draft's tokens take."""
+        # Where the device must know a request's tokens, it would have to know the guesses, too.
+        return () if request.needs_slot else (0,) * count
+
+    def forget(self, request_id: str) -> None:
+        """Has nothing to drop."""
+
+
+def _last_place(text: bytes, piece: bytes, end: int) -> int:
+    """Returns the token at which a piece begins for the last time before byte `end`; -1 if nowhere."""
+    place = text.rfind(piece, 0, end)
+    while place >= 0 and place % _BYTES:
+        place = text.rfind(piece, 0, place + len(piece) - 1)
+    return place // _BYTES if place >= 0 else -1
+
+
+#: A request that decodes, and the tokens that it wants.
+_Decodable: TypeAlias = tuple[Request, int]
 _order = attrgetter("order")
+_wanted = itemgetter(1)
 
 
 def _remaining(request: Request) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from jattn.llm.engine.device.device import Device
-from jattn.llm.engine.device.results import StepResult
+from jattn.llm.engine.device.runner import StepResult
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
 from torch_core.cache import CacheConfig, CacheManager, CommittedStep
@@ -23,6 +23,7 @@ class EngineState:
         device: pool and programs; it forgets earlier steps.
 
     Attributes:
+        device: as given.
         cache: the block allocator.
         scheduler: the queues.
         generation: generation of the pool.
@@ -31,6 +32,7 @@ class EngineState:
     """
 
     def __init__(self, config: EngineConfig, cache_config: CacheConfig, device: Device) -> None:
+        self.device = device
         self.cache = CacheManager(cache_config)
         self.move_blocks = _BlockMover(device, self.cache)
         self.scheduler = Scheduler(

@@ -15,7 +15,7 @@ import jax
 
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
-from jattn.llm.log import LOGGER
+from jattn.llm.reports import LOGGER
 from torch_core.base.errors import InvalidInput
 
 _Args = ParamSpec("_Args")

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.load.folder import read_given, read_json
-from jattn.llm.log import event
 from jattn.llm.models import PagedModel, PagedSpec
+from jattn.llm.reports import event
 from jattn.nn.kv_scales import KVScales
 from jattn.nn.paged_layers import paged_layers
 from torch_core.base.checks import shown

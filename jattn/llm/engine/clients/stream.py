@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jattn.llm.engine.clients.replicas import AnyEngine
-from jattn.llm.engine.request.logprobs import Logprob, as_dict
-from jattn.llm.engine.request.outputs import CompletionOutput, Outbox, RequestOutput, TokenDelta
+from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, RequestOutput, TokenDelta, as_dict
 from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.detokenize import Detokenizer

@@ -16,13 +16,13 @@ from jattn.llm.engine.device.draft import WithDraft, with_draft
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
-from jattn.llm.engine.device.watchdog import Watchdog
 from jattn.llm.engine.device.weights import Arrivals
 from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.llm.processes import Channel, check_together, model_facts, shared_channel
+from jattn.llm.reports import Watchdog
 from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -220,7 +220,7 @@ def open_device(
         return {"config": sizes, "model": model_sizes, "implementation": sorted(chosen)}
 
     channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
-    announce: Any = (lambda *_: None) if channel is None else channel.send
+    announce = None if channel is None else channel.send
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):

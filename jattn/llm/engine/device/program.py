@@ -12,78 +12,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.engine.device.placement import Placement
-from jattn.llm.engine.device.sampler import Rows, Sampler, SamplingKind, VocabShards
+from jattn.llm.engine.device.sampler import Rows, SamplingKind, VocabShards, token_logprobs
 from jattn.llm.engine.device.tables import SamplerState
-from jattn.llm.engine.request.logprobs import Logprobs, token_logprobs
+from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
 from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
-from torch_core.metadata import PackedLayout, encoder_layout, group_fields, group_layout, metadata_layout
-
-#: A step's int32 arrays of each sequence, in addition to the metadata: `Rows`, and two that change.
-PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
+from torch_core.metadata import group_fields
 
 KVCaches = tuple[jax.Array, ...]
 Fields = dict[str, jax.Array]
 # Merged at the call: nnx allows changes of a module (a random stream counts) only at its own level of tracing. Only
 # models with an encoder have `encode`, and only models with a draft have its methods.
 Model = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The padded sizes of a step and its part of the sampler: the key of a compiled program.
-
-    Attributes:
-        num_seqs: sequences.
-        num_tokens: new tokens; of decode steps one for each sequence and step.
-        max_query_len: an upper bound on the new tokens of a sequence.
-        sampler: the part of the sampler that the batch needs.
-        num_steps: tokens decoded one after the other.
-        num_guesses: tokens after the first one of a sequence that are verified at most.
-        num_pieces: number of pieces, of groups that share a prefix, that the step has room for; 0 for none.
-        piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
-        num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
-        encodes: the tokens are inputs of the encoder; nothing is sampled.
-    """
-
-    num_seqs: int
-    num_tokens: int
-    max_query_len: int
-    sampler: Sampler
-    num_steps: int = 1
-    num_guesses: int = 0
-    num_pieces: int = 0
-    piece_tokens: int = 0
-    num_encoder_blocks: int = 0
-    encodes: bool = False
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens that the model is given at once."""
-        return self.num_tokens // self.num_steps
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens that a sequence is given at most."""
-        return self.num_steps + self.num_guesses
-
-    def layout(self, max_blocks: int, num_groups: int) -> PackedLayout:
-        """Returns where the arrays of a step lie in the one buffer that is uploaded."""
-        sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
-        if self.encodes:
-            return _layout(*sizes, self.num_encoder_blocks, 0, num_groups, 0)
-        return _layout(*sizes, max_blocks, self.num_pieces, num_groups, self.num_encoder_blocks)
-
-    def __str__(self) -> str:
-        steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
-        steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
-        steps += "shared prefixes, " if self.piece_tokens else ""
-        kind = "encoder" if self.encodes else self.sampler.kind.value
-        return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
 
 
 @dataclass(frozen=True)
@@ -149,25 +94,6 @@ class Sampled(NamedTuple):
     tokens: Any
     logprobs: Logprobs | None
     hidden: Any
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(
-    num_seqs: int,
-    num_inputs: int,
-    num_tokens: int,
-    max_blocks: int,
-    num_pieces: int,
-    num_groups: int,
-    num_encoder_blocks: int,
-) -> PackedLayout:
-    sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
-    extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
-    if num_pieces:
-        extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
-    if num_encoder_blocks:
-        extra += encoder_layout(num_seqs=num_seqs, num_encoder_tokens=0, max_encoder_blocks=num_encoder_blocks)
-    return metadata_layout(**sizes, extra=[*extra, *group_layout(num_groups, **sizes)])
 
 
 def jitted_step(

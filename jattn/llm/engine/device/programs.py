@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 
+from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.placement import Placement
-from jattn.llm.engine.device.program import Bucket, jitted_step
+from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.sampler import SamplingKind
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Weights
-from jattn.llm.log import event
+from jattn.llm.reports import event
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups
 
@@ -161,6 +165,20 @@ class Programs:
         started = time.monotonic()
         work()
         self.compile_seconds += time.monotonic() - started
+
+
+@contextlib.contextmanager
+def progress(report: Callable[[int, int, str], None] | None) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields a function of count, total and label: `report`, or a bar on stderr if that is None."""
+    if report is not None:
+        yield report
+        return
+    console = Console(stderr=True)
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("compiling", total=None)
+        yield lambda done, total, _: bar.update(task, completed=done, total=total)
 
 
 @functools.lru_cache(maxsize=8)

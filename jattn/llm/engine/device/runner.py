@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import jax
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.llm.engine.device.cascade import Cascade
+from jattn.llm.engine.device.buckets import Bucket, Cascade, StepBuckets
 from jattn.llm.engine.device.placement import Placement
-from jattn.llm.engine.device.program import Bucket, Sampled, jitted_prompt_logprobs
+from jattn.llm.engine.device.program import Sampled, jitted_prompt_logprobs
 from jattn.llm.engine.device.programs import Programs
-from jattn.llm.engine.device.results import PromptPart, StepResult
-from jattn.llm.engine.device.sampler import Sampler, SamplingKind
 from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
 from jattn.llm.engine.device.weights import Weights
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.request.outputs import Logprobs
+from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.llm.models import Fp8Linear, PagedModel
 from jattn.llm.processes import Announce
@@ -28,7 +28,6 @@ from torch_core.base.specs import DTYPE_BYTES
 from torch_core.cache import LayerGroups
 from torch_core.metadata import (
     BlockTableCache,
-    Buckets,
     CommonAttentionMetadata,
     EncoderRow,
     PackedLayout,
@@ -37,14 +36,64 @@ from torch_core.metadata import (
     build_group_metadata,
 )
 
-# XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
-# prefill stays on one side, so that a prompt's bits do not depend on other prompts.
-_SMALLEST_PREFILL = 64
-_SMALLEST_QUERY = 16
-# From this number of sequences on, a step has sizes between two powers of two.
-_FIRST_BETWEEN = 256
 # Prompt tokens whose logits are computed at once.
 _PROMPT_LOGPROBS = 64
+_OF_REQUESTS = ("token_ids", "sampling", "sample_index")
+_NO_STATE = SamplerState(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """The log-probabilities of some tokens of a prompt.
+
+    Attributes:
+        request: the request that has the prompt.
+        start: position of the first token.
+        count: number of tokens; later entries of `found` are undefined.
+        found: values of the tokens.
+    """
+
+    request: Request
+    start: int
+    count: int
+    found: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The results of one step, on the device until `read`.
+
+    Attributes:
+        tokens: int32[num_decode_steps, max_num_seqs], a column for each row.
+        logprobs: log-probabilities of the tokens, int32 and float32[num_decode_steps, num_seqs, ...]; None of a plain
+            step.
+        prompts: parts of prompts.
+    """
+
+    tokens: jax.Array | np.ndarray
+    logprobs: Logprobs | None
+    prompts: list[PromptPart]
+
+    def read(self, step: ScheduledStep) -> StepResult:
+        """Waits for the step; returns numpy arrays, and log-probabilities only if a request wants them.
+
+        Those of prompts are given to their requests.
+        """
+        for part in self.prompts:
+            found = Logprobs(*map(np.asarray, part.found))
+            for index in range(part.count):
+                part.request.prompt_logprobs[part.start + index] = Logprobs(*(array[index] for array in found))
+        logprobs = self.logprobs
+        if logprobs is not None and any(row.request.params.logprobs is not None for row in step.rows):
+            return StepResult(np.asarray(self.tokens), Logprobs(*map(np.asarray, logprobs)), [])
+        return StepResult(np.asarray(self.tokens), None, [])
+
+    def keep_logprobs(self, request: Request, row: int, count: int) -> None:
+        """Adds those of a row's first tokens to its request, before the tokens themselves."""
+        if self.logprobs is not None and request.params.logprobs is not None:
+            # An exception may have come between the last ones and their tokens.
+            del request.logprobs[len(request.output_token_ids) :]
+            request.logprobs += [Logprobs(*(array[step, row] for array in self.logprobs)) for step in range(count)]
 
 
 class ModelRunner:
@@ -61,7 +110,7 @@ class ModelRunner:
         layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
-        announce: called with each operation before it runs.
+        announce: called with each operation before it runs; None in a single process.
 
     Attributes:
         programs: the compiled programs.
@@ -78,7 +127,7 @@ class ModelRunner:
         *,
         max_blocks: int,
         ragged: bool,
-        announce: Announce = lambda *_: None,
+        announce: Announce | None = None,
     ) -> None:
         self._pool = pool
         self._announce = announce
@@ -87,23 +136,29 @@ class ModelRunner:
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
         self._layers = layers
         self._config = config
+        self._tokens_per_block, self._num_blocks = config.tokens_per_block, pool.num_blocks
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
-        self._num_seqs, self._num_tokens = _buckets(config)
-        self._query_lens = None
-        if not ragged and not config.batch_invariant:
-            longest = max(max_blocks * config.tokens_per_block, model.paged_spec.max_encoder_len)
-            largest = min(self._num_tokens.largest, longest)
-            self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
         self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
         self._vocab_size = model.paged_spec.vocab_size
         processors = config.logits_processors or {}
-        self._plain = Sampler(SamplingKind.PLAIN)
-        # On a CPU a plain program tests whether any row samples. Elsewhere the noise for a large vocabulary is most of
-        # a decode step's work outside its layers.
-        self._greedy = self._plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
-        num_logprobs = self._vocab_size if config.max_logprobs < 0 else config.max_logprobs
-        self._full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()))
-        self._samplers = tuple(dict.fromkeys((self._greedy, self._plain, self._full)))
+        longest = max(max_blocks * config.tokens_per_block, model.paged_spec.max_encoder_len)
+        self._num_logprobs = self._vocab_size if config.max_logprobs < 0 else config.max_logprobs
+        self.buckets = StepBuckets(
+            config,
+            self._cascade,
+            num_logprobs=self._num_logprobs,
+            max_blocks=max_blocks,
+            num_groups=len(layers.groups),
+            longest_query=None if ragged else longest,
+            num_encoder_blocks=self._num_encoder_blocks,
+        )
+        self._full = self.buckets.full
+        # Options of the metadata of each cache group. An encoder's steps have plain tables, those of the first group.
+        windows = [group.sliding_window for group in layers.groups]
+        self._groups: list[dict[str, Any]] = [
+            {"cache_group": group or None, "window_left": None if window is None else window - 1}
+            for group, window in enumerate(windows)
+        ]
         self._slots = Slots(
             config.max_num_seqs,
             max_model_len=max_blocks * config.tokens_per_block,
@@ -139,30 +194,32 @@ class ModelRunner:
         Raises:
             PoolLost: the step failed and took the pool's contents with it.
         """
-        bucket = self._bucket(step)
-        layout = bucket.layout(self._max_blocks, len(self._layers.groups))
-        metadata = self._metadata(step, bucket, layout)
-        # Given a layout, the builder packs.
-        buffer = cast(np.ndarray, metadata.packed)
-        _fill_requests(step.rows, layout, buffer)
-        state = SamplerState(None, None)
+        bucket, layout = self.buckets.of(step)
+        # Schedule -> metadata: block tables, positions, slots, checked and packed into one buffer.
+        buffer = np.zeros(layout.num_elements, np.int32)
+        metadata = self._metadata(step, bucket, layout, buffer)
+        _fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
+        state = _NO_STATE
         if bucket.sampler is self._full:
             state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
-        masks = state.masks if isinstance(state.masks, np.ndarray) else None
-        sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
-        self._announce("step", sizes, bucket.sampler.kind.value, buffer, masks)
+        if self._announce is not None:
+            masks = state.masks if isinstance(state.masks, np.ndarray) else None
+            sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
+            self._announce("step", sizes, bucket.sampler.kind.value, buffer, masks)
+        # One upload and one program.
         sampled = self._run(bucket, state, buffer)
-        return StepResult(sampled.tokens, sampled.logprobs, self._of_prompts(step.rows, sampled.hidden))
+        parts = [] if sampled.hidden is None else self._of_prompts(step.rows, sampled.hidden)
+        return StepResult(sampled.tokens, sampled.logprobs, parts)
 
     def follow(self, what: str, *arguments: Any) -> None:
         """Repeats an operation of process 0's runner, after its announcement: see `jattn.llm.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
     def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:
-        bucket = Bucket(**sizes, sampler=next(each for each in self._samplers if each.kind.value == kind))
-        state = SamplerState(None, None)
+        bucket = Bucket(**sizes, sampler=self.buckets.sampler_of(kind))
+        state = _NO_STATE
         if bucket.sampler is self._full:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
@@ -209,7 +266,7 @@ class ModelRunner:
     def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
         """Compiles every program that a step can need, or the steps whose names are wanted; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            buckets = tuple(bucket for bucket in self._all_buckets() if wanted is None or wanted(str(bucket)))
+            buckets = tuple(bucket for bucket in self.buckets.all() if wanted is None or wanted(str(bucket)))
             self.programs.compile(buckets, report)
             if wanted is not None:
                 return
@@ -223,7 +280,7 @@ class ModelRunner:
 
     def describe(self, step: ScheduledStep) -> dict[str, str]:
         """Returns the program of a step, for a report."""
-        return {"program": str(self._bucket(step))}
+        return {"program": str(self.buckets.of(step)[0])}
 
     def forget(self) -> None:
         """Drops the tokens and tables of earlier steps."""
@@ -235,34 +292,30 @@ class ModelRunner:
         self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
 
-    def _metadata(self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout) -> CommonAttentionMetadata:
+    def _metadata(
+        self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout, buffer: np.ndarray
+    ) -> CommonAttentionMetadata:
         """Packs the metadata of a step for every cache group; returns the record of the first one."""
-        rows, encoder_rows = self._with_encoder(step) if self._num_encoder_blocks else (step.committed.rows, None)
-        # Tables that were cut are other objects in every step.
-        caches = [None] * len(self._tables) if self._num_encoder_blocks else self._tables
-        windows = [group.sliding_window for group in self._layers.groups]
-        first, *others = (
-            {
-                # Rows of an encoder's step have plain tables alone, which are the first group's.
-                "cache_group": group or None,
-                "window_left": None if window is None else window - 1,
-                "table_cache": tables,
-            }
-            for group, (window, tables) in enumerate(zip(windows, caches, strict=True))
-        )
+        rows, encoder_rows, tables = step.committed.rows, None, self._tables
+        if self._num_encoder_blocks:
+            rows, encoder_rows = self._with_encoder(step)
+            # Tables that were cut are other objects in every step.
+            tables = [None] * len(self._groups)
         metadata = build_common_metadata(
             rows,
-            block_size=self._config.tokens_per_block,
-            num_blocks=self._pool.num_blocks,
+            block_size=self._tokens_per_block,
+            num_blocks=self._num_blocks,
             num_seqs=bucket.num_seqs,
             num_tokens=bucket.num_tokens,
-            max_blocks=layout["block_tables"].shape[1],
+            max_blocks=self._num_encoder_blocks if step.encodes else self._max_blocks,
             encoder_rows=encoder_rows,
             layout=layout,
-            **first,
+            buffer=buffer,
+            table_cache=tables[0],
+            **self._groups[0],
         )
-        for group in others:
-            build_group_metadata(metadata, rows, **group)
+        for group in range(1, len(self._groups)):
+            build_group_metadata(metadata, rows, table_cache=tables[group], **self._groups[group])
         return metadata
 
     def _sampler_state(self, rows: tuple[ScheduledRow, ...], layout: PackedLayout, buffer: np.ndarray) -> SamplerState:
@@ -278,7 +331,7 @@ class ModelRunner:
                 grammars.append((index, request.grammar.mask(request.output_token_ids, request.params)))
         return SamplerState(self._slots.tables, self._slots.masks(len(slots), grammars))
 
-    def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array | None) -> list[PromptPart]:
+    def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array) -> list[PromptPart]:
         """Starts the prompt log-probabilities that the step's rows ask for."""
         parts: list[PromptPart] = []
         first = 0
@@ -287,13 +340,14 @@ class ModelRunner:
             # A token's hidden state foretells the next one.
             end = min(row.start + row.num_new_tokens, len(prompt) - 1)
             wanted = request.params.prompt_logprobs
-            if hidden is not None and wanted is not None:
+            if wanted is not None:
                 for start in range(row.start, end, _PROMPT_LOGPROBS):
                     places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
                     at = (first + places - row.start).astype(np.int32)
                     token_ids = np.asarray(prompt, np.int32)[places + 1]
-                    count = self._vocab_size if wanted < 0 else self._full.num_logprobs
-                    self._announce("prompt", at, token_ids, count)
+                    count = self._vocab_size if wanted < 0 else self._num_logprobs
+                    if self._announce is not None:
+                        self._announce("prompt", at, token_ids, count)
                     found = self._predicted(hidden, at, token_ids, count)
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
@@ -313,82 +367,8 @@ class ModelRunner:
         known = {spec.shape: spec for spec in (step.out_info[0][0].hidden for step in steps)}
         for spec in known.values():
             hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
-            for count in (self._full.num_logprobs, self._vocab_size):
+            for count in (self._num_logprobs, self._vocab_size):
                 self._predicted(hidden, rows, rows, count)
-
-    def _bucket(self, step: ScheduledStep) -> Bucket:
-        if step.encodes:
-            longest = max(len(row.request.encoder_token_ids) for row in step.rows)
-            return self._encode_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest)
-        # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
-        asking = [row.request for row in step.rows if row.num_samples or row.request.params.prompt_logprobs is not None]
-        sampler = self._plain if all(request.is_plain for request in asking) else self._full
-        if step.num_decode_steps > 1 or all(row.num_new_tokens == 1 + len(row.guesses) for row in step.rows):
-            if sampler is self._plain and all(request.params.temperature == 0 for request in asking):
-                sampler = self._greedy
-            return self._decode_bucket(self._num_seqs.pad(len(step.rows)), sampler, step.num_decode_steps)
-        longest = max(row.num_new_tokens for row in step.rows)
-        return self._prefill_bucket(len(step.rows), self._num_tokens.pad(step.num_tokens), longest, sampler)
-
-    def _decode_bucket(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
-        pieces = 0 if self._cascade is None else self._cascade.num_pieces(num_seqs)
-        guesses = self._config.num_speculative_tokens
-        count = num_steps + guesses
-        sizes = (num_seqs, num_seqs * count, 1 + guesses)
-        return Bucket(*sizes, sampler, num_steps, guesses, pieces, num_encoder_blocks=self._num_encoder_blocks)
-
-    def _prefill_bucket(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
-        most = self._config.max_num_seqs
-        blocks = self._num_encoder_blocks
-        if self._query_lens is None:
-            # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
-            return Bucket(most, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
-        if num_seqs == 1:
-            return Bucket(1, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
-        return next(
-            bucket
-            for bucket in self._padded_buckets(self._query_lens.pad(longest), sampler)
-            if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-        )
-
-    def _padded_buckets(self, longest: int, sampler: Sampler) -> Iterator[Bucket]:
-        """Yields buckets of prompts padded to `longest` tokens: no step attends to more than twice its tokens."""
-        most, smallest = self._config.max_num_seqs, cast(Buckets, self._query_lens).sizes[0]
-        for num_tokens in self._num_tokens.sizes:
-            if num_tokens >= longest:
-                # The largest step takes any number of the shortest prompts; the scheduler sees to the longer ones.
-                takes_all = longest == smallest and num_tokens == self._num_tokens.largest
-                num_seqs = most if takes_all else min(most, 2 * num_tokens // longest)
-                yield Bucket(num_seqs, num_tokens, longest, sampler, num_encoder_blocks=self._num_encoder_blocks)
-                if num_seqs * longest <= num_tokens:
-                    # This number of rows cannot have more.
-                    return
-
-    def _encode_bucket(self, num_seqs: int, num_tokens: int, longest: int) -> Bucket:
-        return replace(self._prefill_bucket(num_seqs, num_tokens, longest, self._plain), encodes=True)
-
-    def _all_buckets(self) -> Iterator[Bucket]:
-        for sampler in self._samplers:
-            for bucket in () if sampler is self._greedy is not self._plain else self._prompt_buckets(sampler):
-                yield bucket
-                if self._num_encoder_blocks and sampler is self._plain:
-                    yield replace(bucket, encodes=True)
-            for num_steps in sorted({1, self._config.most_scheduler_steps}):
-                for num_seqs in self._num_seqs.sizes:
-                    bucket = self._decode_bucket(num_seqs, sampler, num_steps)
-                    yield bucket
-                    if bucket.num_pieces and self._cascade is not None:
-                        yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
-
-    def _prompt_buckets(self, sampler: Sampler) -> Iterator[Bucket]:
-        for num_tokens in self._num_tokens.sizes:
-            yield self._prefill_bucket(1, num_tokens, num_tokens, sampler)
-            if self._query_lens is not None and num_tokens >= self._query_lens.largest:
-                # One row has no more.
-                break
-        if self._query_lens is not None and self._config.max_num_seqs > 1:
-            for longest in self._query_lens.sizes:
-                yield from self._padded_buckets(longest, sampler)
 
 
 @jax.jit
@@ -396,33 +376,17 @@ def _cut(hidden: jax.Array, rows: jax.Array) -> jax.Array:
     return hidden[rows]
 
 
-def _buckets(config: EngineConfig) -> tuple[Buckets, Buckets]:
-    """Returns the sizes of a decode step's sequences and of a prefill step's tokens."""
-    most_seqs, most_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, _SMALLEST_PREFILL)
-    names = ("sequences of a step", "new tokens of a step")
-    if config.batch_invariant:
-        return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
-    # A few sequences cost as much as one, because the weights are read once. Many cost in proportion to their number.
-    few = tuple(size for size in (1, 4, 16) if size < most_seqs)
-    many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
-    between = (size * 3 // 2 for size in many if size >= _FIRST_BETWEEN)
-    return (
-        Buckets(names[0], few + tuple(sorted({*many, *(size for size in between if size < most_seqs)}))),
-        Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
-    )
-
-
-def _fill_requests(rows: Sequence[ScheduledRow], layout: PackedLayout, buffer: np.ndarray) -> None:
-    token_ids = layout["token_ids"].of(buffer)
+def _fill_requests(step: ScheduledStep, token_ids: np.ndarray, sampling: np.ndarray, sample_index: np.ndarray) -> None:
+    """Writes the tokens and the parameters of a step's requests into its buffer."""
     first = 0
-    for row in rows:
+    for index, row in enumerate(step.rows):
         request = row.request
-        if row.encodes:
+        if step.encodes:
             new = list(request.encoder_token_ids)
         else:
             new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
             new += row.guesses
         token_ids[first : first + len(new)] = new
         first += len(new)
-    layout["sampling"].of(buffer)[: len(rows)] = [row.request.sampling for row in rows]
-    layout["sample_index"].of(buffer)[: len(rows)] = [row.request.num_sampled_tokens for row in rows]
+        sampling[index] = request.sampling
+        sample_index[index] = len(request.output_token_ids) + request.num_pending_tokens

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
 from jattn.llm.engine.options.params import PACKED_FLOATS
-from jattn.llm.engine.request.logprobs import Logprobs, token_logprobs
+from jattn.llm.engine.request.outputs import Logprobs
 from jattn.parallel import exchange
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -21,6 +21,9 @@ from torch_core.base.errors import InvalidInput
 #: `f(logits float32[vocab], token_ids int32[max_model_len], num_prompt_tokens, num_tokens, value) -> float32[vocab]`:
 #: pure, of one row; entries of `token_ids` after `num_tokens` are undefined.
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+_GROUP = 128
 
 
 class SamplingKind(enum.Enum):
@@ -264,6 +267,36 @@ def filtered(logits: jax.Array, rows: Rows) -> jax.Array:
     # Where all is kept a sum in another order must not decide.
     nucleus = jnp.where(rows.top_p < 1, _largest(reaches, len(logits)), threshold)
     return jnp.where(order >= jnp.maximum(nucleus, threshold)[:, None], logits, -jnp.inf)
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
+    """Returns the log-probabilities of int32[rows] tokens under float32[rows, vocab] logits, and the likeliest."""
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    top, top_ids = likeliest(logits, num_logprobs)
+    return Logprobs(chosen[:, 0] - log_normalizer, rank, top_ids, top - log_normalizer[:, None])
+
+
+def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the `count` largest of each row of [rows, vocab] in descending order, and where they are.
+
+    They are in the `count` groups with the largest maxima, so only a small array is sorted; a sort of the vocabulary
+    costs more than a model's layer. Of equal values the earlier come first.
+    """
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    num_groups = -(-vocab // _GROUP)
+    if count == 0 or num_groups <= 2 * count:
+        return jax.lax.top_k(logits, count)
+    padded = jnp.pad(logits, ((0, 0), (0, num_groups * _GROUP - vocab)), constant_values=-jnp.inf)
+    groups = padded.reshape(rows, num_groups, _GROUP)
+    _, best = jax.lax.top_k(jnp.max(groups, axis=-1), count)
+    # In the order of the vocabulary, so that equal values stay in it.
+    best = jnp.sort(best, axis=-1)
+    inside = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(rows, -1)
+    top, places = jax.lax.top_k(inside, count)
+    return top, jnp.take_along_axis(best, places // _GROUP, axis=1) * _GROUP + places % _GROUP
 
 
 def _choose(

@@ -103,7 +103,7 @@ class Slots:
         vocab_size: int,
         processors: tuple[str, ...],
         placement: Placement,
-        announce: Announce = lambda *_: None,
+        announce: Announce | None = None,
     ) -> None:
         self._announce = announce
         self._num_slots = num_slots
@@ -168,7 +168,8 @@ class Slots:
             self._slot_of = {each: slot for each, slot in self._slot_of.items() if each.state is RequestState.RUNNING}
             slot = next(iter(set(range(self._num_slots)).difference(self._slot_of.values())))
             row = self._row(request)
-            self._announce("slot", slot, row)
+            if self._announce is not None:
+                self._announce("slot", slot, row)
             self.load(slot, row)
             self._slot_of[request] = slot
         return slot

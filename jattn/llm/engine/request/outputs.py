@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jattn.llm.engine.request.logprobs import Logprob
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability.
+
+    Attributes:
+        logprob: natural logarithm of its probability, as the model has it.
+        rank: 1 for the likeliest token.
+        decoded_token: its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class Logprobs(NamedTuple):
+    """The log-probabilities of some tokens, with any leading axes.
+
+    Attributes:
+        logprob: float32[...], the token's.
+        rank: int32[...], 1 for the likeliest.
+        top_ids: int32[..., num_logprobs], the likeliest tokens in order.
+        top_logprobs: float32[..., num_logprobs].
+    """
+
+    logprob: Any
+    rank: Any
+    top_ids: Any
+    top_logprobs: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +150,25 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+def as_dict(
+    token: int, found: Logprobs, num_logprobs: int, decode: Callable[[Sequence[int]], str] | None
+) -> dict[int, Logprob]:
+    """Returns vLLM's mapping for one position: the token itself first, then the likeliest in order.
+
+    Args:
+        token: the sampled token or the prompt's.
+        found: values of this position, without leading axes.
+        num_logprobs: number of the likeliest tokens; -1 for all.
+        decode: token ids to text, or None.
+    """
+    count = len(found.top_ids) if num_logprobs < 0 else num_logprobs
+    entries = {token: (float(found.logprob), int(found.rank))}
+    best = zip(found.top_ids[:count].tolist(), found.top_logprobs[:count].tolist(), strict=True)
+    for rank, (each, value) in enumerate(best, 1):
+        entries.setdefault(each, (value, rank))
+    return {
+        each: Logprob(value, rank, None if decode is None else decode([each]))
+        for each, (value, rank) in entries.items()
+    }

@@ -10,8 +10,7 @@ import numpy as np
 
 from jattn.llm.engine.options.params import PACKED_SEED, SamplingParams
 from jattn.llm.engine.request.grammar import Grammar
-from jattn.llm.engine.request.logprobs import Logprobs
-from jattn.llm.engine.request.outputs import Outbox, RequestMetrics, TokenDelta
+from jattn.llm.engine.request.outputs import Logprobs, Outbox, RequestMetrics, TokenDelta
 from torch_core.base.errors import InvalidInput
 
 #: The prefix of the engine's own request ids; callers may not use it.
@@ -67,6 +66,7 @@ class Request:
         pending_row: row of its sampled token in the last dispatched step.
         logprobs: log-probabilities of the generated tokens, if requested; entries after the last token are undefined.
         prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested.
+        max_tokens: most tokens to generate.
         order: rank among requests that compete; the smallest is first.
     """
 
@@ -101,6 +101,10 @@ class Request:
     followers: list[Request] = field(default_factory=list)
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_slots: int = 0
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.max_tokens or self.params.max_tokens or 0
 
     @property
     def given_id(self) -> str | None:
@@ -115,7 +119,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """All tokens, those still on the device included."""
-        return self.num_known_tokens + self.num_pending_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def cached_token_ids(self) -> list[int]:
@@ -131,13 +135,8 @@ class Request:
     @property
     def num_wanted_tokens(self) -> int:
         """Tokens that may still be sampled for it now: with a grammar one, when all before it are known."""
-        wanted = self.max_tokens - self.num_sampled_tokens
+        wanted = self.max_tokens - len(self.output_token_ids) - self.num_pending_tokens
         return wanted if self.grammar is None else min(wanted, int(not self.num_pending_tokens))
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens to generate at most."""
-        return self.params.max_tokens or 0
 
     @property
     def awaits_fork(self) -> bool:

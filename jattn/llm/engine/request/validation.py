@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -123,7 +122,6 @@ class Validator:
                 argument="prompt",
             )
         self._check_limits(params)
-        params = replace(params, max_tokens=max_tokens)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         # Without a seed of its own each sample adds its number.
         seed, is_seeded = (self._config.seed, False) if params.seed is None else (params.seed, True)
@@ -152,6 +150,7 @@ class Validator:
                 outbox=outbox,
                 encoder_token_ids=encoder_tokens,
                 num_encoder_slots=num_slots,
+                max_tokens=max_tokens,
             )
             for index in range(params.n)
         )

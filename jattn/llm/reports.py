@@ -1,4 +1,4 @@
-"""Reports a step without results: its requests and tokens, and its age."""
+"""Reports by the `logging` module: events with fields, and steps whose results do not come."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jattn.llm.engine.scheduler import ScheduledStep
-from jattn.llm.log import event
+LOGGER = logging.getLogger("jattn")
+
+
+def event(level: int, name: str, **fields: Any) -> None:
+    """Logs an event: a line of text, and `record.event` and each field as attributes of the record.
+
+    Args:
+        level: level of the `logging` module.
+        name: name of the event.
+        **fields: strings, numbers, None, and lists of them.
+    """
+    if LOGGER.isEnabledFor(level):
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        LOGGER.log(level, "%s: %s", name, text, extra={"event": name, **fields}, stacklevel=2)
+
 
 # Number of checks within a step's time limit.
 _LOOKS = 4
@@ -31,16 +44,16 @@ class Watchdog:
     def __init__(
         self,
         seconds: float | None,
-        describe: Callable[[ScheduledStep], dict[str, Any]],
+        describe: Callable[[Any], dict[str, Any]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds, self._describe, self._clock = seconds, describe, clock
-        self._out: dict[int, tuple[float, ScheduledStep]] = {}
+        self._out: dict[int, tuple[float, Any]] = {}
         self._reported: set[int] = set()
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
 
-    def dispatched(self, step: ScheduledStep) -> None:
+    def dispatched(self, step: Any) -> None:
         """Says that a step is on the device."""
         if self._seconds is None:
             return
@@ -52,7 +65,7 @@ class Watchdog:
             self._thread = threading.Thread(target=_look, args=arguments, name="jattn-watchdog", daemon=True)
             self._thread.start()
 
-    def came(self, step: ScheduledStep) -> None:
+    def came(self, step: Any) -> None:
         """Says that a step's results are here."""
         started, _ = self._out.pop(step.committed.step_id, (0.0, step))
         if step.committed.step_id in self._reported:
