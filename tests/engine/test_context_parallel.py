@@ -101,7 +101,7 @@ def test_a_layer_gathers_queries_and_exchanges_results_once_and_no_cache_moves()
     run(engine, prompts_of(6, 2), GREEDY)
 
     programs = engine._core.device.runner.programs
-    texts = {str(bucket): compiled.as_text() for bucket, compiled in programs._compiled.items()}
+    texts = {str(bucket): compiled.as_text() for bucket, compiled in programs.compiled.items()}
     for name, text in texts.items():
         found = COLLECTIVE.findall(text)
         kinds = Counter(kind for _, kind in found)

@@ -30,7 +30,7 @@ def messages(engine: Engine) -> list[tuple[str, int]]:
     programs = engine._core.device.runner.programs
     (text,) = (
         compiled.as_text()
-        for bucket, compiled in programs._compiled.items()
+        for bucket, compiled in programs.compiled.items()
         if str(bucket).startswith("4 sequences, 4 ")
     )
     found = []

@@ -72,13 +72,13 @@ def test_the_program_of_a_failed_step_is_compiled_anew(decoder, seed) -> None:
     programs = other._core.device.runner.programs
     run(other, prompts_of(seed, 7, 3, 5, 2))
     run(other, prompts_of(seed, 7))
-    before = dict(programs._compiled)
-    failed = set(programs._last)
+    before = dict(programs.compiled)
+    failed = set(programs.last)
     _FailingSteps(other, failures={2})
 
     run(other, prompts_of(seed, 7))
 
-    anew = {bucket for bucket, program in before.items() if programs._compiled.get(bucket) is not program}
+    anew = {bucket for bucket, program in before.items() if programs.compiled.get(bucket) is not program}
     assert failed <= anew < before.keys()
-    executables = [each[bucket].runtime_executable() for each in (before, programs._compiled) for bucket in failed]
+    executables = [each[bucket].runtime_executable() for each in (before, programs.compiled) for bucket in failed]
     assert len(set(map(id, executables))) == 2 * len(failed)

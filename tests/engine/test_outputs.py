@@ -10,7 +10,7 @@ DELTAS = [TokenDelta("a", (7,), None), TokenDelta("b", (8, 9), None), TokenDelta
 def filled() -> Outbox:
     outbox = Outbox()
     for delta in DELTAS:
-        outbox.put(delta)
+        outbox.deltas.append(delta)
     return outbox
 
 

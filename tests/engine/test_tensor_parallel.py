@@ -90,7 +90,7 @@ def test_a_layer_sums_twice_and_no_weight_cache_or_vocabulary_is_gathered() -> N
     run(four, prompts_of(3, 2), SamplingParams(max_tokens=6, ignore_eos=True))
 
     programs = four._core.device.runner.programs
-    texts = {str(bucket): compiled.as_text() for bucket, compiled in programs._compiled.items()}
+    texts = {str(bucket): compiled.as_text() for bucket, compiled in programs.compiled.items()}
     # Others of this shape may have been compiled before.
     plain = {name: text for name, text in texts.items() if name.endswith("plain")}
     assert plain

@@ -5,22 +5,19 @@ Of a swap to host memory and back this is the allocator's side; the pool else ex
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_core.base.checks import INT32_MAX, check_int
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, OutOfBlocks, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.keys import KeyChain, encode_root
 from torch_core.cache.records import BlockSwap, CommittedStep
-from torch_core.cache.state import CacheState
+from torch_core.cache.state import CacheState, checked_tokens
 from torch_core.cache.stepping import deferred_hint
 from torch_core.cache.table import SequenceState, SequenceTable, SwappedTable
 
 _MAX_ID_CHARACTERS = 1024
-_TOP_BYTE = 3 if sys.byteorder == "little" else 0
 
 
 def check_admission(state: CacheState, seq_id: str | None, num_prompt_tokens: int, max_new_tokens: int) -> None:
@@ -50,7 +47,7 @@ def add(
 ) -> int:
     """Registers a sequence; see `CacheManager.add`."""
     _check_new_id(state, seq_id)
-    tokens = _checked_tokens(token_ids)
+    tokens = checked_tokens(token_ids)
     if not tokens:
         raise InvalidInput("token_ids", f"of {seq_id!r} is empty", "a sequence starts with at least one token")
     check_admission(state, seq_id, len(tokens), 0)
@@ -65,20 +62,6 @@ def add(
     state.sequences[seq_id] = sequence
     state.version += 1
     return state.attach_table(sequence)
-
-
-def append_tokens(state: CacheState, seq_id: str, token_ids: Sequence[int]) -> None:
-    """Makes token ids known; see `CacheManager.append_tokens`."""
-    sequence = state.known(seq_id)
-    # Decoding appends one token to each of many sequences: worth a short way.
-    if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
-        token = token_ids[0]
-        if not 0 <= token <= INT32_MAX:
-            raise InvalidInput(_token_message(token_ids))
-        sequence.tokens.append(token)
-    else:
-        sequence.tokens.extend(_checked_tokens(token_ids))
-    state.version += 1
 
 
 def fork(state: CacheState, parent_id: str, child_id: str) -> int:
@@ -230,35 +213,3 @@ def _check_new_id(state: CacheState, seq_id: object) -> None:
         raise InvalidInput("seq_id", shown, f"it must be a string of 1 to {_MAX_ID_CHARACTERS} characters")
     if seq_id in state.sequences:
         raise InvalidInput(f"sequence {seq_id!r} exists already; finish it first, or choose another id.")
-
-
-def _checked_tokens(token_ids: Sequence[int]) -> array[int]:
-    # An array takes text and bytes for its own memory.
-    if isinstance(token_ids, (str, bytes, bytearray)):
-        raise InvalidInput("token_ids", f"is a {type(token_ids).__name__}", "it must be a sequence of ints")
-    try:
-        tokens = array("i", token_ids)
-    except (TypeError, OverflowError) as error:
-        raise InvalidInput(_token_message(token_ids)) from error
-    # The top byte of each id: at most 127 when it is not negative, which `isascii` finds out at memory speed.
-    if not tokens.tobytes()[_TOP_BYTE::4].isascii():
-        raise InvalidInput(_token_message(token_ids))
-    return tokens
-
-
-def _token_message(token_ids: object) -> str:
-    # Positions and types only: tokens are the user's text.
-    wanted = f"each must be an int from 0 to {INT32_MAX}"
-    try:
-        for position, token in enumerate(token_ids):  # type: ignore[call-overload]
-            try:
-                value = array("i", [token])[0]
-            except TypeError:
-                return f"token_ids[{position}] is a {type(token).__name__}; {wanted}."
-            except OverflowError:
-                return f"token_ids[{position}] does not fit into 32 bits; {wanted}."
-            if value < 0:
-                return f"token_ids[{position}] is negative; {wanted}."
-    except TypeError:
-        return f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints."
-    return f"token_ids is a {type(token_ids).__name__} with a token of the wrong type; {wanted}."

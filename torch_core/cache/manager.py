@@ -132,7 +132,7 @@ class CacheManager:
         Raises:
             InvalidInput: the sequence is unknown, or an id is not an int from 0 to 2**31 - 1.
         """
-        lifecycle.append_tokens(self._state, seq_id, token_ids)
+        self._state.append_tokens(seq_id, token_ids)
 
     @_verb
     def finish(self, seq_id: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,13 +35,6 @@ class StepRows(tuple[StepRow, ...]):
     """
 
     columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
-
-    @classmethod
-    def of_columns(cls, **columns: Sequence[Any]) -> StepRows:
-        """Builds the rows from their columns, in the order of the fields of `StepRow`."""
-        rows = cls(map(tuple.__new__, repeat(StepRow), zip(*columns.values(), strict=True)))
-        rows.columns = columns
-        return rows
 
 
 _NO_ROWS = StepRows()

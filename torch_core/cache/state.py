@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.table import SequenceState, SequenceTable
+
+_TOP_BYTE = 3 if sys.byteorder == "little" else 0
 
 
 @dataclass(slots=True)
@@ -72,6 +78,19 @@ class CacheState:
         if sequence is None:
             raise InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
         return sequence
+
+    def append_tokens(self, seq_id: object, token_ids: Sequence[int]) -> None:
+        """Makes token ids known; see `CacheManager.append_tokens`."""
+        sequence = self.known(seq_id)
+        # Decoding appends one token to each of many sequences: worth a short way.
+        if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
+            token = token_ids[0]
+            if not 0 <= token <= INT32_MAX:
+                raise InvalidInput(_token_message(token_ids))
+            sequence.tokens.append(token)
+        else:
+            sequence.tokens.extend(checked_tokens(token_ids))
+        self.version += 1
 
     def open_step(self) -> tuple[int, StepRecord]:
         """Starts the record of the next step."""
@@ -153,3 +172,36 @@ class CacheState:
         slots = [slot for group in swapped.slots for slot in group if slot is not None]
         record = self.steps.get(swapped.step_id)
         (self.host_free if record is None else record.host_slots).extend(slots)
+
+
+def checked_tokens(token_ids: Sequence[int]) -> array[int]:
+    """Returns token ids as int32; raises InvalidInput for what is none."""
+    # An array takes text and bytes for its own memory.
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise InvalidInput("token_ids", f"is a {type(token_ids).__name__}", "it must be a sequence of ints")
+    try:
+        tokens = array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise InvalidInput(_token_message(token_ids)) from error
+    # The top byte of each id: at most 127 when it is not negative, which `isascii` finds out at memory speed.
+    if not tokens.tobytes()[_TOP_BYTE::4].isascii():
+        raise InvalidInput(_token_message(token_ids))
+    return tokens
+
+
+def _token_message(token_ids: object) -> str:
+    # Positions and types only: tokens are the user's text.
+    wanted = f"each must be an int from 0 to {INT32_MAX}"
+    try:
+        for position, token in enumerate(token_ids):  # type: ignore[call-overload]
+            try:
+                value = array("i", [token])[0]
+            except TypeError:
+                return f"token_ids[{position}] is a {type(token).__name__}; {wanted}."
+            except OverflowError:
+                return f"token_ids[{position}] does not fit into 32 bits; {wanted}."
+            if value < 0:
+                return f"token_ids[{position}] is negative; {wanted}."
+    except TypeError:
+        return f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints."
+    return f"token_ids is a {type(token_ids).__name__} with a token of the wrong type; {wanted}."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRows
+from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRow, StepRows
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 
@@ -66,13 +67,16 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     for position, growth in plan.growths.items():
         _grow(state, record, plan.tables[position], growth, fresh, copies)
     tables = [table.rows or table.freeze() for table in plan.tables]
-    rows = StepRows.of_columns(
-        seq_id=[table.seq_id for table in plan.tables],
-        block_ids=[groups[0] for groups in tables],
-        num_computed_tokens=[table.scheduled for table in plan.tables],
-        num_new_tokens=plan.counts,
-        group_block_ids=tables,
-    )
+    # In the order of the fields of `StepRow`.
+    columns = {
+        "seq_id": [table.seq_id for table in plan.tables],
+        "block_ids": [groups[0] for groups in tables],
+        "num_computed_tokens": [table.scheduled for table in plan.tables],
+        "num_new_tokens": plan.counts,
+        "group_block_ids": tables,
+    }
+    rows = StepRows(map(tuple.__new__, repeat(StepRow), zip(*columns.values(), strict=True)))
+    rows.columns = columns
     for table, end in zip(plan.tables, plan.ends, strict=True):
         table.scheduled = end
         table.last_step = step_id

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput, RequestTooLong
+from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
-from torch_core.metadata.slots import multiples, write_slots, write_uniform_slots
+from torch_core.metadata.slots import write_slots
 from torch_core.metadata.tables import BlockTableCache, write_checked_tables
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
@@ -121,7 +123,7 @@ def build_common_metadata(
         )
 
     if uniform:
-        query_start_loc[: num_reqs + 1] = multiples(uniform, num_reqs + 1)
+        query_start_loc[: num_reqs + 1] = _multiples(uniform, num_reqs + 1)
     else:
         query_start_loc[0] = 0
         query_start_loc[1 : num_reqs + 1] = np.cumsum(new)
@@ -142,7 +144,7 @@ def build_common_metadata(
     )
 
     if uniform:
-        write_uniform_slots(slot_mapping, positions, computed, uniform, tables, block_size=block_size)
+        _write_uniform_slots(slot_mapping, positions, computed, uniform, tables, block_size=block_size)
     else:
         starts = query_start_loc[: num_reqs + 1]
         positions[:num_new] = write_slots(slot_mapping, starts, computed, tables, block_size=block_size)
@@ -176,6 +178,52 @@ def build_common_metadata(
         packed=buffer,
         layout=layout,
     )
+
+
+def _write_uniform_slots(
+    out: np.ndarray,
+    positions: np.ndarray,
+    computed: np.ndarray,
+    num_new_tokens: int,
+    block_tables: np.ndarray,
+    *,
+    block_size: int,
+) -> None:
+    """Writes positions and slots (int32[T]) of rows with equally many new tokens, and padding; the short way to decode.
+
+    `computed`, int32[S], are the tokens of each row before the step; the tables are contiguous.
+    """
+    num_rows, width = computed.shape[0], block_tables.shape[1]
+    if num_rows == num_new_tokens == 1:
+        # One token of one row, as most steps of a lone user are: arrays cost more than the arithmetic.
+        position = int(computed[0])
+        column, offset = divmod(position, block_size)
+        positions[0], out[0] = position, int(block_tables[0, column]) * block_size + offset
+        positions[1:], out[1:] = 0, PAD_SLOT_ID
+        return
+    first_entry, where = _multiples(width, num_rows), computed
+    if num_new_tokens > 1:
+        where = (computed[:, None] + np.arange(num_new_tokens, dtype=np.int32)).reshape(-1)
+        first_entry = first_entry.repeat(num_new_tokens)
+    column = where // block_size
+    slots = block_tables.reshape(-1)[first_entry + column]
+    # block * size + (position - column * size)
+    slots -= column
+    slots *= block_size
+    num_new = where.shape[0]
+    np.add(slots, where, out=out[:num_new])
+    positions[:num_new] = where
+    if num_new < out.shape[0]:
+        positions[num_new:] = 0
+        out[num_new:] = PAD_SLOT_ID
+
+
+@lru_cache(maxsize=64)
+def _multiples(step: int, count: int) -> np.ndarray:
+    """Returns int64[count], read-only: 0, step, 2 * step and so on; the same array for the same sizes."""
+    values = np.arange(count) * step
+    values.setflags(write=False)
+    return values
 
 
 def _check_ints(**sizes: int | None) -> None:

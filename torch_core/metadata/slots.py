@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from torch_core.base.specs import PAD_SLOT_ID
@@ -44,49 +42,3 @@ def write_slots(
     out[: positions.shape[0]] = slots
     out[positions.shape[0] :] = PAD_SLOT_ID
     return positions
-
-
-def write_uniform_slots(
-    out: np.ndarray,
-    positions: np.ndarray,
-    computed: np.ndarray,
-    num_new_tokens: int,
-    block_tables: np.ndarray,
-    *,
-    block_size: int,
-) -> None:
-    """Writes positions and slots (int32[T]) of rows with equally many new tokens, and padding; the short way to decode.
-
-    `computed`, int32[S], are the tokens of each row before the step; the tables are contiguous.
-    """
-    num_rows, width = computed.shape[0], block_tables.shape[1]
-    if num_rows == num_new_tokens == 1:
-        # One token of one row, as most steps of a lone user are: arrays cost more than the arithmetic.
-        position = int(computed[0])
-        column, offset = divmod(position, block_size)
-        positions[0], out[0] = position, int(block_tables[0, column]) * block_size + offset
-        positions[1:], out[1:] = 0, PAD_SLOT_ID
-        return
-    first_entry, where = multiples(width, num_rows), computed
-    if num_new_tokens > 1:
-        where = (computed[:, None] + np.arange(num_new_tokens, dtype=np.int32)).reshape(-1)
-        first_entry = first_entry.repeat(num_new_tokens)
-    column = where // block_size
-    slots = block_tables.reshape(-1)[first_entry + column]
-    # block * size + (position - column * size)
-    slots -= column
-    slots *= block_size
-    num_new = where.shape[0]
-    np.add(slots, where, out=out[:num_new])
-    positions[:num_new] = where
-    if num_new < out.shape[0]:
-        positions[num_new:] = 0
-        out[num_new:] = PAD_SLOT_ID
-
-
-@lru_cache(maxsize=64)
-def multiples(step: int, count: int) -> np.ndarray:
-    """Returns int64[count], read-only: 0, step, 2 * step and so on; the same array for the same sizes."""
-    values = np.arange(count) * step
-    values.setflags(write=False)
-    return values

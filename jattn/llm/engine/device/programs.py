@@ -52,6 +52,8 @@ class Programs:
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
 
     Attributes:
+        compiled: the programs so far, by bucket.
+        last: buckets of the programs that were run last, as many as steps can be in flight.
         num_compilations: programs that were compiled here.
         compile_seconds: time that it took.
     """
@@ -71,8 +73,7 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
-        # As many as steps can be in flight.
-        self._last: deque[Bucket] = deque(maxlen=2)
+        self.last: deque[Bucket] = deque(maxlen=2)
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
@@ -95,19 +96,18 @@ class Programs:
         )
         self._multiplies_fp8 = multiplies_fp8
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
-        self._step, self._compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
+        self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
         """One line for each compiled program."""
-        return tuple(map(str, self._compiled))
+        return tuple(map(str, self.compiled))
 
     def __call__(self, bucket: Bucket) -> Callable[..., Any]:
-        """Returns the program of a bucket, which is run next; compiles it if it must."""
-        self._last.append(bucket)
-        if bucket not in self._compiled:
+        """Returns the program of a bucket, compiled if it must be."""
+        if bucket not in self.compiled:
             self._timed(lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
-        return self._compiled[bucket]
+        return self.compiled[bucket]
 
     def doubt_last(self) -> None:
         """Forgets the programs that ran last, one of which failed: they are compiled again.
@@ -115,11 +115,11 @@ class Programs:
         XLA keeps the recorded graph of a program on a GPU (jaxlib 0.11.2), and a program that fails meanwhile fails for
         ever: "Command buffer has to be finalized first before it can be updated".
         """
-        for bucket in self._last:
-            self._compiled.pop(bucket, None)
+        for bucket in self.last:
+            self.compiled.pop(bucket, None)
         # Compiled again from JAX's cached trace, it would be the same executable.
         self._step.clear_cache()
-        self._last.clear()
+        self.last.clear()
 
     def compile(self, buckets: Iterable[Bucket], report: Callable[[int, int, str], None]) -> None:
         """Compiles the missing programs of some buckets, several at once.
@@ -128,7 +128,7 @@ class Programs:
             buckets: buckets of the programs.
             report: called with the number that is done, that of all, and the name of the last.
         """
-        missing = [bucket for bucket in buckets if bucket not in self._compiled]
+        missing = [bucket for bucket in buckets if bucket not in self.compiled]
 
         def compile_all() -> None:
             with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
@@ -157,7 +157,7 @@ class Programs:
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
-        self._compiled[bucket] = compiled
+        self.compiled[bucket] = compiled
         self.num_compilations += 1
         event(logging.DEBUG, "program_compiled", program=str(bucket))
 

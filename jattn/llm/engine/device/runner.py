@@ -236,8 +236,10 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
         # Compiled behind the pool's checks of JAX's settings.
+        programs = self.programs
+        programs.last.append(bucket)
         sampled, self._last_tokens, state = self._pool.run(
-            lambda *operands: self.programs(bucket)(*operands),
+            lambda *operands: (programs.compiled.get(bucket) or programs(bucket))(*operands),
             self.weights.leaves,
             self._last_tokens,
             state,

@@ -55,30 +55,30 @@ class TokenDelta:
 
 
 class Outbox:
-    """One caller's queue of outputs: the engine's thread puts deltas in, the caller takes them out."""
+    """One caller's queue of outputs: the engine's thread appends deltas, the caller takes them out.
+
+    Attributes:
+        deltas: in the order in which they came; only the engine's thread appends.
+    """
 
     def __init__(self) -> None:
-        self._deltas: list[TokenDelta] = []
+        self.deltas: list[TokenDelta] = []
 
     def __bool__(self) -> bool:
-        return bool(self._deltas)
-
-    def put(self, delta: TokenDelta) -> None:
-        """Adds a delta; called by the engine's thread alone."""
-        self._deltas.append(delta)
+        return bool(self.deltas)
 
     def take(self, request_id: str | None = None) -> list[TokenDelta]:
         """Returns the deltas, or those of one request, in order, and removes them."""
         if request_id is not None:
-            taken = [delta for delta in self._deltas if delta.request_id == request_id]
+            taken = [delta for delta in self.deltas if delta.request_id == request_id]
             for delta in taken:
                 # Another thread may have taken it meanwhile.
                 with contextlib.suppress(ValueError):
-                    self._deltas.remove(delta)
+                    self.deltas.remove(delta)
             return taken
-        taken = self._deltas[:]
+        taken = self.deltas[:]
         # Each of the two statements is atomic: the engine's thread may append between them, an interrupt loses nothing.
-        del self._deltas[: len(taken)]
+        del self.deltas[: len(taken)]
         return taken
 
 

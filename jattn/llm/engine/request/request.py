@@ -172,7 +172,7 @@ class Request:
         self.num_delivered, self.end_is_delivered, _ = (
             len(self.output_token_ids),
             self.finish_reason is not None,
-            self.outbox.put(TokenDelta(self.request_id, new, self.finish_reason)),
+            self.outbox.deltas.append(TokenDelta(self.request_id, new, self.finish_reason)),
         )
 
     def until_stop(self, tokens: list[int]) -> list[int]:
