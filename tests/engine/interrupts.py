@@ -1,13 +1,10 @@
-"""Raises an exception at a chosen line of the engine, as a signal or an allocation that fails would.
+"""Raises an exception at a chosen line of the engine, as an allocation that fails would.
 
-Lines are counted while a trace function is set, in the files named here and in this thread only. The line of a `with`
-statement on a lock is passed over: only a trace function could raise between the block's last instruction and the
-lock's release. What a signal's handler can do is raise right after it: `InterruptAtRelease`.
+Lines are counted while a trace function is set, in the files named here and in this thread only.
 """
 
 from __future__ import annotations
 
-import linecache
 import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -39,7 +36,7 @@ class InterruptAt:
         return self._trace if self.place is None and any(room in name for room in ROOMS) else None
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and self.place is None and not _releases_a_lock(frame):
+        if event == "line" and self.place is None:
             self._left -= 1
             if self._left <= 0:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -61,7 +58,3 @@ class InterruptAtReply:
             self.armed = False
             raise KeyboardInterrupt
         return result
-
-
-def _releases_a_lock(frame: FrameType) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with self._lock")

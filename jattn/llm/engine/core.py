@@ -89,10 +89,7 @@ class EngineCore:
                 if state.has_residue:
                     self.settle()
             elif step is None and self.requests:
-                raise CacheCorruption(
-                    f"{len(self.requests)} requests are unfinished, but none can run and no step is in flight: "
-                    f"{state.cache.stats()}."
-                )
+                raise CacheCorruption(f"No request of {len(self.requests)} can run: {state.cache.stats()}.")
         except PoolLost as error:
             self._state = None
             if self._is_second_failure(device, error):
@@ -366,19 +363,20 @@ class EngineCore:
 
     def _finish(self, state: EngineState, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
-        request.finish_reason = reason
-        request.metrics = replace(request.metrics, finish_time=time.monotonic())
-        if LOGGER.isEnabledFor(logging.DEBUG):
-            count = len(request.output_token_ids)
-            fields = {"request_id": request.request_id, "reason": reason, "num_output_tokens": count}
-            event(logging.DEBUG, "request_finished", **fields)
         try:
+            request.finish_reason = reason
+            request.metrics = replace(request.metrics, finish_time=time.monotonic())
+            if LOGGER.isEnabledFor(logging.DEBUG):
+                count = len(request.output_token_ids)
+                fields = {"request_id": request.request_id, "reason": reason, "num_output_tokens": count}
+                event(logging.DEBUG, "request_finished", **fields)
             state.scheduler.finish(request)
+            state.has_residue = self._config.scrub_on_free
+            self._release(request)
         except BaseException:
+            # The next call rebuilds the state, and releases the request.
             self._state = None
             raise
-        state.has_residue = self._config.scrub_on_free
-        self._release(request)
 
     def _end(self, request: Request, reason: str) -> None:
         """Ends a request between two steps."""

@@ -158,16 +158,87 @@ def open_device(
         config: sizes.
         mesh: the devices of this replica; None for JAX's default device.
         max_model_len: tokens of one sequence at most.
-        kv_cache_dtype: dtype of the cache, None for the model's.
         model_fingerprint: fingerprint of the weights, in prefix keys.
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory; nothing was allocated.
         Unsupported: the model's implementation of attention cannot run here.
     """
-    processors, vocab_size = config.logits_processors or {}, model.paged_spec.vocab_size
-    check_processors(processors, vocab_size=vocab_size, max_model_len=max_model_len)
-    context = config.decode_context_parallel_size
+    placed = _place(model, config, mesh, max_model_len)
+    cache = _plan_cache(placed, config, mesh, max_model_len)
+    cache_config = CacheConfig(
+        num_blocks=cache.plan.num_blocks,
+        block_size=config.tokens_per_block,
+        enable_prefix_caching=config.enable_prefix_caching,
+        groups=cache.layers.groups,
+        max_step_tokens=config.max_num_batched_tokens,
+        model_fingerprint=model_fingerprint,
+        cache_dtype=placed.spec.dtype,
+        max_blocks_per_seq=cache.max_blocks + cache.num_encoder_blocks,
+        scrub_on_free=config.scrub_on_free,
+        num_host_blocks=config.num_host_blocks,
+    )
+    pool = KVPool(
+        placed.spec,
+        num_layers=cache.plan.num_layers,
+        num_blocks=cache.plan.num_blocks,
+        device=placed.placement.cache_sharding(placed.spec),
+        further=cache.further,
+    )
+    return _build(placed, cache, pool, config, mesh), cache_config, cache.plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A model on the engine's devices.
+
+    Attributes:
+        model: the model, with its draft model and the scales of its cache.
+        placement: its devices.
+        shape: its sizes, with the dtype of the cache.
+        spec: layout of a layer's cache.
+        implementations: of the attention ops in its layers.
+    """
+
+    model: PagedModel
+    placement: Placement
+    shape: PagedSpec
+    spec: CacheSpec
+    implementations: tuple[str, ...]
+
+    @property
+    def draft(self) -> PagedSpec | None:
+        """Sizes of the draft model."""
+        return self.model.draft.paged_spec if isinstance(self.model, WithDraft) else None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether attention works on each row as it is; the jnp ops pad every row of a step to the longest."""
+        return "xla" not in self.implementations
+
+
+@dataclass(frozen=True, slots=True)
+class _CachePlan:
+    """Sizes of the cache.
+
+    Attributes:
+        plan: the pool's size.
+        layers: the cache groups.
+        further: layouts of caches after the model's own.
+        max_blocks: columns of a block table.
+        num_encoder_blocks: blocks of an encoder's input.
+    """
+
+    plan: PoolPlan
+    layers: LayerGroups
+    further: list[CacheSpec]
+    max_blocks: int
+    num_encoder_blocks: int
+
+
+def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
+    vocab_size, context = model.paged_spec.vocab_size, config.decode_context_parallel_size
+    check_processors(config.logits_processors or {}, vocab_size=vocab_size, max_model_len=max_model_len)
     placement, model = Placement.of(model, mesh, context)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:
@@ -180,47 +251,32 @@ def open_device(
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     spec = shape.cache_spec(config.block_size)
     chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
-    # The jnp ops pad every row of a step to the longest; kernels and torch work on each as it is.
-    ragged = "xla" not in chosen
-    max_blocks = -(-max_model_len // config.tokens_per_block)
-    draft = model.draft.paged_spec if isinstance(model, WithDraft) else None
-    further: list[CacheSpec] = [*shape.further_specs(config.block_size)]
+    return _Placed(model, placement, shape, spec, tuple(sorted(chosen)))
+
+
+def _plan_cache(placed: _Placed, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _CachePlan:
+    shape, draft, size = placed.shape, placed.draft, config.block_size
+    further: list[CacheSpec] = [*shape.further_specs(size)]
     if draft is not None:
-        further += [draft.cache_spec(config.block_size)] * draft.num_layers + draft.further_specs(config.block_size)
-    parts = mesh.shape["tp"] if mesh is not None and any(placement.cache_spec(spec)) else 1
-    num_encoder_blocks = -(-shape.max_encoder_len // config.block_size)
-    longest = max_model_len + num_encoder_blocks * config.block_size
+        further += [draft.cache_spec(size)] * draft.num_layers + draft.further_specs(size)
+    parts = mesh.shape["tp"] if mesh is not None and any(placed.placement.cache_spec(placed.spec)) else 1
+    num_encoder_blocks = -(-shape.max_encoder_len // size)
+    longest = max_model_len + num_encoder_blocks * size
     layers = _layer_groups(config, shape, draft, max_model_len)
-    plan = _plan(config, spec, layers, further, parts, mesh, max_model_len=longest)
-    cache_config = CacheConfig(
-        num_blocks=plan.num_blocks,
-        block_size=config.tokens_per_block,
-        enable_prefix_caching=config.enable_prefix_caching,
-        groups=layers.groups,
-        max_step_tokens=config.max_num_batched_tokens,
-        model_fingerprint=model_fingerprint,
-        cache_dtype=spec.dtype,
-        max_blocks_per_seq=max_blocks + num_encoder_blocks,
-        scrub_on_free=config.scrub_on_free,
-        num_host_blocks=config.num_host_blocks,
-    )
-    pool = KVPool(
-        spec,
-        num_layers=plan.num_layers,
-        num_blocks=plan.num_blocks,
-        device=placement.cache_sharding(spec),
-        further=further,
-    )
-    host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
+    plan = _plan(config, placed.spec, layers, further, parts, mesh, max_model_len=longest)
+    return _CachePlan(plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks)
+
+
+def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfig, mesh: Mesh | None) -> Device:
+    model, ragged = placed.model, placed.ragged
 
     def facts() -> dict[str, Any]:
-        described = model_facts(cast(nnx.Module, model))
-        sizes = replace(config, mesh=None, logits_processors=None), sorted(processors)
-        model_sizes = shape, spec, plan.num_blocks, *described
-        return {"config": sizes, "model": model_sizes, "implementation": sorted(chosen)}
+        sizes = replace(config, mesh=None, logits_processors=None), sorted(config.logits_processors or {})
+        model_sizes = placed.shape, placed.spec, cache.plan.num_blocks, *model_facts(cast(nnx.Module, model))
+        return {"config": sizes, "model": model_sizes, "implementation": list(placed.implementations)}
 
+    host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
     channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
-    announce = None if channel is None else channel.send
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
@@ -229,19 +285,19 @@ def open_device(
         model,
         pool,
         replace(config, num_scheduler_steps=num_scheduler_steps),
-        placement,
-        layers,
-        max_blocks=max_blocks,
+        placed.placement,
+        cache.layers,
+        max_blocks=cache.max_blocks,
         ragged=ragged,
-        announce=announce,
+        announce=None if channel is None else channel.send,
     )
-    # A decoded token's bits must not depend on prompts in its step, and if rows are padded it should not run with
-    # prompts.
-    device = Device(
+    return Device(
         pool,
         host,
         runner,
-        in_turns=config.batch_invariant or not ragged or num_encoder_blocks > 0,
+        # A decoded token's bits must not depend on prompts in its step, and if rows are padded it should not run with
+        # prompts.
+        in_turns=config.batch_invariant or not ragged or cache.num_encoder_blocks > 0,
         # A batch-invariant step always costs as much as the largest one.
         pads_rows=not (config.batch_invariant or ragged),
         num_scheduler_steps=num_scheduler_steps,
@@ -249,7 +305,6 @@ def open_device(
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
         channel=channel,
     )
-    return device, cache_config, plan
 
 
 def outlasts_the_host(leaves: Sequence[jax.Array]) -> bool:
