@@ -196,7 +196,7 @@ class KVPool:
             result, after = step(before, *args)
             after = tuple(after)
             fits = [(array.shape, array.dtype) for array in after] == self._layers
-            fits = fits and (self._sharding is None or all(map(self._is_placed, after)))
+            fits = fits and (self.sharding is None or all(map(self._is_placed, after)))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             with self.guard():
                 refuse_foreign_views(error)
