@@ -181,7 +181,7 @@ def fed(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernels_us(call: Callable[[], Any]) -> float:
-    """Returns microseconds in the kernels of one call, JAX's and torch's alike, without the gaps between them."""
+    """Returns microseconds in the kernels of one call, of JAX or torch, without the gaps between them."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:

@@ -109,7 +109,7 @@ def _host_memory() -> str:
     info = Path("/proc/meminfo")
     if not info.exists():
         return f"{total} in all"
-    # What Linux can give a new process without swapping, page cache included.
+    # The memory that Linux can give a new process without swapping, page cache included.
     fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
     return f"{_gib(int(fields['MemAvailable'].split()[0]) * 1024)} available of {total}"
 

@@ -175,7 +175,7 @@ class CacheState:
 
 
 def checked_tokens(token_ids: Sequence[int]) -> array[int]:
-    """Returns token ids as int32; raises InvalidInput for what is none."""
+    """Returns token ids as int32; raises InvalidInput for other values."""
     # An array takes text and bytes for its own memory.
     if isinstance(token_ids, (str, bytes, bytearray)):
         raise InvalidInput("token_ids", f"is a {type(token_ids).__name__}", "it must be a sequence of ints")

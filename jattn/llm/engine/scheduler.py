@@ -153,7 +153,8 @@ class Scheduler:
             step = self._schedule_prefill(decodable) if has_prompts else None
             step = step or self._schedule_decode(decodable)
         if step is None and all(_remaining(request) > 1 for request in self._running):
-            # All that decoded were preempted, and blocks are free; or samples that wait hold what a prompt lacks.
+            # All decoding requests were preempted, and blocks are free; or waiting samples hold the blocks that a
+            # prompt needs.
             step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
         if step is not None:
             for row in step.rows:
