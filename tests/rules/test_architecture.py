@@ -43,12 +43,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.experts",
     },
     "torch_core.ops": {"torch_core.launch", "torch_core.attention", "torch_core.latent", "torch_core.cache_writes"},
-    "torch_core.reference": {
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.experts",
-    },
+    "torch_core.reference": {"torch_core.launch", "torch_core.serves"},
     "torch_core.vllm": {
         "torch_core.ops",
         "torch_core.launch",

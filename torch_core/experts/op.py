@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch_core.base.specs import ArraySpec
 from torch_core.experts.call import ExpertsCall
 from torch_core.experts.routing_call import RouteCall
+from torch_core.launch.call import Call
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
 
@@ -33,3 +37,37 @@ register(
         ),
     ),
 )
+
+
+def calls_in_use() -> dict[str, Call[ArraySpec]]:
+    """Returns calls of specs by label, which names the op and the differences from its most frequent use.
+
+    Representative calls of Qwen3-30B-A3B's experts: 8 of 128 with 768 columns.
+    """
+    return {
+        "experts": _experts(32),
+        "experts few": _experts(1),
+        "experts some": _experts(1024),
+        "experts many": _experts(4096),
+        "experts float32": _experts(4096, dtype="float32"),
+        "route": _route(4096),
+        "route one": _route(1),
+        "route some in groups": replace(_route(16), scoring_func="sigmoid", n_group=8, topk_group=4),
+    }
+
+
+def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
+    """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
+    return ExpertsCall(
+        hidden_states=ArraySpec((num_tokens, 2048), dtype),
+        topk_weights=ArraySpec((num_tokens, 8), "float32"),
+        topk_ids=ArraySpec((num_tokens, 8), "int32"),
+        gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
+        down_kernel=ArraySpec((128, 768, 2048), dtype),
+    )
+
+
+def _route(num_tokens: int) -> RouteCall[ArraySpec]:
+    return RouteCall(
+        hidden_states=ArraySpec((num_tokens, 2048), "bfloat16"), kernel=ArraySpec((2048, 128), "bfloat16"), top_k=8
+    )

@@ -16,13 +16,13 @@ from torch_core.serves import ROOMS
 
 
 def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
-    """Returns representative plans by label; the calls are those of each room's `variants.py`.
+    """Returns representative plans by label; the calls are those of each room's `op.py`.
 
     For arch 90 this includes some plans of older devices. Plans that a device does not serve are left out.
     """
     calls: dict[str, Call[ArraySpec]] = {}
     for room in ROOMS:
-        calls |= loaded(f"{room.__name__}.variants:calls_in_use")()
+        calls |= loaded(f"{room.__name__}.op:calls_in_use")()
     plans = {}
     for label, call in calls.items():
         with suppress(Unsupported):
