@@ -29,6 +29,7 @@ class PoolPlan:
         context_parallel_size: number of devices over which a block's tokens are distributed, `spec.block_size` on each.
 
     Example:
+        >>> from torch_core.base.specs import KVCacheSpec
         >>> spec = KVCacheSpec(num_kv_heads=8, head_size=128, block_size=16, dtype="bfloat16")
         >>> print(PoolPlan(spec=spec, num_layers=32, num_blocks=1025))
         1,025 blocks of 16 tokens in 32 layers: room for 16,384 tokens, 2.002 GiB
@@ -90,6 +91,7 @@ def plan_pool(
         Unsupported: the device does not report its memory (a CPU does not); give `num_bytes`.
 
     Example:
+        >>> from torch_core.base.specs import KVCacheSpec
         >>> spec = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=16, dtype="float32")
         >>> plan_pool(spec, num_layers=4, num_bytes=1 << 20).num_blocks
         32
