@@ -23,14 +23,7 @@ _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
 
 
 class Dropout(NamedTuple):
-    """The dropout of a call, in Flax's terms.
-
-    Attributes:
-        rng: JAX key.
-        rate: share of the softmax weights to drop.
-        broadcast: drop the same weights in all rows of the batch and in all heads.
-        batch_dims: sizes of the caller's batch axes.
-    """
+    """The dropout of a call, in Flax's terms; `batch_dims` are the sizes of the caller's batch axes."""
 
     rng: jax.Array
     rate: float
@@ -140,97 +133,78 @@ def attention_fn(
         key_lengths = lengths
     lengths = flat_lengths("lengths", lengths, batch_dims, query.shape[-3])
     key_lengths = flat_lengths("key_lengths", key_lengths, batch_dims, key.shape[-3])
-    out = dense_attention(
-        *(x.reshape(size, *x.shape[-3:]) for x in (query, key, value)),
-        mask=None if mask is None else _scores_like("mask", mask, query, key).astype(bool),
-        bias=None if bias is None else _scores_like("bias", bias, query, key),
-        lengths=lengths,
-        key_lengths=key_lengths,
-        dropout=dropout,
-        sow=None if module is None else _sow(module, batch_dims),
-        precision=precision,
-        deterministic_gradients=deterministic_gradients,
-        implementation=implementation,
-        causal=is_causal,
-        **options,
-    )
-    return out.reshape(*batch_dims, *out.shape[1:])
-
-
-def dense_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    lengths: jax.Array | None,
-    key_lengths: jax.Array | None,
-    dropout: Dropout | None,
-    sow: Callable[[jax.Array], None] | None,
-    precision: Any,
-    deterministic_gradients: bool,
-    implementation: str | None,
-    causal: bool,
-    **options: Unpack[DenseOptions],
-) -> jax.Array:
-    """Attends within `[batch, length, heads, head_size]`; arguments as in `ops.masked_attention` and `attention_fn`."""
-    (batch, length), key_length = query.shape[:2], key.shape[1]
+    mask = None if mask is None else _scores_like("mask", mask, query, key).astype(bool)
+    bias = None if bias is None else _scores_like("bias", bias, query, key)
+    sow = None if module is None else _sow(module, batch_dims)
+    query, key, value = (x.reshape(size, *x.shape[-3:]) for x in (query, key, value))
     biases = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
-    positional = (causal and length > 1) or any(options.get(name) is not None for name in biases)
-    is_padding = mask is not None and mask.shape[1:3] == (1, 1) and not positional
+    positional = (is_causal and query.shape[1] > 1) or any(options.get(name) is not None for name in biases)
     reasons = {
         "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
-            mask is not None and not is_padding
+            mask is not None and (positional or mask.shape[1:3] != (1, 1))
         ),
         "a bias": bias is not None,
         "weights to sow": sow is not None,
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    chosen = ops.choose(implementation, _described(query, key, value, causal=causal, **options))
-    if chosen != "xla" and reason is not None:
-        if implementation is not None:
-            raise Unsupported(
-                f"attention with {reason} is not served by implementation {implementation!r}; use 'xla', or None."
-            )
-        chosen = "xla"
-    if chosen == "xla":
-        # The arrays stay padded: the packed jnp path would gather every row.
-        padded = {"query_lens": lengths, "key_lens": key_lengths, "mask": mask, "bias": bias, "precision": precision}
-        if sow is None and dropout is None:
-            return _one_program(query, key, value, **padded, causal=causal, **options)
+    chosen = ops.choose(implementation, _described(query, key, value, causal=is_causal, **options))
+    if chosen != "xla" and reason is not None and implementation is not None:
+        raise Unsupported(
+            f"attention with {reason} is not served by implementation {implementation!r}; use 'xla', or None."
+        )
+    lens = {"lengths": lengths, "key_lengths": key_lengths, "dropout": dropout, "causal": is_causal}
+    if chosen == "xla" or reason is not None:
+        out = _in_jnp(query, key, value, mask=mask, bias=bias, sow=sow, precision=precision, **lens, **options)
+    else:
+        fixed = {"deterministic": deterministic_gradients, "implementation": implementation}
+        out = _by_kernels(query, key, value, mask=mask, **lens, **fixed, **options)
+    return out.reshape(*batch_dims, *out.shape[1:])
 
-        def on_weights(weights: jax.Array) -> jax.Array:
-            if sow is not None:
-                sow(weights)
-            return weights if dropout is None else dropout.drop(weights)
 
-        return ops.masked_attention(query, key, value, **padded, causal=causal, **options, on_weights=on_weights)
+def _in_jnp(
+    *operands: jax.Array,
+    lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    sow: Callable[[jax.Array], None] | None,
+    dropout: Dropout | None,
+    **options: Any,
+) -> jax.Array:
+    # The arrays stay padded: the packed jnp path would gather every row.
+    options |= {"query_lens": lengths, "key_lens": key_lengths}
+    if sow is None and dropout is None:
+        return _one_program(*operands, **options)
+
+    def on_weights(weights: jax.Array) -> jax.Array:
+        if sow is not None:
+            sow(weights)
+        return weights if dropout is None else dropout.drop(weights)
+
+    return ops.masked_attention(*operands, **options, on_weights=on_weights)
+
+
+def _by_kernels(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    dropout: Dropout | None,
+    **options: Any,
+) -> jax.Array:
+    (batch, length), key_length = query.shape[:2], key.shape[1]
     real_keys = real_tokens(key_lengths, key_length)
     if mask is not None:
         padding = jnp.broadcast_to(mask[:, 0, 0], (batch, key_length))
         real_keys = padding if real_keys is None else padding & real_keys
     queries = Packing.of(batch, length, real_tokens(lengths, length))
     keys = Packing.of(batch, key_length, real_keys)
-    dropped: dict[str, Any] = {}
     if dropout is not None:
-        seeds = ops.dropout_seeds(dropout.rng, batch, query.shape[2], broadcast=dropout.broadcast)
-        dropped = {"dropout_rate": dropout.rate, "dropout_seeds": seeds}
-    out = ops.attention(
-        queries.pack(query),
-        keys.pack(key),
-        keys.pack(value),
-        queries.start_loc,
-        keys.start_loc,
-        max_query_len=length,
-        max_key_len=key_length,
-        deterministic=deterministic_gradients,
-        implementation=implementation,
-        causal=causal,
-        **dropped,
-        **options,
-    )
+        options["dropout_rate"] = dropout.rate
+        options["dropout_seeds"] = ops.dropout_seeds(dropout.rng, batch, query.shape[2], broadcast=dropout.broadcast)
+    packed = queries.pack(query), keys.pack(key), keys.pack(value), queries.start_loc, keys.start_loc
+    out = ops.attention(*packed, max_query_len=length, max_key_len=key_length, **options)
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])
 
 
@@ -243,11 +217,7 @@ def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: An
 
 
 def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row by default.
-
-    Raises:
-        InvalidInput: positions have another shape or are not integers.
-    """
+    """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row by default."""
     if positions is None:
         positions = jnp.arange(x.shape[-3])
     if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):

@@ -89,25 +89,17 @@ class MultiHeadLatentAttention(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
-        if getattr(rope, "dim", qk_rope_head_dim) != qk_rope_head_dim:
-            raise InvalidInput(
-                f"rope is for {getattr(rope, 'dim', None)} elements and qk_rope_head_dim is {qk_rope_head_dim}; they "
-                "are the same elements."
-            )
-        self.num_heads = num_heads
-        self.in_features = in_features
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.rope = rope
+        if (rope_dim := getattr(rope, "dim", qk_rope_head_dim)) != qk_rope_head_dim:
+            problem = f"is for {rope_dim} elements and qk_rope_head_dim is {qk_rope_head_dim}"
+            raise InvalidInput("rope", problem, "they are the same elements")
+        self.num_heads, self.in_features, self.rope = num_heads, in_features, rope
+        self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         default = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * getattr(rope, "score_factor", 1.0)
         self.scale: float = default if scale is None else scale
-        self.dtype = dtype
-        self.k_scale = k_scale
-        self.kv_chunk_size = kv_chunk_size
+        self.dtype, self.k_scale = dtype, k_scale
+        self.kv_chunk_size, self.implementation = kv_chunk_size, implementation
         self.deterministic_gradients = deterministic_gradients
-        self.implementation = implementation
 
         def linear(inner: int, outer: int, *, bias: bool = False) -> nnx.Linear:
             return nnx.Linear(

@@ -13,7 +13,16 @@ from jattn import ops
 from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.module_cache import ModuleCache, check_module_cache, decode_module_cache, new_module_cache
-from jattn.nn.options import AlibiSlopes, AttentionChunk, Implementation, LogitsSoftCap, Rope, Scale, SlidingWindow
+from jattn.nn.options import (
+    AlibiSlopes,
+    AttentionChunk,
+    Implementation,
+    LayerOptions,
+    LogitsSoftCap,
+    Rope,
+    Scale,
+    SlidingWindow,
+)
 from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import check_fields
@@ -108,18 +117,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         features = features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise InvalidInput(f"qkv_features is {features}; it must be a multiple of num_heads, {self.num_heads}.")
-        core = PagedAttention(
-            self.num_heads,
-            features // self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            attention_chunk=self.attention_chunk,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            use_alibi_sqrt=self.use_alibi_sqrt,
-            implementation=self.implementation,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in LayerOptions.__annotations__}
+        core = PagedAttention(self.num_heads, features // self.num_heads, num_kv_heads=self.num_kv_heads, **options)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         query = self._projected("query", core.num_heads, core, inputs_q)
         key = self._projected("key", core.num_kv_heads, core, inputs_k)

@@ -89,11 +89,7 @@ class ModuleCache(NamedTuple):
 def new_module_cache(
     batch_dims: Sequence[int], max_length: int, core: PagedAttention, dtype: Any, block_size: int
 ) -> ModuleCache:
-    """Returns an empty cache. It holds zeros, because the contents of unwritten slots must be finite.
-
-    Raises:
-        InvalidInput: a size below 1.
-    """
+    """Returns an empty cache. It holds zeros, because the contents of unwritten slots must be finite."""
     for name, size in (("max_length", max_length), ("block_size", block_size)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidInput(name, value=size, wanted="it must be an int of at least 1")
@@ -103,11 +99,7 @@ def new_module_cache(
 
 
 def check_module_cache(cache: ModuleCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
-    """Checks that a cache is not deleted and belongs to this module and batch.
-
-    Raises:
-        InvalidInput: it is deleted, or its shapes are those of another module or batch.
-    """
+    """Checks that a cache is not deleted and belongs to this module and batch."""
     refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
     if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
         raise InvalidInput(
@@ -129,23 +121,11 @@ def decode_module_cache(
 ) -> tuple[jax.Array, ModuleCache]:
     """Appends the new tokens of each row to its sequence, and attends to the whole sequence.
 
-    Args:
-        core: if it is causal, this is self-attention. Otherwise it is cross attention: new keys replace those in the
-            cache, and without new keys the cache is only read.
-        query: [batch..., length, num_heads, head_dim], with any length.
-        new: keys and values, [batch..., key_length, num_kv_heads, head_dim].
-        cache: see `ModuleCache`.
-        lengths: int32[batch...], number of real tokens of each row of queries; None if all are real.
-        key_lengths: the same for keys, in cross attention only.
-        **options: keywords of the core's call.
-
-    Returns:
-        The output [batch..., length, num_heads, head_dim] and the cache. Rows of padding are 0. Rows that do not fit
-        into the cache are NaN, because a traced function cannot raise.
-
-    Raises:
-        InvalidInput: key_lengths for self-attention, or lengths that do not match the rows.
-        RequestTooLong: the tokens do not fit into the cache; outside jit only.
+    A causal core is self-attention. Any other is cross attention: `new` keys and values [batch..., key_length,
+    num_kv_heads, head_dim] replace those in the cache, and without them the cache is only read. The query is
+    [batch..., length, num_heads, head_dim]; `options` are keywords of the core's call. In the output, rows of padding
+    are 0. Rows that do not fit into the cache are NaN, because a traced function cannot raise; outside jit they raise
+    RequestTooLong.
     """
     if core.causal and key_lengths is not None:
         raise InvalidInput("key_lengths is given for self-attention with a cache; lengths says which tokens are new.")

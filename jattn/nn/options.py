@@ -22,18 +22,14 @@ _ANY_QUERY: Any = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
 def _check_score_option(name: str, value: Any) -> None:
     """Checks one option of masks and scores with the check of the ops."""
     if isinstance(value, jax.Array):
-        raise InvalidInput(
-            argument=name,
-            problem="is a JAX array",
-            wanted=f"it is part of the program: give a number, such as float({name})",
-        )
+        wanted = f"it is part of the program: give a number, such as float({name})"
+        raise InvalidInput(argument=name, problem="is a JAX array", wanted=wanted)
     attention_spec(_ANY_QUERY, **{name: value})
 
 
 def _check_slopes(name: str, value: Any) -> None:
     try:
-        is_text = isinstance(value, str)
-        fits = not is_text and all(isinstance(float(slope), float) for slope in value)
+        fits = not isinstance(value, str) and all(isinstance(float(slope), float) for slope in value)
     except (TypeError, ValueError):
         fits = False
     if not fits:
@@ -65,27 +61,24 @@ DType: TypeAlias = Annotated[DTypeLike, _check_dtype]
 Rope: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
-class LayerOptions(TypedDict):
-    """The options that `PagedAttention` passes to both paged and dense attention."""
-
+class _MaskOptions(TypedDict, total=False):
     scale: float | None
     sliding_window: int | tuple[int | None, int | None] | None
     attention_chunk: int | None
     logits_soft_cap: float | None
     alibi_slopes: jax.Array | None
     use_alibi_sqrt: bool
+
+
+class LayerOptions(_MaskOptions, total=False):
+    """The options that `PagedAttention` passes to both paged and dense attention."""
+
     implementation: str | None
 
 
-class DenseOptions(TypedDict, total=False):
+class DenseOptions(_MaskOptions, total=False):
     """The keywords of `attention_fn` that `jattn.attention` has too; see there."""
 
-    scale: float | None
-    sliding_window: int | tuple[int | None, int | None] | None
-    attention_chunk: int | None
-    logits_soft_cap: float | None
-    alibi_slopes: jax.Array | None
-    use_alibi_sqrt: bool
     sinks: jax.Array | None
     mm_prefix_range: jax.Array | None
     relative_bias: jax.Array | None

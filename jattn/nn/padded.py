@@ -13,13 +13,10 @@ from torch_core.base.errors import InvalidInput
 
 
 class Packing(NamedTuple):
-    """The real tokens of a padded batch, and their order when packed.
+    """The real tokens of a padded batch, and their order when packed; `start_loc` is the cumulative sum of the lengths.
 
-    Attributes:
-        start_loc: int32[batch + 1], cumulative sum of the lengths.
-        order: int32[batch * length], the padded index of each packed token; None if all tokens are real: packing
-            is then a reshape and costs nothing.
-        real: bool[batch * length], the real tokens; None if all are real.
+    `order` is the padded index of each packed token, and `real` marks the real ones, [batch * length] each. Both are
+    None if all tokens are real: packing is then a reshape and costs nothing.
     """
 
     start_loc: jax.Array
@@ -50,9 +47,7 @@ class Packing(NamedTuple):
 def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: int) -> jax.Array | None:
     """Checks the lengths of the rows of a batch and returns them with one axis; None for None.
 
-    Raises:
-        InvalidInput: they are not integers, or there is not one for each row. Outside jit also if one is not from 0 to
-            `longest`; the host waits for lengths on a device.
+    Outside jit it also checks that each is from 0 to `longest`; the host waits for lengths on a device.
     """
     if lengths is None:
         return None

@@ -107,19 +107,13 @@ class PagedAttention(nnx.Module):
             raise InvalidInput(
                 "alibi_slopes", f"has {len(alibi_slopes)} numbers", f"it must have one for each of {num_heads} heads"
             )
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.value_head_dim = value_head_dim
-        self.scale = scale
-        self.causal = causal
-        self.sliding_window = sliding_window
-        self.attention_chunk = attention_chunk
-        self.logits_soft_cap = logits_soft_cap
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_head_dim = head_dim, value_head_dim
+        self.scale, self.logits_soft_cap = scale, logits_soft_cap
+        self.causal, self.sliding_window, self.attention_chunk = causal, sliding_window, attention_chunk
         self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
         self.use_alibi_sqrt = use_alibi_sqrt
-        self.kv_chunk_size = kv_chunk_size
-        self.implementation = implementation
+        self.kv_chunk_size, self.implementation = kv_chunk_size, implementation
 
     @property
     def options(self) -> LayerOptions:
@@ -188,9 +182,9 @@ class PagedAttention(nnx.Module):
         # The write refuses a cache with fewer axes.
         if len(shape) > 3:
             metadata.check_blocks("kv_cache", shape[-3])
-        k_scale, v_scale = self.scales_of(kv_cache, k_scale, v_scale)
+        scales = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
-            kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, k_scale=k_scale, v_scale=v_scale)
+            kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, **scales)
         # Options of a call take precedence over the module's own.
         further: dict[str, Any] = {**self.options, **options}
         output = ops.paged_attention(
@@ -200,8 +194,7 @@ class PagedAttention(nnx.Module):
             groups=metadata.groups,
             causal=self.causal,
             kv_chunk_size=self.kv_chunk_size,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            **scales,
             **further,
         )
         return output, kv_cache
@@ -226,8 +219,7 @@ class PagedAttention(nnx.Module):
         """
         if self.kv_range is not None:
             self.kv_range.see(key, value, slot_mapping)
-        k_scale, v_scale = self.scales_of(kv_cache, scales.get("k_scale"), scales.get("v_scale"))
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales = self.scales_of(kv_cache, **scales)
         return ops.write_kv_cache(key, value, kv_cache, slot_mapping, **scales, implementation=self.implementation)
 
     @property
@@ -238,26 +230,17 @@ class PagedAttention(nnx.Module):
     def rotate_and_write(
         self, qkv: jax.Array, cos_sin: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Rotates queries and keys and writes keys and values, in one launch.
+        """Rotates queries and keys and writes keys and values, in one launch; see `jattn.ops.rotate_and_write`.
 
-        Args:
-            qkv: float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values before rotation.
-            cos_sin, kv_cache, slot_mapping: as in `jattn.ops.rotate_and_write`.
-
-        Returns:
-            The rotated queries, for a call without key and value, and the updated cache.
+        `qkv` is float[num_tokens, num_heads + 2 * num_kv_heads, head_dim]. It returns the rotated queries, for a call
+        without key and value, and the updated cache.
         """
-        k_scale, v_scale = self.scales_of(kv_cache, None, None)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales = self.scales_of(kv_cache)
         return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
 
-    def scales_of(self, kv_cache: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+    def scales_of(self, kv_cache: Any, k_scale: Any = None, v_scale: Any = None) -> ops.CacheScales:
         """Returns the scales of a call, or those of the layer if the call has none and the cache has 8 bits."""
-        if k_scale is None and v_scale is None and self.kv_scales is not None and _is_8_bits(kv_cache):
-            return self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
-        return k_scale, v_scale
-
-
-def _is_8_bits(kv_cache: jax.Array | tuple[jax.Array, jax.Array]) -> bool:
-    first = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
-    return first.dtype.itemsize == 1
+        has_8_bits = jax.tree.leaves(kv_cache)[0].dtype.itemsize == 1
+        if k_scale is None and v_scale is None and self.kv_scales is not None and has_8_bits:
+            k_scale, v_scale = self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
+        return {"k_scale": k_scale, "v_scale": v_scale}

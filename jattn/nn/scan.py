@@ -1,8 +1,8 @@
-"""Equal layers in one `lax.scan`, over one pool with the blocks of all layers."""
+"""The layers of a model: equal ones in one `lax.scan` over one pool, and those that write a paged cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.metadata import AttentionMetadata
+from jattn.nn.latent import MultiHeadLatentAttention
+from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput
 
 _Cache = TypeVar("_Cache", jax.Array, tuple[jax.Array, jax.Array])
@@ -84,3 +86,10 @@ def layer_metadata(metadata: AttentionMetadata, first_block: jax.Array | int, bl
         block_tables=metadata.block_tables + first_block,
         slot_mapping=jnp.where(slots < 0, slots, slots + first_block * block_size),
     )
+
+
+def paged_layers(model: nnx.Module) -> Iterator[tuple[str, PagedAttention | MultiHeadLatentAttention]]:
+    """Yields each layer of a model that writes a cache, with its path, such as "layers.0.self_attn.paged_attention"."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, PagedAttention | MultiHeadLatentAttention):
+            yield ".".join(map(str, path)), module

@@ -57,7 +57,7 @@ class DeepSeekRoPE:
     @property
     def score_factor(self) -> float:
         """Factor on the scale of the scores: the correction of the whole score, squared."""
-        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+        return yarn_weight(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(self) -> np.ndarray:
         """Returns the angle per position of each pair, float32[dim / 2]; computed in float64 and rounded once."""
@@ -74,18 +74,15 @@ class DeepSeekRoPE:
             raise InvalidInput(
                 "x", f"has heads of {size} elements and the rope is for {self.dim}", f"build it with dim={size}"
             )
-        weight = self._mscale(self.mscale or 1.0)
+        weight = yarn_weight(self.factor, self.mscale or 1.0)
         if self.mscale and self.mscale_all_dim:
-            weight /= self._mscale(self.mscale_all_dim)
+            weight /= yarn_weight(self.factor, self.mscale_all_dim)
         angles = positions.astype(jnp.float32)[:, None] * self.frequencies()
         cosine, sine = jnp.cos(angles) * weight, jnp.sin(angles) * weight
         wide = x.astype(jnp.float32)
         first, second = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else jnp.split(wide, 2, axis=-1)
         rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
         return rotated.astype(x.dtype)
-
-    def _mscale(self, weight: float) -> float:
-        return yarn_weight(self.factor, weight)
 
 
 def yarn_kept(

@@ -24,7 +24,7 @@ from jattn.llm.models import Decoder, LatentConfig
 from jattn.metadata import AttentionMetadata
 from jattn.nn import MultiHeadLatentAttention, PagedAttention
 from jattn.nn.kv_scales import KVScales
-from jattn.nn.paged_layers import paged_layers
+from jattn.nn.scan import paged_layers
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import write_tiny_model

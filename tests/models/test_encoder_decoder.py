@@ -21,7 +21,7 @@ from jattn.llm.load import load_model, parse_config
 from jattn.llm.load.config import render_config
 from jattn.llm.load.folder import read_object
 from jattn.llm.models import EncoderDecoder, ModelConfig, PagedSpec
-from jattn.llm.models.relative import relative_buckets
+from jattn.llm.models.positions import relative_buckets
 from jattn.metadata import AttentionMetadata
 from tests.support.encoder_decoders import CASES, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jattn.llm.models import Fp8Linear, quantize_fp8
-from jattn.llm.models.fp8 import round_to_fp8
+from jattn.llm.models.quantized import round_to_fp8
 from tests.support.tiny_models import tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput
 

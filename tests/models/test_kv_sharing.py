@@ -12,7 +12,7 @@ from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from jattn.llm.load import save_model
 from jattn.llm.load.plan import plan_parameters
 from jattn.llm.models import last_of_each_window
-from jattn.llm.models.rotary import apply_rotary, inverse_frequencies, rotary_angles
+from jattn.llm.models.positions import apply_rotary, inverse_frequencies, rotary_angles
 from jattn.llm.models.shapes import num_parameters, parameter_shapes
 from tests.support.tiny_models import PagedRun, dense_logits, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput, Unsupported

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jattn.llm.models import RopeScaling
-from jattn.llm.models.rotary import apply_rotary, attention_factor, inverse_frequencies, rotary_angles
+from jattn.llm.models.positions import apply_rotary, attention_factor, inverse_frequencies, rotary_angles
 from tests.support.tiny_models import tiny_config
 
 SCALINGS: dict[str, dict[str, Any]] = {

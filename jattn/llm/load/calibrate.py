@@ -14,7 +14,7 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.metadata import AttentionMetadata
 from jattn.nn.kv_scales import KVRange, KVScale
-from jattn.nn.paged_layers import paged_layers
+from jattn.nn.scan import paged_layers
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow

@@ -19,7 +19,7 @@ from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.llm.reports import event
 from jattn.nn.kv_scales import KVScales
-from jattn.nn.paged_layers import paged_layers
+from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import LARGEST_CODE

@@ -37,8 +37,7 @@ from jattn.llm.load.weights import (
     with_tied_head,
 )
 from jattn.llm.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
-from jattn.llm.models.fp8 import Fp8Kernel, round_to_fp8
-from jattn.llm.models.quantized import dequantize, may_be_quantized
+from jattn.llm.models.quantized import Fp8Kernel, dequantize, may_be_quantized, round_to_fp8
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES

@@ -20,8 +20,7 @@ from jattn.llm.load.plan import ParameterPlan, TensorPlan, plan_parameters
 from jattn.llm.load.safetensors_file import STORED_DTYPES
 from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
 from jattn.llm.models import Decoder, ModelConfig, ParameterShards, parameter_shards
-from jattn.llm.models.fp8 import widened_from_fp8
-from jattn.llm.models.quantized import dequantize
+from jattn.llm.models.quantized import dequantize, widened_from_fp8
 from torch_core.base.errors import InvalidInput
 
 

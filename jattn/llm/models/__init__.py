@@ -5,11 +5,9 @@ from __future__ import annotations
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
-from jattn.llm.models.fp8 import Fp8Linear
-from jattn.llm.models.logical_axes import DEFAULT_RULES, logical_axes, partition_specs
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec
 from jattn.llm.models.parts import LatentConfig, MoEConfig, last_of_each_window
-from jattn.llm.models.quantized import quantize_fp8
+from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
 from jattn.llm.models.rope_scaling import RopeScaling
 from jattn.llm.models.shapes import num_parameters
 from jattn.llm.models.sharding import (
@@ -20,7 +18,7 @@ from jattn.llm.models.sharding import (
     shard_model,
     tensor_parallel_of,
 )
-from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.llm.models.tensor_parallel import DEFAULT_RULES, TensorParallel, logical_axes, partition_specs
 
 __all__ = [
     "DEFAULT_RULES",

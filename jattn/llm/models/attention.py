@@ -1,8 +1,9 @@
-"""Attention: one layer's self-attention over a paged cache or over dense sequences, with a model's options."""
+"""One layer's self-attention and cross attention, over a paged cache or over dense sequences."""
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import linear, norm
-from jattn.llm.models.rotary import apply_rotary
+from jattn.llm.models.positions import apply_rotary
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.kv_scales import KVScales
 from jattn.parallel import attend_spread
+from torch_core.base.errors import InvalidInput
 
 #: The attention inputs computed from positions: cosine and sine for layers with full attention, and for layers with a
 #: window; or the bias of `relative_bias`.
@@ -27,15 +29,7 @@ KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
 
 
 class Attention(nnx.Module):
-    """Self-attention of one layer; query, key and value share one matrix product.
-
-    Args:
-        config: the model's, or that of one device's part.
-        layer: index of the layer.
-        rngs: source of the initial values.
-        implementation: implementation of the paged ops; see `jattn.ops.paged_attention`.
-        parallel: the split of the model; None for none.
-    """
+    """Self-attention of one layer; query, key and value share one matrix product."""
 
     def __init__(
         self,
@@ -94,13 +88,14 @@ class Attention(nnx.Module):
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
         if parallel is not None and parallel.context_size > 1:
-            k_scale, v_scale = core.scales_of(kv_cache, None, None)
-            scales = {"k_scale": k_scale, "v_scale": v_scale}
-            options: dict[str, Any] = {**core.options, **biases, **scales, "group_size": parallel.context_size}
+            options: dict[str, Any] = {**core.options, **biases, **core.scales_of(kv_cache)}
+            options["group_size"] = parallel.context_size
             qkv = self._project(x, angles)
             output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
             return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
-        if self._turns_in_the_write(angles):
+        # A norm comes before the rotation.
+        rotates = self.rotates and self.num_kv_heads and self.config.qk_norm is None
+        if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
             qkv, key, value = self._heads(x), None, None
             query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
@@ -114,8 +109,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`, up to its length; no cache.
 
-        The layer stores keys and values for later layers in `shared`, by the index of the layer, and reads those of
-        earlier layers there.
+        Layers that share keys and values exchange them through `shared`.
         """
         query, key, value = self._project(x, angles)
         shared = {} if shared is None else shared
@@ -145,11 +139,6 @@ class Attention(nnx.Module):
             biases["relative_bias"] = angles
         return biases
 
-    def _turns_in_the_write(self, angles: Angles | None) -> TypeGuard[tuple[Any, Any]]:
-        """Returns whether one launch rotates and writes the projection's output; norms come before a rotation."""
-        plain = self.rotates and self.num_kv_heads and self.config.qk_norm is None and angles is not None
-        return bool(plain) and self.paged_attention.rotates_in_one_launch
-
     def _heads(self, x: jax.Array) -> jax.Array:
         """Returns the heads of query, key and value, one after the other."""
         count = self.config.num_attention_heads + 2 * self.num_kv_heads
@@ -177,14 +166,60 @@ class Attention(nnx.Module):
         return weight(part).reshape(*front, -1)
 
 
+class CrossAttention(nnx.Module):
+    """Attends to all of an encoder's output; its keys and values share one matrix product and are computed once."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> None:
+        self.config = config
+        options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
+        width, use_bias = config.hidden_size, config.attention_bias
+        self.q_proj = linear(width, config.query_size, use_bias=use_bias, **options)
+        self.kv_proj = linear(width, 2 * config.key_value_size, use_bias=use_bias, **options)
+        self.o_proj = linear(config.query_size, width, use_bias=config.attention_output_bias, **options)
+        self.paged_attention = PagedAttention(
+            config.num_attention_heads,
+            config.head_dim,
+            num_kv_heads=config.num_key_value_heads,
+            causal=False,
+            scale=config.attention_scale,
+            implementation=implementation,
+        )
+
+    def write(self, encoded: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        """Writes the keys and values of packed encoder states `[tokens, hidden]`; returns the new cache."""
+        key, value = self._keys_and_values(encoded)
+        return self.paged_attention.write(key, value, kv_cache, slot_mapping)
+
+    def forward_paged(self, x: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata) -> jax.Array:
+        """Attends packed tokens `[tokens, hidden]` to what `write` stored in the blocks of `metadata.cross`."""
+        cross = metadata.cross
+        if cross is None:
+            raise InvalidInput("metadata.cross is None; a model with an encoder needs the blocks of each row's input.")
+        tables = replace(metadata, block_tables=cross.block_tables, seq_lens=cross.seq_lens, cross=None)
+        output, _ = self.paged_attention(self._queries(x), None, None, kv_cache, tables)
+        return self.o_proj(output.reshape(*x.shape[:-1], -1))
+
+    def forward_dense(self, x: jax.Array, encoded: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """Attends `[batch, tokens, hidden]` to each row's `[batch, encoder_tokens, hidden]`, up to its length."""
+        key, value = self._keys_and_values(encoded)
+        options = {**self.paged_attention.options, "implementation": None}
+        if lengths is not None:
+            options |= {"lengths": jnp.full(len(x), x.shape[1], jnp.int32), "key_lengths": lengths}
+        return self.o_proj(attention_fn(self._queries(x), key, value, **options).reshape(*x.shape[:-1], -1))
+
+    def _queries(self, x: jax.Array) -> jax.Array:
+        return self.q_proj(x).reshape(*x.shape[:-1], self.config.num_attention_heads, self.config.head_dim)
+
+    def _keys_and_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shape = (*encoded.shape[:-1], 2 * self.config.num_key_value_heads, self.config.head_dim)
+        key, value = jnp.split(self.kv_proj(encoded).reshape(shape), 2, axis=-2)
+        return key, value
+
+
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Returns float32[num_heads], the slopes of ALiBi (Press et al. 2021, arXiv:2108.12409).
 
     A power of two of heads has a geometric sequence; others add every second slope of twice as many heads.
-
-    Example:
-        >>> alibi_slopes(3).tolist()
-        [0.0625, 0.00390625, 0.25]
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (index + 1) / power) for index in range(power)]

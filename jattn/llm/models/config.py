@@ -182,11 +182,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
-            raise InvalidInput(
-                "num_attention_heads",
-                value=self.num_attention_heads,
-                wanted=f"it must be a multiple of num_key_value_heads ({self.num_key_value_heads})",
-            )
+            wanted = f"it must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+            raise InvalidInput("num_attention_heads", value=self.num_attention_heads, wanted=wanted)
         self._check_positions()
         self._check_windows()
         self._check_kv_sharing()
@@ -206,76 +203,47 @@ class ModelConfig:
             self.rope_scaling.check_rotary_dim(self.rotary_dim)
 
     def _check_windows(self) -> None:
-        if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
-            raise InvalidInput(
-                "layer_windows",
-                f"has {len(self.layer_windows)} entries",
-                f"it must have one for each of the {self.num_hidden_layers} layers, or none",
-            )
+        for name in ("layer_windows", "kv_sharing_targets"):
+            if (count := len(getattr(self, name))) not in (0, self.num_hidden_layers):
+                wanted = f"it must have one for each of the {self.num_hidden_layers} layers, or none"
+                raise InvalidInput(name, f"has {count} entries", wanted)
         if self.layer_windows and self.sliding_window is not None:
-            raise InvalidInput(
-                "sliding_window",
-                f"is {self.sliding_window} and layer_windows is given",
-                "the first is for all layers, the second where they differ: leave one out",
-            )
+            wanted = "the first is for all layers, the second where they differ: leave one out"
+            raise InvalidInput("sliding_window", f"is {self.sliding_window} and layer_windows is given", wanted)
 
     def _check_kv_sharing(self) -> None:
         targets = self.kv_sharing_targets
-        if targets and len(targets) != self.num_hidden_layers:
-            raise InvalidInput(
-                "kv_sharing_targets",
-                f"has {len(targets)} entries",
-                f"it must have one for each of the {self.num_hidden_layers} layers, or none",
-            )
         if targets and self.is_encoder:
-            raise Unsupported(
-                "kv_sharing_targets", "is given and is_encoder is True", "layers of an encoder share nothing"
-            )
+            problem = "is given and is_encoder is True"
+            raise Unsupported("kv_sharing_targets", problem, "layers of an encoder share nothing")
         for layer, target in enumerate(targets):
             if target is None:
                 continue
             name = f"kv_sharing_targets[{layer}]"
             check_int(name, target, 0, layer - 1, also=", or None")
             if targets[target] is not None:
-                raise InvalidInput(
-                    name, f"is {target}, which has no keys and values of its own", "name the layer that has"
-                )
-            if self.window_of(layer) != self.window_of(target):
-                raise InvalidInput(
-                    name,
-                    f"is {target}, whose window is {self.window_of(target)}",
-                    f"layer {layer} has {self.window_of(layer)}. Layers that share keys and values keep "
-                    "the same part of the past",
-                )
-
-    @property
-    def index_head_dim(self) -> int | None:
-        """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
-        return None if self.latent is None else self.latent.index_head_dim
+                problem = f"is {target}, which has no keys and values of its own"
+                raise InvalidInput(name, problem, "name the layer that has")
+            own, window = self.window_of(layer), self.window_of(target)
+            if own != window:
+                wanted = f"layer {layer} has {own}. Layers that share keys and values keep the same part of the past"
+                raise InvalidInput(name, f"is {target}, whose window is {window}", wanted)
 
     def _check_latent(self) -> None:
         latent, scaling = self.latent, self.rope_scaling
         if latent is None:
             return
         if self.head_dim != latent.qk_rope_head_dim:
-            raise InvalidInput(
-                "head_dim",
-                value=self.head_dim,
-                wanted=f"with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})",
-            )
-        wanted = _NOT_LATENT | {
-            "num_key_value_heads": self.num_attention_heads,
-            "attention_output_bias": self.attention_bias,
-        }
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                raise Unsupported(name, value=getattr(self, name), wanted=f"attention over latents has {value!r}")
+            wanted = f"with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})"
+            raise InvalidInput("head_dim", value=self.head_dim, wanted=wanted)
+        same = {"num_key_value_heads": self.num_attention_heads, "attention_output_bias": self.attention_bias}
+        for name, value in (_NOT_LATENT | same).items():
+            if (found := getattr(self, name)) != value:
+                raise Unsupported(name, value=found, wanted=f"attention over latents has {value!r}")
         rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
         for name, value in rope.items():
-            if getattr(scaling, name) != value:
-                raise Unsupported(
-                    f"rope_scaling.{name}", value=getattr(scaling, name), wanted=f"attention over latents has {value}"
-                )
+            if (found := getattr(scaling, name)) != value:
+                raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
 
     def _check_encoder(self) -> None:
         encoder = self.encoder
@@ -284,22 +252,16 @@ class ModelConfig:
         if not encoder.is_encoder:
             raise InvalidInput("encoder", value=encoder, wanted="it must be a ModelConfig with is_encoder, or None")
         if self.is_encoder or self.decoder_start_token_id is None:
-            raise InvalidInput(
-                "encoder", "is given", "the model that reads it is no encoder itself and has a decoder_start_token_id"
-            )
+            wanted = "the model that reads it is no encoder itself and has a decoder_start_token_id"
+            raise InvalidInput("encoder", "is given", wanted)
         for name in _SHARED_WITH_ENCODER:
-            if getattr(encoder, name) != getattr(self, name):
-                raise Unsupported(
-                    f"encoder.{name}",
-                    f"is {shown(getattr(encoder, name))} and the decoder's {getattr(self, name)}",
-                    "this build has the same in both",
-                )
+            if (theirs := getattr(encoder, name)) != getattr(self, name):
+                problem = f"is {shown(theirs)} and the decoder's {getattr(self, name)}"
+                raise Unsupported(f"encoder.{name}", problem, "this build has the same in both")
         if self.parallel_block is not None or self.norm_placement not in ("before", "residual"):
-            raise Unsupported(
-                "parallel_block",
-                f"is {self.parallel_block!r} and norm_placement {self.norm_placement!r}",
-                "with an encoder this build has None, and 'before' or 'residual'",
-            )
+            problem = f"is {self.parallel_block!r} and norm_placement {self.norm_placement!r}"
+            wanted = "with an encoder this build has None, and 'before' or 'residual'"
+            raise Unsupported("parallel_block", problem, wanted)
 
     def _check_tokens(self) -> None:
         single = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
@@ -308,6 +270,11 @@ class ModelConfig:
         for name, token in named:
             if not 0 <= token < self.vocab_size:
                 raise InvalidInput(name, value=token, wanted=f"it must be a token id from 0 to {self.vocab_size - 1}")
+
+    @property
+    def index_head_dim(self) -> int | None:
+        """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
+        return None if self.latent is None else self.latent.index_head_dim
 
     @property
     def query_size(self) -> int:

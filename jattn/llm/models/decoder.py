@@ -16,8 +16,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, scaled, through
 from jattn.llm.models.layers import INITIALIZER, linear, norm
 from jattn.llm.models.paged_model import PagedSpec
-from jattn.llm.models.relative import relative_bias
-from jattn.llm.models.rotary import attention_factor, inverse_frequencies, rotary_angles
+from jattn.llm.models.positions import attention_factor, inverse_frequencies, relative_bias, rotary_angles
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -93,9 +92,9 @@ class Decoder(nnx.Module):
         if config.is_encoder:
             raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
         # Heads that several devices have are as many heads of the cache.
-        kv_heads = (
-            config.num_key_value_heads if parallel is None else parallel.kv_heads(config) * parallel.parts("heads")
-        )
+        kv_heads = config.num_key_value_heads
+        if parallel is not None:
+            kv_heads = parallel.kv_heads(config) * parallel.parts("heads")
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
@@ -106,9 +105,7 @@ class Decoder(nnx.Module):
             index_head_dim=config.index_head_dim,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
-            layer_windows=tuple(config.window_of(layer) for layer in config.cache_layers)
-            if config.layer_windows
-            else (),
+            layer_windows=config.layer_windows and tuple(map(config.window_of, config.cache_layers)),
             eos_token_ids=config.eos_token_ids,
             forced_eos_token_id=config.forced_eos_token_id,
         )
@@ -120,19 +117,10 @@ class Decoder(nnx.Module):
         kv_caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata | GroupedMetadata,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Runs the new tokens of a batch of sequences, packed into one axis, and writes their keys and values.
+        """Runs the new tokens of a batch of sequences and writes their keys and values; see `PagedModel.__call__`.
 
-        Args:
-            token_ids: int32[tokens], below vocab_size; the caller checks that on the host. Padding may be any token.
-            positions: int32[tokens]; the position of each token in its own sequence, from 0.
-            kv_caches: one `(num_blocks, 2, block_size, num_kv_heads, head_dim)` array per layer that has one
-                (`ModelConfig.cache_layers`), or one of latents, `(num_blocks, block_size, kv_lora_rank +
-                qk_rope_head_dim)`; fewer where the metadata has several groups, whose layers share them.
-            metadata: block tables, lengths and slots of the step, one record for all layers or one for each group.
-
-        Returns:
-            The normalised hidden states `[tokens, hidden]`, to be given to `logits` (pick the rows first), and the
-            caches with the new keys and values.
+        The caches are those of `ModelConfig.cache_layers`; fewer where the metadata has several groups, whose layers
+        share caches. The hidden states are normalised, to be given to `logits` (pick the rows first).
         """
         *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
         return hidden, new_caches
@@ -144,11 +132,7 @@ class Decoder(nnx.Module):
         kv_caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata | GroupedMetadata,
     ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
-        """Yields the same as `hidden_states`, for packed tokens, each with the caches at that point.
-
-        Args:
-            token_ids, positions, kv_caches, metadata: arguments of a call.
-        """
+        """Yields the same as `hidden_states`, for the arguments of a call, each with the caches at that point."""
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         peers = metadata.of_layer(0)[0].peers
@@ -248,8 +232,6 @@ class Decoder(nnx.Module):
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` after the embedding, after each layer, and after the last norm.
 
-        The last one is the argument of `logits`; the one before it is the last layer's output, not yet normalised.
-
         Args:
             token_ids: int32[batch, tokens], or their embeddings; every row starts at position 0.
             dropout: dropout of the embedding and of each residual branch; None for off.
@@ -271,10 +253,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Angles | None]:
         """Returns the first layer's input, and the attention inputs computed from positions, if any.
 
-        Args:
-            token_ids: int32[..., tokens], or their embeddings, float[..., tokens, hidden].
-            positions: int32[tokens].
-            peers: see `AttentionMetadata`.
+        `token_ids` is int32[..., tokens], or their embeddings, float[..., tokens, hidden]; positions are int32[tokens].
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
@@ -307,11 +286,7 @@ class Decoder(nnx.Module):
 
 
 def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
-    """Returns the dropout of a forward pass.
-
-    Raises:
-        InvalidInput: the rate is outside [0, 1), or not 0 without a key.
-    """
+    """Returns the dropout of a forward pass, and raises InvalidInput for a wrong rate or a missing key."""
     if not 0.0 <= rate < 1.0:
         raise InvalidInput("dropout_rate", f"is {rate}", "it must be at least 0 and less than 1")
     if rate and key is None:

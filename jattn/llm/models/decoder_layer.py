@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-from jattn.llm.models.attention import Angles, Attention, KeysValues
+from jattn.llm.models.attention import Angles, Attention, CrossAttention, KeysValues
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.cross_attention import CrossAttention
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.latent import LatentAttention, SparseAttention
 from jattn.llm.models.layers import MLP, norm
@@ -42,7 +41,8 @@ class DecoderLayer(nnx.Module):
         self.config, self.parallel = config, parallel
         before, after = config.norms_before_and_after
         self.input_layernorm = norm(config) if before else None
-        attention = _attention(config)
+        latent = LatentAttention if config.index_head_dim is None else SparseAttention
+        attention: Any = Attention if config.latent is None else latent
         self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
         self.attention_output_norm = norm(config) if after else None
         has_encoder = config.encoder is not None
@@ -65,19 +65,9 @@ class DecoderLayer(nnx.Module):
         metadata: AttentionMetadata,
         following: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Maps packed tokens and this layer's cache, or pair of caches, to the next ones.
+        """Returns the residual stream `x` [tokens, hidden] after this layer, its norm by `following`, and the caches.
 
-        Args:
-            x: `[tokens, hidden]`, the residual stream.
-            normed: the same through `input_layernorm`.
-            angles: the attention inputs computed from positions, if any; see `Decoder.embedded`.
-            kv_cache: this layer's.
-            metadata: of the step.
-            following: the norm after this layer (`input_layernorm` of the next layer, or the model's last); None for
-                none.
-
-        Returns:
-            (the residual stream, the same through `following`, the caches).
+        `normed` is `x` after `input_layernorm`. `following` is the next layer's `input_layernorm`, or the last norm.
         """
         attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
         cross = None
@@ -171,9 +161,3 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
     """Returns x times a number of the config."""
     # A Python number is rounded to the array's dtype first, as Gemma was trained.
     return x if scale == 1 else x * scale
-
-
-def _attention(config: ModelConfig) -> Any:
-    if config.latent is None:
-        return Attention
-    return LatentAttention if config.index_head_dim is None else SparseAttention

@@ -50,17 +50,7 @@ class EncoderDecoder(Decoder):
     def encode(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
     ) -> tuple[jax.Array, ...]:
-        """Runs the encoder over whole inputs, packed into one axis, and writes the keys and values of cross attention.
-
-        Args:
-            token_ids: int32[tokens], below vocab_size. Padding may be any token.
-            positions: int32[tokens]; the position of each token in its own input, from 0.
-            kv_caches: as in a call, one array per decoder layer.
-            metadata: metadata of a step in which every sequence has its whole input.
-
-        Returns:
-            The caches with the cross keys and values of every layer in the slots of `metadata`.
-        """
+        """Runs the encoder over whole inputs, and writes keys and values of cross attention: `EncoderModel.encode`."""
         encoder, caches = self.encoder, list(kv_caches)
         x, angles = encoder.embedded(self.embed_tokens(token_ids), positions)
         encoded = through(encoder.layers[0].input_layernorm, x)

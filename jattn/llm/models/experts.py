@@ -30,16 +30,8 @@ class SparseMLP(nnx.Module):
     """Sends each token to its experts and returns the weighted sum of their outputs (Shazeer et al. 2017,
     arXiv:1701.06538).
 
-    There is no capacity: rows that share an expert are multiplied together, as many as they are, and an expert that no
-    row goes to is not read. See `jattn.ops.fused_experts`.
-
-    Args:
-        config: the model's, with `moe`.
-        rngs: source of the initial values.
-        parallel: the split of the model: each device has some of the experts and routes over all; None for none.
-
-    Raises:
-        InvalidInput: the config has no experts.
+    There is no capacity: rows that share an expert are multiplied together, and an expert without rows is not read. Of
+    a model that is split, each device has some of the experts and routes over all.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
@@ -77,10 +69,7 @@ class SparseMLP(nnx.Module):
     ) -> jax.Array:
         """Returns the weighted sums `[rows, hidden]` of the outputs of each row's experts.
 
-        Args:
-            rows: `[rows, hidden]`.
-            weights, experts: as `route` returns them; ids that are none of this device's add nothing.
-            implementation: see `jattn.ops.fused_experts`.
+        `weights` and `experts` are as `route` returns them; ids that are none of this device's add nothing.
         """
         gate_up, down, act = _product(self.gate_up_proj), _product(self.down_proj), self.hidden_act
         if not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
@@ -103,15 +92,10 @@ class SparseMLP(nnx.Module):
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
         moe, router, correction = self.moe, self.router, self.e_score_correction_bias
-        options: dict[str, Any] = {
-            "top_k": moe.num_experts_per_tok,
-            "correction_bias": None if correction is None else correction[...],
-            "scoring_func": moe.scoring_func,
-            "norm_topk_prob": moe.norm_topk_prob,
-            "routed_scaling_factor": moe.routed_scaling_factor,
-            "n_group": moe.n_group,
-            "topk_group": moe.topk_group,
-        }
+        names = ("scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+        options: dict[str, Any] = {name: getattr(moe, name) for name in names}
+        options["top_k"] = moe.num_experts_per_tok
+        options["correction_bias"] = None if correction is None else correction[...]
         if not isinstance(router, nnx.Linear):
             # A kernel in fewer bits becomes numbers where jnp multiplies it.
             return chosen_experts(router(rows), **options)

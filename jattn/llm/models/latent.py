@@ -68,29 +68,11 @@ class _Layer:
 
 
 class LatentAttention(_Layer, MultiHeadLatentAttention):
-    """Multi-head latent attention of one layer.
-
-    Args:
-        config: the model's, with `latent`, or that of one device's part.
-        layer: index of the layer; all layers are equal.
-        rngs: source of the initial values.
-        implementation: implementation of the ops; see `jattn.mla_attention`.
-        parallel: the split of the model; a device's heads do not depend on other devices.
-
-    Raises:
-        InvalidInput: the config has no latents.
-    """
+    """Multi-head latent attention of one layer; a device's heads do not depend on other devices."""
 
 
 class SparseAttention(_Layer, SparseLatentAttention):
-    """Latent attention of one layer to the tokens that an indexer chooses; its cache is a pair.
-
-    Args:
-        config, layer, rngs, implementation, parallel: see `LatentAttention`.
-
-    Raises:
-        InvalidInput: the config has no latents, or no indexer.
-    """
+    """Latent attention of one layer to the tokens that an indexer chooses; its cache is a pair."""
 
     @classmethod
     def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
@@ -118,12 +100,10 @@ def _rope(config: ModelConfig, **options: Any) -> DeepSeekRoPE:
     scaling, options = config.rope_scaling, {"dim": config.rotary_dim, "theta": config.rope_theta, **options}
     if scaling is None:
         return DeepSeekRoPE(**options)
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     return DeepSeekRoPE(
         **options,
-        factor=scaling.factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
+        **{name: getattr(scaling, name) for name in names},
         # transformers weighs cosine and sine by both or by none.
         mscale=(scaling.mscale_all_dim and scaling.mscale) or 0.0,
         mscale_all_dim=scaling.mscale_all_dim or 0.0,

@@ -22,20 +22,13 @@ _FEW_WEIGHTS = 1 << 23
 
 
 def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
-    """Returns `x @ kernel + bias`, the kernel stored `[in, out]`.
+    """Returns `x @ kernel + bias`, the kernel stored `[in, out]`; `options` are those of `nnx.Linear`.
 
     That order is the fast one for a few rows on XLA's CPU backend: at 8 rows a step with `[out, in]` kernels
     (the order of a Hugging Face file) took 1.6 times as long.
 
     The bits of a row do not depend on the other rows, but they do depend on how many there are: that backend
     (jaxlib 0.10.2) has one order of summation for 2 to 32 rows and another for a single row and for 64 or more.
-
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        use_bias: whether there is one.
-        rngs: source of the initial values.
-        **options: options of `nnx.Linear`; `param_dtype` is the dtype of the parameters.
     """
     options = {"use_bias": use_bias, "kernel_init": INITIALIZER, "dot_general": _dot_general, "rngs": rngs, **options}
     return nnx.Linear(in_features, out_features, **options)
@@ -59,14 +52,7 @@ class RMSNorm(nnx.Module):
 
     It rounds to the model's dtype if the models were trained to: Llama before the weight, OLMo 2 and Gemma after
     it. In bfloat16 every bit of Llama's is Hugging Face's; of `nnx.RMSNorm`, which always rounds after, a quarter of
-    them differ.
-
-    Args:
-        features: size of the last axis, or the last axes of the weight.
-        epsilon: added to the mean square.
-        dtype: dtype of the weight.
-        norm_type: see `ModelConfig`.
-        parallel: the split of the heads, for a mean over those of all devices; None for a mean over the local heads.
+    them differ. With `parallel`, the mean is over the heads of all devices.
     """
 
     def __init__(
@@ -78,8 +64,7 @@ class RMSNorm(nnx.Module):
         norm_type: str = "rms_norm",
         parallel: TensorParallel | None = None,
     ) -> None:
-        shape = (features,) if isinstance(features, int) else features
-        self.weight = nnx.Param(jnp.full(shape, norm_type != "gemma_rms_norm", jnp.dtype(dtype)))
+        self.weight = nnx.Param(jnp.full(features, norm_type != "gemma_rms_norm", jnp.dtype(dtype)))
         self.epsilon = epsilon
         self.norm_type = norm_type
         self.parallel = parallel
@@ -99,14 +84,7 @@ class RMSNorm(nnx.Module):
     ) -> tuple[jax.Array, jax.Array] | None:
         """Returns residual + the sum of x over a mesh axis, and its norm, by `jattn.parallel.all_reduce_norm`.
 
-        Args:
-            x: this device's part, [..., features].
-            residual: array of the same shape, the same on all devices.
-            axis_name: the mesh axis.
-            peers: this device's part of `Peers.table`.
-
-        Returns:
-            None for a mean over the heads of all devices, and for operands that the kernel does not take.
+        It returns None for a mean over the heads of all devices, and for operands that the kernel does not take.
         """
         if self.parallel is not None:
             return None
@@ -137,9 +115,8 @@ class LayerNorm(nnx.Module):
         use_bias: bool,
         parallel: TensorParallel | None = None,
     ) -> None:
-        shape = (features,) if isinstance(features, int) else features
-        self.weight = nnx.Param(jnp.ones(shape, jnp.dtype(dtype)))
-        self.bias = nnx.Param(jnp.zeros(shape, jnp.dtype(dtype))) if use_bias else None
+        self.weight = nnx.Param(jnp.ones(features, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(features, jnp.dtype(dtype))) if use_bias else None
         self.epsilon = epsilon
         self.parallel = parallel
 

@@ -71,15 +71,21 @@ class PagedSpec:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_layer_windows()
+        if len(self.layer_windows) not in (0, self.num_layers):
+            raise InvalidInput(
+                f"layer_windows is {shown(self.layer_windows)}; it must be a tuple of one entry for each of the "
+                f"{self.num_layers} layers, or empty."
+            )
+        if self.layer_windows and self.sliding_window is not None:
+            wanted = "the first is for all layers, the second where they differ: leave one out"
+            raise InvalidInput("sliding_window", f"is {self.sliding_window} and layer_windows is given", wanted)
         for index, token in enumerate(self.eos_token_ids):
             check_int(f"eos_token_ids[{index}]", token, 0, self.vocab_size - 1)
-        if self.forced_eos_token_id is not None:
-            check_int("forced_eos_token_id", self.forced_eos_token_id, 0, self.vocab_size - 1)
+        for name in ("forced_eos_token_id", *(["forced_bos_token_id"] if self.max_encoder_len else [])):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, self.vocab_size - 1)
         if self.max_encoder_len:
             check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
-            if self.forced_bos_token_id is not None:
-                check_int("forced_bos_token_id", self.forced_bos_token_id, 0, self.vocab_size - 1)
         elif self.decoder_start_token_id is not None:
             raise InvalidInput(
                 f"decoder_start_token_id is {self.decoder_start_token_id!r} and max_encoder_len 0; a model without an "
@@ -124,19 +130,6 @@ class PagedSpec:
         rest = self.index_head_dim - self.head_dim
         spec = LatentCacheSpec(kv_lora_rank=self.head_dim, rope_dim=rest, block_size=block_size, dtype=self.dtype)
         return [spec] * self.num_layers
-
-    def _check_layer_windows(self) -> None:
-        windows = self.layer_windows
-        if len(windows) not in (0, self.num_layers):
-            raise InvalidInput(
-                f"layer_windows is {shown(windows)}; it must be a tuple of one entry for each of the {self.num_layers} "
-                "layers, or empty."
-            )
-        if windows and self.sliding_window is not None:
-            raise InvalidInput(
-                f"sliding_window is {self.sliding_window} and layer_windows is given; the first is for all layers, the "
-                "second where they differ: leave one out."
-            )
 
 
 class PagedModel(Protocol):

@@ -65,29 +65,17 @@ class MoEConfig:
         check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
         check_int("n_shared_experts", self.n_shared_experts, 0, MAX_INNER // self.intermediate_size)
         if self.shared_intermediate_size and self.n_shared_experts:
-            raise InvalidInput(
-                "shared_intermediate_size",
-                f"is {self.shared_intermediate_size} and n_shared_experts {self.n_shared_experts}",
-                "give one",
-            )
-        self._check_groups()
-
-    def _check_groups(self) -> None:
+            problem = f"is {self.shared_intermediate_size} and n_shared_experts {self.n_shared_experts}"
+            raise InvalidInput("shared_intermediate_size", problem, "give one")
         check_int("n_group", self.n_group, 1, self.num_experts)
         check_int("topk_group", self.topk_group, 1, self.n_group)
         size, least = self.num_experts // self.n_group, 1 + (self.score_correction_bias and self.n_group > 1)
         if self.num_experts % self.n_group or size < least:
-            raise InvalidInput(
-                "n_group",
-                f"is {self.n_group} with {self.num_experts} experts",
-                f"it must divide them into groups of at least {least}",
-            )
+            wanted = f"it must divide them into groups of at least {least}"
+            raise InvalidInput("n_group", f"is {self.n_group} with {self.num_experts} experts", wanted)
         if self.num_experts_per_tok > self.topk_group * size:
-            raise InvalidInput(
-                "num_experts_per_tok",
-                value=self.num_experts_per_tok,
-                wanted=f"{self.topk_group} groups have {self.topk_group * size} experts",
-            )
+            wanted = f"{self.topk_group} groups have {self.topk_group * size} experts"
+            raise InvalidInput("num_experts_per_tok", value=self.num_experts_per_tok, wanted=wanted)
 
     @property
     def shared_width(self) -> int:
@@ -127,9 +115,6 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_indexer()
-
-    def _check_indexer(self) -> None:
         names = ("index_n_heads", "index_head_dim", "index_topk")
         given = [name for name in names if getattr(self, name) is not None]
         if not given:
@@ -140,11 +125,6 @@ class LatentConfig:
             raise InvalidInput("q_lora_rank", value=None, wanted="an indexer's queries come from the compressed query")
         # The rest of a key is not rotated.
         check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Elements of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int) -> tuple[int | None, ...]:
@@ -168,9 +148,6 @@ def last_of_each_window(windows: Sequence[int | None], num_kv_shared_layers: int
     last = {window: layer for layer, window in enumerate(windows[:own])}
     for layer, window in enumerate(windows[own:], own):
         if window not in last:
-            raise InvalidInput(
-                "num_kv_shared_layers",
-                value=num_kv_shared_layers,
-                wanted=f"layer {layer} has the window {window}, and none of the {own} layers with keys and values has",
-            )
+            wanted = f"layer {layer} has the window {window}, and none of the {own} layers with keys and values has"
+            raise InvalidInput("num_kv_shared_layers", value=num_kv_shared_layers, wanted=wanted)
     return (*[None] * own, *(last[window] for window in windows[own:]))

@@ -1,18 +1,21 @@
-"""Linear maps whose weights stay in fewer bits: they become numbers of the model's dtype when they are multiplied."""
+"""Linear maps with weights in fewer bits: products of E4M3 numbers, and kernels that are dequantised in a product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.fp8 import Fp8Kernel, Fp8Linear, round_to_fp8
 from torch_core.base.errors import InvalidInput
+
+_FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 #: Modules whose kernels may be in fewer bits.
 _MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
@@ -21,19 +24,76 @@ _MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
-    """Returns the dequantised kernel: float32[..., in, out].
+class Fp8Linear(nnx.Module):
+    """`x @ weight.T + bias` of E4M3 numbers: the rows of x are rounded to them, each with a scale of its own.
+
+    The product runs on the matrix units of 8-bit numbers if a device has them, at twice the speed of 16-bit ones
+    (vLLM's `quantization="fp8"`; Micikevicius et al. 2022, arXiv:2209.05433). Weights lie with an output's in a row, as
+    cuBLAS wants them.
 
     Args:
-        kernel: float8_e4m3fn[..., in, out], or MXFP4 as uint8[..., in / 2, out], an even row in the lower four bits.
-        scale: float32[..., groups, out] of E4M3, of equally many rows each but the last; of MXFP4 uint8, exponents of
-            two with a bias of 127, for 32 rows each.
-        xp: numpy or jax.numpy: where the arithmetic runs.
+        weight: float8_e4m3fn[out, in].
+        scale: float32[out].
+        bias: [out], or None.
+        preferred_element_type: dtype of the result; that of `x` if None.
+    """
 
-    Example:
-        >>> kernel = np.array([[0x21], [0x43]], np.uint8)
-        >>> dequantize(kernel, np.array([[128]], np.uint8), np).ravel().tolist()
-        [1.0, 2.0, 3.0, 4.0]
+    def __init__(
+        self, weight: jax.Array, scale: jax.Array, bias: Any = None, preferred_element_type: Any = None
+    ) -> None:
+        self.weight, self.scale = nnx.Param(weight), nnx.Param(scale)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.preferred_element_type = preferred_element_type
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., in]` to `[..., out]`."""
+        rows, unit = _rounded(x)
+        dtype = jnp.dtype(self.preferred_element_type or x.dtype)
+        # Sums are float32. bfloat16 covers their range, and halves the memory of products that wait for their scale.
+        product = functools.partial(_fp8_product, dtype=dtype if dtype == jnp.bfloat16 else jnp.float32)
+        if x.size == x.shape[-1]:
+            among_others = functools.partial(_row_among_others, product)
+            out = jax.lax.platform_dependent(rows, self.weight[...], cuda=among_others, default=product)
+        else:
+            out = product(rows, self.weight[...])
+        out = (out.astype(jnp.float32) * unit * self.scale[...]).astype(dtype)
+        return out if self.bias is None else out + self.bias[...]
+
+
+class Fp8Kernel(NamedTuple):
+    """The parts of an `Fp8Linear`; see there."""
+
+    weight: jax.Array
+    scale: jax.Array
+
+
+def round_to_fp8(kernel: jax.Array) -> Fp8Kernel:
+    """Rounds a kernel [in, out] to float8_e4m3fn[out, in] and float32[out], the scales of outputs; see `Fp8Linear`.
+
+    Of a kernel that is split over a mesh each device rounds its part to the same numbers. If inputs are split, each has
+    all scales.
+    """
+    return _part_by_part(_round_part, kernel.sharding)(kernel)
+
+
+def widened_from_fp8(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the float32[in, out] kernel that the parts of an `Fp8Linear` represent, with the same sharding."""
+    return _part_by_part(_widen_part, kernel_sharding(weight), is_inverse=True)(weight, scale)
+
+
+def kernel_sharding(weight: jax.Array) -> Any:
+    """Returns how the kernel is stored of which `round_to_fp8` made the weight of an `Fp8Linear`."""
+    if not isinstance(weight.sharding, NamedSharding):
+        return weight.sharding
+    return NamedSharding(weight.sharding.mesh, PartitionSpec(*reversed(_axes(weight.sharding))))
+
+
+def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
+    """Returns the dequantised kernel, float32[..., in, out], by numpy or jax.numpy.
+
+    The kernel is float8_e4m3fn[..., in, out], or MXFP4 as uint8[..., in / 2, out], an even row in the lower four bits.
+    The scale of E4M3 is float32[..., groups, out], of equally many rows each but the last; that of MXFP4 is uint8,
+    exponents of two with a bias of 127, for 32 rows each.
     """
     if kernel.dtype == np.uint8:
         pairs = xp.stack([kernel & 15, kernel >> 4], -2)
@@ -54,12 +114,7 @@ def _powers_of_two(exponents: Any, xp: Any) -> Any:
 
 
 def group_rows(num_rows: int, num_groups: int) -> int:
-    """Returns the number of rows that share a scale: all, or the power of two that gives this number of groups.
-
-    Example:
-        >>> group_rows(200, 1), group_rows(200, 2), group_rows(64, 2)
-        (200, 128, 32)
-    """
+    """Returns the number of rows that share a scale: all, or the power of two that gives this number of groups."""
     return num_rows if num_groups == 1 else 1 << (-(-num_rows // num_groups) - 1).bit_length()
 
 
@@ -68,11 +123,6 @@ class QuantizedLinear(nnx.Module):
 
     With one scale for each output the product is scaled; with more of them the kernel is, and rounded to the dtype of
     `x` as a kernel that was dequantised before would be. XLA fuses that into the product's operand if it can.
-
-    Args:
-        kernel, scale: as in `dequantize`.
-        bias: [out], or None.
-        preferred_element_type: dtype of the result; that of `x` if None.
     """
 
     def __init__(
@@ -118,10 +168,7 @@ def quantize_fp8(model: Any) -> None:
 def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, ...]]:
     """Returns the module that replaces a linear one, or one per expert, and the names of its two arrays.
 
-    Args:
-        old: the module to replace.
-        parts: an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
-        bias: bias of the old module, or None.
+    `parts` is an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
     """
     kernel, scale = parts
     if isinstance(parts, Fp8Kernel):
@@ -139,12 +186,7 @@ def may_be_quantized(config: ModelConfig, path: Sequence[Any]) -> bool:
 
 
 class QuantizedExpertLinear(nnx.Module):
-    """One linear map for each expert, as `ExpertLinear`, with kernels of `dequantize`.
-
-    Args:
-        kernel, scale: as in `dequantize`, experts on the first axis.
-        bias: [experts, out], or None.
-    """
+    """One linear map for each expert, as `ExpertLinear`, with kernels of `dequantize`; bias is [experts, out]."""
 
     def __init__(self, kernel: jax.Array, scale: jax.Array, bias: Any = None) -> None:
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
@@ -168,3 +210,52 @@ class QuantizedExpertLinear(nnx.Module):
 
     def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         return x if self.bias is None else x + self.bias[...][experts]
+
+
+@functools.lru_cache(maxsize=64)
+def _part_by_part(function: Callable[..., Any], sharding: Any, *, is_inverse: bool = False) -> Callable[..., Any]:
+    """Returns a compiled function of each device's part of a kernel with this sharding, or its inverse."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(function)
+    inputs, outputs = _axes(sharding)
+    if not is_inverse:
+        function = functools.partial(function, summed_axis=inputs)
+    kernel = PartitionSpec(inputs, outputs)
+    parts = Fp8Kernel(PartitionSpec(outputs, inputs), PartitionSpec(outputs or inputs))  # pyright: ignore[reportArgumentType]
+    in_specs, out_specs = (tuple(parts), kernel) if is_inverse else (kernel, parts)
+    return jax.jit(jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+def _axes(sharding: NamedSharding) -> tuple[Any, Any]:
+    rows, columns = (*sharding.spec, None, None)[:2]
+    return rows, columns
+
+
+def _round_part(kernel: jax.Array, summed_axis: str | None = None) -> Fp8Kernel:
+    weight, scale = _rounded(kernel.T, summed_axis)
+    return Fp8Kernel(weight, scale[..., 0])
+
+
+def _widen_part(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    return weight.T.astype(jnp.float32) * scale
+
+
+def _fp8_product(rows: jax.Array, weight: jax.Array, *, dtype: Any) -> jax.Array:
+    inputs = (((rows.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(rows, weight, inputs, preferred_element_type=dtype)
+
+
+def _row_among_others(product: Callable[..., jax.Array], rows: jax.Array, weight: jax.Array) -> jax.Array:
+    # Of a single row XLA's GPU compiler (jax 0.11.2) makes a product of float32 numbers, and widens all weights for it.
+    return product(jnp.broadcast_to(rows, (*rows.shape[:-2], 2, rows.shape[-1])), weight)[..., :1, :]
+
+
+def _rounded(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns rows, or parts of rows along a mesh axis, as E4M3 numbers, and their float32 scales."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    if axis is not None:
+        largest = jax.lax.pmax(largest, axis)
+    # Not 0, for rows of zeros or tiny values. Values that are not finite stay so: an infinity makes its whole row NaN.
+    unit = jnp.maximum(largest / _FP8_MAX, jnp.finfo(jnp.float32).tiny)
+    return (wide / unit).astype(jnp.float8_e4m3fn), unit

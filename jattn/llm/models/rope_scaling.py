@@ -73,18 +73,12 @@ class RopeScaling:
             raise Unsupported("rope_type", value=self.rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
         check_fields(self, prefix="rope_scaling.")
         if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise InvalidInput(
-                "rope_scaling.high_freq_factor",
-                value=self.high_freq_factor,
-                wanted=f"it must be greater than low_freq_factor ({self.low_freq_factor})",
-            )
+            wanted = f"it must be greater than low_freq_factor ({self.low_freq_factor})"
+            raise InvalidInput("rope_scaling.high_freq_factor", value=self.high_freq_factor, wanted=wanted)
 
     def check_rotary_dim(self, rotary_dim: int) -> None:
         """Raises InvalidInput unless a longrope has a factor for each pair of `rotary_dim` elements."""
         for name in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
-            if len(getattr(self, name)) != rotary_dim // 2:
-                raise InvalidInput(
-                    f"rope_scaling.{name}",
-                    f"has {len(getattr(self, name))} entries",
-                    f"it must have {rotary_dim // 2}, one for each rotated pair",
-                )
+            if (count := len(getattr(self, name))) != rotary_dim // 2:
+                wanted = f"it must have {rotary_dim // 2}, one for each rotated pair"
+                raise InvalidInput(f"rope_scaling.{name}", f"has {count} entries", wanted)

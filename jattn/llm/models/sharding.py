@@ -16,12 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import build_model
-from jattn.llm.models.fp8 import Fp8Kernel
-from jattn.llm.models.logical_axes import logical_axes
-from jattn.llm.models.quantized import QuantizedExpertLinear, QuantizedLinear, quantized_linear
+from jattn.llm.models.quantized import Fp8Kernel, QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
-from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.nn.paged_layers import paged_layers
+from jattn.llm.models.tensor_parallel import TensorParallel, logical_axes
+from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -93,10 +91,7 @@ class ParameterShards:
     ) -> jax.Array:
         """Returns the parts, of which each device's alone is read.
 
-        Args:
-            read: `read(axis, places)` returns those places of the parameter along an axis; all of it for None.
-            dtype: dtype of the parameter.
-            mesh: the devices.
+        `read(axis, places)` returns those places of the parameter along an axis; all of it for None.
         """
 
         def part(index: Any) -> np.ndarray:
@@ -184,7 +179,8 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
             )
     parallel = tensor_parallel_of(mesh, parallel)
     shards = parameter_shards(model.config, parallel)
-    whole = _arrays(model)
+    flat: Any = nnx.to_flat_state(nnx.state(model))
+    whole = {path: nnx.as_pure(leaf) for path, leaf in flat}
     values = {path: _placed(path, each, whole, mesh) for path, each in shards.items()}
     cut = decoder_of(model.config, values, model.implementation, parallel)
     carried = {path: layer.kv_scales for path, layer in paged_layers(model)}
@@ -239,13 +235,6 @@ def _placed(
     order = np.tile(np.arange(outputs), mesh.shape[shards.mesh_axis]) if axis == 0 else shards.order
     scales = ParameterShards((outputs,), None if axis is None else 0, order, shards.mesh_axis)
     return Fp8Kernel(turned.placed(weight, mesh), scales.placed(scale, mesh))
-
-
-def _arrays(model: Decoder) -> dict[ParameterPath, jax.Array]:
-    """Returns a decoder's parameters by their paths."""
-    flat = nnx.to_flat_state(nnx.state(model))
-    paths: Any = flat.paths
-    return {path: nnx.as_pure(leaf) for path, leaf in zip(paths, flat.leaves, strict=True)}
 
 
 class _Cutter:

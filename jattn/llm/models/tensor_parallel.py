@@ -1,22 +1,116 @@
-"""TensorParallel: the split of a decoder over a mesh axis, and the computation of one device's part."""
+"""The logical axes of parameters, and the split of a decoder by them over a mesh axis.
+
+This is flax's way (`flax.linen.logical_axis_rules`): a model names an axis, a table maps the name to a mesh axis. Here
+the name follows from a parameter's path, so parameters that are loaded, initialised or received from a trainer need no
+metadata.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.logical_axes import DEFAULT_RULES
 from jattn.parallel import all_reduce
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
+#: Megatron's rules (Shoeybi et al. 2019, arXiv:1909.08053): the first product is split by columns, the second by rows,
+#: so that one sum over devices ends each branch; the vocabulary and the experts are distributed.
+DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "vocab": "tp",
+        "heads": "tp",
+        "kv_heads": "tp",
+        "mlp": "tp",
+        "experts": "tp",
+        "embed": None,
+        "expert_mlp": None,
+    }
+)
+
+# Input and output axis of each linear module, by its name; a bias has the output's.
+_LINEAR: dict[str, tuple[str | None, str | None]] = {
+    "qkv_proj": ("embed", "heads"),
+    "q_proj": ("embed", "heads"),
+    "q_b_proj": (None, "heads"),
+    "kv_b_proj": (None, "heads"),
+    "o_proj": ("heads", "embed"),
+    "gate_up_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+    "lm_head": ("embed", "vocab"),
+}
+_EXPERTS = {"gate_up_proj": ("embed", "expert_mlp"), "down_proj": ("expert_mlp", "embed")}
+# Modules of flax's MultiHeadAttention, whose heads have an axis of their own.
+_HEADS = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+
 _SPLIT = ("vocab", "heads", "mlp", "experts")
 # As engines and commands have it, and as the class below.
 _CONTEXT = "decode_context_parallel_size (context_size)"
+
+
+def logical_axes(path: Sequence[str | int], ndim: int) -> tuple[str | None, ...]:
+    """Returns the logical name of each axis of a parameter; None for an axis that is never split.
+
+    Args:
+        path: path of the parameter in the nnx state of a module of `jattn.nn` or `jattn.llm.models`.
+        ndim: number of axes of the parameter.
+
+    Example:
+        >>> logical_axes(("layers", 0, "mlp", "down_proj", "kernel"), 2)
+        ('mlp', 'embed')
+        >>> logical_axes(("attention", "query", "kernel"), 3)
+        ('embed', 'heads', None)
+    """
+    leaf, module = path[-1], path[-2] if len(path) > 1 else ""
+    axes: tuple[str | None, ...] = ()
+    if leaf == "embedding":
+        axes = ("vocab" if module == "embed_tokens" else None, "embed")
+    elif leaf == "sinks":
+        axes = ("heads",)
+    elif module in ("q_norm", "k_norm") and ndim == 2:
+        axes = ("heads" if module == "q_norm" else "kv_heads", None)
+    elif "moe" in path and "shared_expert" not in path and module in _EXPERTS:
+        inner, outer = _EXPERTS[str(module)]
+        axes = ("experts", inner, outer) if leaf == "kernel" else ("experts", outer)
+    elif module in _LINEAR:
+        axes = _LINEAR[str(module)] if leaf == "kernel" else _LINEAR[str(module)][1:]
+    elif module in _HEADS:
+        axes = ("embed", _HEADS[str(module)], None) if leaf == "kernel" else (_HEADS[str(module)], None)
+    elif module == "out":
+        axes = ("heads", None, "embed") if leaf == "kernel" else ("embed",)
+    return (*axes, *(None,) * (ndim - len(axes)))[:ndim]
+
+
+def partition_specs(model: nnx.Module | nnx.State, rules: Mapping[str, str | None] = DEFAULT_RULES) -> Any:
+    """Returns a state of the same tree with a PartitionSpec for every parameter: for training along Auto axes.
+
+    A parameter has the layout of one device, only split: XLA moves activations where the split does not fit their use
+    (a product that computes queries, keys and values at once). For generation see `jattn.llm.models.shard_model`.
+
+    Args:
+        model: a module of `jattn.nn` or `jattn.llm.models`, or its state.
+        rules: the mesh axis of each logical one, None for whole.
+
+    Raises:
+        InvalidInput: the rules lack an axis.
+    """
+    flat = nnx.to_flat_state(nnx.state(model) if isinstance(model, nnx.Module) else model)
+    specs: list[Any] = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        axes = logical_axes(path, leaf.ndim)
+        unknown = [axis for axis in axes if axis is not None and axis not in rules]
+        if unknown:
+            raise InvalidInput("rules", f"have no axis {shown(unknown[0])}", f"they have {', '.join(rules)}")
+        specs.append((path, leaf.replace(PartitionSpec(*(axis and rules[axis] for axis in axes)))))
+    return nnx.from_flat_state(specs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +173,7 @@ class TensorParallel:
         return jax.lax.axis_index(self.axis) * count if self.parts(name) > 1 else 0
 
     def check(self, config: ModelConfig) -> None:
-        """Refuses a decoder that cannot be cut so.
-
-        Raises:
-            InvalidInput: a size does not divide; the message has it.
-            Unsupported: an encoder-decoder, or T5's positions.
-        """
+        """Raises InvalidInput or Unsupported for a decoder that cannot be cut so; the message has the size."""
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
         self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
@@ -93,7 +182,17 @@ class TensorParallel:
             raise InvalidInput(
                 f"num_key_value_heads is {heads} and tensor_parallel.size {parts}; one must be a multiple of the other."
             )
-        self._check_context(config)
+        copies = max(parts // heads, 1)
+        if self.context_size > 1 and config.latent is not None:
+            raise Unsupported(
+                f"{_CONTEXT} is {self.context_size} and the model attends to latents, which are not spread over "
+                "devices; leave it at 1."
+            )
+        if copies % self.context_size:
+            raise InvalidInput(
+                f"{_CONTEXT} is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
+                "each, and it must divide them. Heads that are dealt out already take no more memory on more devices."
+            )
         if config.moe is None or len(config.moe.dense_layers):
             self._check_divides(config, "intermediate_size", config.intermediate_size, "mlp")
         if config.moe is None:
@@ -121,22 +220,6 @@ class TensorParallel:
     def vocab(self, vocab_size: int) -> int:
         """Returns the rows of the vocabulary that one device has, the last of which may be padding."""
         return -(-vocab_size // self.parts("vocab"))
-
-    def _check_context(self, config: ModelConfig) -> None:
-        if self.context_size == 1:
-            return
-        if config.latent is not None:
-            raise Unsupported(
-                f"{_CONTEXT} is {self.context_size} and the model attends to latents, which are not spread over "
-                "devices; leave it at 1."
-            )
-        heads, parts = config.num_key_value_heads, self.parts("heads")
-        copies = max(parts // heads, 1)
-        if copies % self.context_size:
-            raise InvalidInput(
-                f"{_CONTEXT} is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
-                "each, and it must divide them. Heads that are dealt out already take no more memory on more devices."
-            )
 
     def _check_divides(self, config: ModelConfig, name: str, size: int, axis: str) -> None:
         if size % self.parts(axis):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from jattn.llm.testing.compare import compare_with_torch
-from jattn.llm.testing.layers import LayerRow
-from jattn.llm.testing.picture import check_picture_path, save_picture
-from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, TokenDifference
+from jattn.llm.testing.report import (
+    CrosscheckReport,
+    CrosscheckRow,
+    LayerRow,
+    TokenDifference,
+    check_picture_path,
+    save_picture,
+)
 from jattn.llm.testing.torch_decoder import TorchDecoder
 
 __all__ = [

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -18,10 +19,9 @@ from flax import nnx
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.llm.load.folder import check_folder, read_object
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
-from jattn.llm.testing.layers import LayerRow, layer_rows
-from jattn.llm.testing.measure import Truth, compare_tokens, measure
+from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
-from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow
+from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow
 from jattn.llm.testing.torch_decoder import TorchDecoder
 from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, suitable_threads
 from jattn.ops import IMPLEMENTATIONS, available_implementations
@@ -38,6 +38,7 @@ DEFAULT_PROMPTS = (
         "continues after the try/except block."
     ),
 )
+_States: TypeAlias = tuple[list[list[np.ndarray]], list[list[np.ndarray]]]
 #: Tokens of the sequence that shows torch's float32 error where all others are shorter.
 PROBE_LEN = 32
 #: Lengths of the prompts for a model without a tokenizer.
@@ -133,6 +134,7 @@ def compare_with_torch(
     eps = torch.finfo(getattr(torch, config.dtype)).eps
     truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps, probe=probe)
     expected = [new for new, _ in torch_runs]
+    prompt_lens = [len(prompt) for prompt in prompts_fed]
     rows: list[CrosscheckRow] = []
     behind: list[LayerRow] = []
     with _full_precision(config.dtype):
@@ -140,17 +142,18 @@ def compare_with_torch(
             decoder = with_implementation(subject.decoder, implementation)
             if not rows:
                 # How requests are scheduled and blocks are allocated does not depend on the implementation.
-                rows.append(_engine_row(implementation, decoder, tokens, prompts_fed, expected, truth))
+                found = engine_tokens(decoder, tokens, max_tokens)
+                difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=True)
+                facts = {"limit": truth.limit, "first_difference": difference, "ties": ties}
+                rows.append(CrosscheckRow(implementation=implementation, path="engine", **facts))
             run = PagedRun(decoder, sequences, inputs)
-            rows += _logits_rows(
-                implementation, run, [len(prompt) for prompt in prompts_fed], sequences, expected, truth
-            )
+            rows += _logits_rows(implementation, run, prompt_lens, sequences, expected, truth)
             if states:
                 if isinstance(decoder, EncoderDecoder):
-                    encoders = [each.encoder for each in states]
+                    encoders = (encoder for _, encoder in states)
                     found = encoder_states(decoder, inputs)
                     behind += layer_rows(implementation, found, *encoders, eps=eps, prefix="encoder.")
-                behind += layer_rows(implementation, run.hidden_states(), *(each.decoder for each in states), eps=eps)
+                behind += layer_rows(implementation, run.hidden_states(), *(each for each, _ in states), eps=eps)
     return CrosscheckReport(
         model=subject.name,
         dtype=config.dtype,
@@ -227,21 +230,14 @@ def _reading(side: TorchSide, inputs: Sequence[Sequence[int]], count: int) -> li
     return [side.reading(each) for each in inputs]
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Hidden states of each sequence, and those of the encoder for each input."""
-
-    decoder: list[list[np.ndarray]]
-    encoder: list[list[np.ndarray]]
-
-
 def _states_of(side: TorchSide, sequences: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> _States:
+    """Returns the hidden states of each sequence, and those of the encoder for each input."""
     found = []
     for each, sequence in zip(_reading(side, inputs, len(sequences)), sequences, strict=True):
         if each.hidden_states is None:
             raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
         found.append(each.hidden_states(sequence))
-    return _States(found, [] if side.encoder_states is None else [side.encoder_states(each) for each in inputs])
+    return found, [] if side.encoder_states is None else [side.encoder_states(each) for each in inputs]
 
 
 @contextlib.contextmanager
@@ -339,30 +335,8 @@ def _logits_rows(
         logits = run.logits(prefill_lens)
         found = [each[length - 1 :].argmax(-1).tolist() for each, length in zip(logits, prompt_lens, strict=True)]
         difference, ties = compare_tokens(expected, found, truth, prompt_lens, free_running=False)
-        yield CrosscheckRow(
-            implementation=implementation,
-            path=path,
-            **asdict(measure(logits, truth)),
-            limit=truth.limit,
-            first_difference=difference,
-            ties=ties,
-        )
-
-
-def _engine_row(
-    implementation: str,
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    prompts_fed: Sequence[Sequence[int]],
-    expected: Sequence[tuple[int, ...]],
-    truth: Truth,
-) -> CrosscheckRow:
-    found = engine_tokens(decoder, prompts, len(expected[0]))
-    lengths = [len(prompt) for prompt in prompts_fed]
-    difference, ties = compare_tokens(expected, found, truth, lengths, free_running=True)
-    return CrosscheckRow(
-        implementation=implementation, path="engine", limit=truth.limit, first_difference=difference, ties=ties
-    )
+        facts = {**asdict(measure(logits, truth)), "first_difference": difference, "ties": ties}
+        yield CrosscheckRow(implementation=implementation, path=path, limit=truth.limit, **facts)
 
 
 def _full_precision(dtype: str) -> contextlib.AbstractContextManager[None]:

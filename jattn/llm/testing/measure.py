@@ -1,25 +1,21 @@
-"""The numbers of the cross-check: how far logits are apart, and where greedy tokens begin to differ."""
+"""The numbers of the cross-check: the errors of logits and of every layer, and where greedy tokens begin to differ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jattn.llm.testing.report import Deviation, TokenDifference
+from jattn.llm.testing.report import Deviation, LayerRow, TokenDifference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """The reference of every run.
+    """The reference of every run: float64 logits [tokens, vocab_size] of each sequence, and torch's float32 ones.
 
-    Attributes:
-        logits: float64, for each sequence [tokens, vocab_size].
-        scale: the largest absolute value in them.
-        torch_logits: float32, torch's own in the dtype under test.
-        torch_error: torch's own error, relative to `scale`; that of the probe if it is larger.
-        limit: the error that is allowed: 2 x (torch_error + eps of the dtype).
+    `scale` is the largest absolute value of the first. `torch_error` is torch's own error, relative to it, or that of
+    the probe if it is larger. `limit` is the error that is allowed: 2 x (torch_error + eps of the dtype).
     """
 
     logits: Sequence[np.ndarray]
@@ -37,18 +33,7 @@ class Truth:
         eps: float,
         probe: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> Truth:
-        """Measures torch against the float64 logits and derives the limit.
-
-        Args:
-            logits, torch_logits: see `Truth`.
-            eps: eps of the dtype under test.
-            probe: both logits of a longer sequence, which torch's error is measured on, too.
-
-        Example:
-            >>> truth = Truth.of([np.array([[1.0, -4.0]])], [np.array([[1.5, -4.0]])], eps=0.25)
-            >>> truth.torch_error, truth.limit
-            (0.125, 0.75)
-        """
+        """Measures torch, and `probe` (exact and torch's logits of a longer sequence), and derives the limit."""
         # The smallest normal number: logits that are all zero have no scale, and an error of zero stays zero.
         scale = max(float(max(np.abs(each).max() for each in logits)), np.finfo(np.float64).tiny)
         worst = _worst([np.abs(found - each).max() for found, each in zip(torch_logits, logits, strict=True)])
@@ -87,15 +72,9 @@ def compare_tokens(
 ) -> tuple[TokenDifference | None, int]:
     """Returns the first greedy token that really differs, or None, and the number of ties.
 
-    Two tokens tie when the true logits of both are closer than the allowed error: then neither choice is wrong.
-
-    Args:
-        expected: torch's tokens for each prompt.
-        found: ours, as many.
-        truth: gives the logits and the limit.
-        prompt_lens: tokens of each prompt.
-        free_running: each of our tokens was computed from our own earlier ones, so that nothing can be compared
-            after a tie; otherwise from torch's.
+    Two tokens tie when the true logits of both are closer than the allowed error: then neither choice is wrong. With
+    `free_running` each of our tokens follows our own earlier ones, so that nothing can be compared after a tie;
+    otherwise it follows torch's.
     """
     first: TokenDifference | None = None
     ties = 0
@@ -114,6 +93,38 @@ def compare_tokens(
                 first = TokenDifference(prompt=prompt, position=position, expected=token, found=other, gap=gap)
             break
     return first, ties
+
+
+def layer_rows(
+    implementation: str,
+    found: Sequence[np.ndarray],
+    torch_found: Sequence[Sequence[np.ndarray]],
+    exact: Sequence[Sequence[np.ndarray]],
+    *,
+    eps: float,
+    prefix: str = "",
+) -> Iterator[LayerRow]:
+    """Yields a row for each hidden state that transformers gives.
+
+    `found` has the states of each sequence, [states, tokens, hidden_size], including the last layer's; `torch_found`
+    has those of transformers in the dtype under test, and `exact` in float64.
+    """
+    count = len(exact[0])
+    names = ["embedding", *(f"layers.{index}" for index in range(count - 2)), "norm"]
+    # transformers gives the last layer's state behind the norm alone.
+    places = [*range(count - 1), -1]
+    for state, (name, place) in enumerate(zip(names, places, strict=True)):
+        truth = [each[state] for each in exact]
+        scale = max(float(max(np.abs(each).max() for each in truth)), np.finfo(np.float64).tiny)
+        theirs = max(_errors(each[state], true).max() for each, true in zip(torch_found, truth, strict=True)) / scale
+        errors = [_errors(each[place], true) / scale for each, true in zip(found, truth, strict=True)]
+        yield LayerRow(
+            implementation=implementation,
+            layer=f"{prefix}{name}",
+            error=float(np.max([each.max() for each in errors])),
+            limit=float(2 * (theirs + eps)),
+            by_position=tuple(tuple(each.tolist()) for each in errors),
+        )
 
 
 def _worst(values: Sequence[float]) -> float:
@@ -136,3 +147,8 @@ def _divergences(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _errors(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Returns the largest difference at each position."""
+    return np.abs(found.astype(np.float64) - exact).max(axis=-1)

@@ -46,12 +46,8 @@ def engine_tokens(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: 
 class PagedRun:
     """Computes the logits of sequences through a paged cache; sizes are padded as the engine pads them.
 
-    The sequences share one batch, and the blocks of each are scattered over the pool.
-
-    Args:
-        model: the decoder.
-        sequences: token ids of each sequence, at least one.
-        encoder_inputs: each sequence's input of the encoder; none without one.
+    The sequences share one batch, and the blocks of each are scattered over the pool. A model with an encoder has one
+    of `encoder_inputs` for each sequence.
     """
 
     def __init__(
@@ -78,25 +74,16 @@ class PagedRun:
         self._step = functools.partial(_step, graph=graph)
 
     def hidden_states(self) -> list[np.ndarray]:
-        """Returns the hidden states of whole sequences, prefilled: float32[states, tokens, hidden_size] each.
-
-        The states are those of `Decoder.hidden_states`: after the embedding, each layer, and the last norm.
-        """
+        """Returns the states of `Decoder.hidden_states`, for whole sequences: float32[states, tokens, hidden_size]."""
         lengths = [len(sequence) for sequence in self._sequences]
         return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, part="layers"), lengths)]
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:
         """Returns the logits after each token of every sequence, float32[tokens, vocab_size] each.
 
-        The first `prefill_lens[i]` tokens of sequence `i` are prefilled (in chunks beyond 512 tokens a step, as the
-        engine does), the others decoded one by one. The whole pool holds NaN before, so a read of an unwritten slot
-        shows.
-
-        Args:
-            prefill_lens: for each sequence 1 to its length.
-
-        Raises:
-            PoolLost: a step failed.
+        The first `prefill_lens[i]` tokens of sequence `i`, at least one, are prefilled (in chunks beyond 512 tokens a
+        step, as the engine does), the others decoded one by one. The whole pool holds NaN before, so a read of an
+        unwritten slot shows.
         """
         return self._run(functools.partial(self._step, part="logits"), prefill_lens)
 
@@ -117,19 +104,20 @@ class PagedRun:
     def _encode(self, row: EncoderRow, token_ids: np.ndarray) -> None:
         """Runs the encoder over one input; it writes keys and values of cross attention to the blocks of `row`."""
         num_tokens = max(_BLOCK_SIZE, 1 << (len(token_ids) - 1).bit_length())
+        rows = [SequenceRow(row.block_ids, 0, len(token_ids))]
+        sizes = {"num_seqs": 1, "num_tokens": num_tokens, "max_query_len": num_tokens}
+        self._run_rows(functools.partial(self._step, part="encoder"), rows, [token_ids], **sizes)
+
+    def _run_rows(
+        self, step: Callable[..., Any], rows: list[SequenceRow], pieces: list[np.ndarray], **sizes: Any
+    ) -> Any:
         common = build_common_metadata(
-            [SequenceRow(row.block_ids, 0, len(token_ids))],
-            block_size=_BLOCK_SIZE,
-            num_blocks=self._pool.num_blocks,
-            num_seqs=1,
-            num_tokens=num_tokens,
-            max_blocks=self._max_blocks,
-            max_query_len=num_tokens,
+            rows, block_size=_BLOCK_SIZE, num_blocks=self._pool.num_blocks, max_blocks=self._max_blocks, **sizes
         )
-        padded = np.zeros(num_tokens, np.int32)
-        padded[: len(token_ids)] = token_ids
-        encode = functools.partial(self._step, part="encoder")
-        self._pool.run(encode, self._state, padded, common.positions, AttentionMetadata.from_common(common))
+        token_ids = np.zeros(sizes["num_tokens"], np.int32)
+        token_ids[: sum(map(len, pieces))] = np.concatenate(pieces)
+        metadata = AttentionMetadata.from_common(common)
+        return self._pool.run(step, self._state, token_ids, common.positions, metadata)
 
     def _run_step(
         self, step: Callable[..., Any], starts: Sequence[int], counts: Sequence[int]
@@ -139,22 +127,16 @@ class PagedRun:
         longest, total = max(counts), sum(counts)
         num_seqs = self._num_seqs.pad(len(rows))
         num_tokens = num_seqs if longest == 1 else self._num_tokens.pad(total)
-        common = build_common_metadata(
+        pieces = [self._sequences[index][starts[index] : starts[index] + counts[index]] for index in active]
+        result = self._run_rows(
+            step,
             rows,
-            block_size=_BLOCK_SIZE,
-            num_blocks=self._pool.num_blocks,
+            pieces,
             num_seqs=num_seqs,
             num_tokens=num_tokens,
-            max_blocks=self._max_blocks,
             max_query_len=1 if longest == 1 else num_tokens,
             encoder_rows=[self._cross[index] for index in active] if self._cross else None,
         )
-        metadata = AttentionMetadata.from_common(common)
-        token_ids = np.zeros(num_tokens, np.int32)
-        token_ids[:total] = np.concatenate(
-            [self._sequences[index][starts[index] : starts[index] + counts[index]] for index in active]
-        )
-        result = self._pool.run(step, self._state, token_ids, common.positions, metadata)
         with self._pool.guard():
             logits = np.asarray(result)
         ends = np.cumsum([counts[index] for index in active])

@@ -1,14 +1,18 @@
-"""The frozen result of a cross-check, and its plain-text table."""
+"""The frozen result of a cross-check, its plain-text table, and its picture: the error at every layer and position."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from jattn.llm.testing.layers import LayerRow
+import numpy as np
+
 from jattn.table import aligned
+from torch_core.base.errors import InvalidInput, Unsupported
 
 _HEADER = ("", "path", "max abs", "error", "1 - cosine", "max KL", "ties", "verdict", "first differing token")
 
@@ -85,6 +89,31 @@ class CrosscheckRow(Deviation):
         if self.first_difference is not None:
             wrong.append("token")
         return f"FAIL: {', '.join(wrong)}" if wrong else "pass"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRow:
+    """The error of hidden states after one layer.
+
+    Attributes:
+        implementation: "triton", "torch" or "xla".
+        layer: "embedding", "layers.0" and so on, or "norm", which is the last layer and the norm after it; those of
+            an encoder begin with "encoder.".
+        error: largest absolute difference to the truth, divided by the truth's largest absolute value there.
+        limit: the error that is allowed: 2 x (torch's own + eps of the dtype).
+        by_position: the error at each position of each prompt.
+    """
+
+    implementation: str
+    layer: str
+    error: float
+    limit: float
+    by_position: tuple[tuple[float, ...], ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the limit; NaN is not."""
+        return self.error <= self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +221,64 @@ class CrosscheckReport:
                 "jattn read this folder differently."
             )
         return [*lines, "PASSED" if self.passed else "FAILED"]
+
+
+def check_picture_path(path: str | os.PathLike[str]) -> None:
+    """Checks that a picture can be written there, before anything is compared.
+
+    Raises:
+        InvalidInput: the folder does not exist, or the ending names no known format.
+        Unsupported: matplotlib is not installed.
+    """
+    known = _figure().canvas.get_supported_filetypes()
+    place, ending = Path(path), Path(path).suffix.removeprefix(".").lower()
+    if ending not in known:
+        raise InvalidInput(f"the picture is {str(place)!r}; its ending must be one of {', '.join(sorted(known))}.")
+    if not place.parent.is_dir():
+        raise InvalidInput(f"the picture is {str(place)!r}; there is no folder {str(place.parent)!r}.")
+
+
+def save_picture(report: CrosscheckReport, path: str | os.PathLike[str]) -> None:
+    """Writes one panel for each implementation: layers from bottom to top, positions of all prompts from left to right.
+
+    An encoder, whose positions are others than the decoder's, has a panel of its own.
+
+    Args:
+        report: result of `compare_with_torch(..., layers=True)`.
+        path: path of the picture; its ending says in which format (png, svg, pdf).
+
+    Raises:
+        InvalidInput: the report has no layers; as `check_picture_path`.
+        Unsupported: matplotlib is not installed.
+    """
+    if not report.layers:
+        raise InvalidInput("report", "has no layers", "make it with compare_with_torch(..., layers=True)")
+    check_picture_path(path)
+    panels_of: dict[str, list[LayerRow]] = {}
+    for row in report.layers:
+        panels_of.setdefault(row.implementation + ", encoder" * row.layer.startswith("encoder."), []).append(row)
+    figure = _figure(figsize=(9, 1.5 + 2.5 * len(panels_of)), layout="constrained")
+    panels = figure.subplots(len(panels_of), 1, squeeze=False)[:, 0]
+    figure.suptitle(f"{report.model}, {report.dtype}: log10 of the error against float64")
+    for panel, (name, rows) in zip(panels, panels_of.items(), strict=True):
+        errors = np.array([[error for prompt in row.by_position for error in prompt] for row in rows])
+        # An error of zero has no logarithm; a NaN stays one and is left blank.
+        image = panel.imshow(np.log10(np.maximum(errors, 1e-20)), origin="lower", aspect="auto", vmin=-16, vmax=0)
+        panel.set_yticks(range(len(rows)), [row.layer + ("" if row.passed else "  FAIL") for row in rows])
+        panel.set_title(name)
+        for end in np.cumsum([len(prompt) for prompt in rows[0].by_position])[:-1]:
+            panel.axvline(end - 0.5, color="white", linewidth=1)
+        figure.colorbar(image, ax=panel)
+    panels[-1].set_xlabel("position, prompt after prompt")
+    figure.savefig(os.fspath(path))
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Unsupported("a picture needs matplotlib; pip install jattn[plot].") from None
+    return Figure(**options)
 
 
 def _cells(row: CrosscheckRow) -> tuple[str, ...]:

@@ -26,14 +26,9 @@ _ONE_THREAD_BELOW = 50_000_000
 class TorchSide:
     """A model on torch and how to name it in a report.
 
-    Attributes:
-        name: short, for a table.
-        description: one line with versions; says why transformers is not used when it is not.
-        forward: `(token_ids, past) -> (logits[tokens, vocab_size], past)`; past is None at the start.
-        hidden_states: `token_ids -> [[tokens, hidden_size], ...]` after the embedding, each layer but the last, and
-            the last norm; None if the model does not give them.
-        reading: `encoder_token_ids -> TorchSide` whose decoder reads this input; None without an encoder.
-        encoder_states: `encoder_token_ids -> [[tokens, hidden_size], ...]`, likewise, of the encoder.
+    `forward` returns logits[tokens, vocab_size] and the past, which is None at the start. `hidden_states` returns
+    [tokens, hidden_size] after the embedding, each layer but the last, and the last norm; None if the model does not
+    give them. With an encoder, `reading` returns the side whose decoder reads an input.
     """
 
     name: str
@@ -63,15 +58,7 @@ def _first_topk(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
 def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
     """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` if transformers cannot be imported.
 
-    Args:
-        folder: a Hugging Face folder.
-        config: as `parse_config` reads it.
-        dtype: dtype of weights and computation.
-        device: device of torch.
-        widened: compute in float64, with weights that were rounded to `dtype`.
-
-    Raises:
-        Unsupported: transformers cannot be imported and `TorchDecoder` does not serve the model.
+    With `widened`, weights are rounded to `dtype` and the computation is in float64. Unsupported if neither serves it.
     """
     torch_dtype = getattr(torch, dtype)
     try:
@@ -155,9 +142,8 @@ def _float64(states: Sequence[torch.Tensor]) -> list[np.ndarray]:
 def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:
     """Generates greedily with torch's own cache, past any end-of-sequence token.
 
-    Returns:
-        The new tokens, and the logits after each token of the prompt and of all new tokens but the last,
-        float32[len(prompt) + max_tokens - 1, vocab_size].
+    Returns the new tokens, and the logits after each token of the prompt and of all new tokens but the last,
+    float32[len(prompt) + max_tokens - 1, vocab_size].
     """
     tokens: list[int] = []
     pieces = []

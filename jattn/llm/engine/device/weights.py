@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
-from jattn.llm.models.fp8 import Fp8Kernel, kernel_sharding, round_to_fp8
+from jattn.llm.models.quantized import Fp8Kernel, kernel_sharding, round_to_fp8
 from torch_core.base.errors import InvalidInput
 
 #: Functions that return a leaf's new array, by index. Over several processes all processes call them.

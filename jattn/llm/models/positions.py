@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), with every type of `RopeScaling`."""
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), and relative ones (Raffel et al. 2020)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
     """Returns the angle per position of each rotated pair of elements, float32[rotary_dim / 2], scaling included.
 
     Computed in float64 and rounded once: at position p an error of one unit in the last place of a frequency is an
-    error of p units in the angle.
-
-    Args:
-        config: config of the model.
-        local: the embedding of layers with a window, if `rope_local_theta` is their own base.
+    error of p units in the angle. `local` is for layers with a window, which may have a base of their own.
     """
     scaling = config.rope_scaling
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
@@ -59,13 +55,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosine and the sine of every angle, float32[..., tokens, 1, rotary_dim / 2], for `apply_rotary`.
-
-    Args:
-        positions: int32[..., tokens].
-        frequencies: float32[rotary_dim / 2], of `inverse_frequencies`.
-        factor: factor of both; the result of `attention_factor`.
-    """
+    """Returns factor * cosine and sine, float32[..., tokens, 1, rotary_dim / 2], of positions int32[..., tokens]."""
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
     return (cosine, sine) if factor == 1 else (cosine * factor, sine * factor)
@@ -74,13 +64,7 @@ def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float =
 def apply_rotary(heads: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
     """Rotates each pair (element i, element i + rotary_dim / 2) of every head, the pairing of Hugging Face's weights.
 
-    Args:
-        heads: [..., tokens, num_heads, head_dim]; elements past rotary_dim stay as they are.
-        cosine: float32[..., tokens, 1, rotary_dim / 2].
-        sine: the same shape.
-
-    Returns:
-        The rotated heads in the dtype of `heads`; the arithmetic is float32.
+    Heads are [..., tokens, num_heads, head_dim]; elements past rotary_dim stay as they are. The arithmetic is float32.
     """
     half = cosine.shape[-1]
     rotated, rest = heads[..., : 2 * half], heads[..., 2 * half :]
@@ -88,6 +72,33 @@ def apply_rotary(heads: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Ar
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     rotated = rotated.astype(heads.dtype)
     return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def relative_bias(table: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns float32[num_heads, distances] of a table float[buckets, num_heads], for the ops."""
+    return table[relative_buckets(config)].astype(jnp.float32).T
+
+
+def relative_buckets(config: ModelConfig) -> np.ndarray:
+    """Returns the bucket of each distance (key - query) from -relative_attention_max_distance to that, int32.
+
+    Half of the buckets hold one distance each, the others grow with its logarithm. Where tokens see later ones, those
+    have half of all buckets; elsewhere they have the first one, which is never seen.
+    """
+    num_buckets, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    distances = np.arange(-furthest, furthest + 1)
+    first = np.zeros_like(distances)
+    if config.is_encoder:
+        num_buckets //= 2
+        first = np.where(distances > 0, num_buckets, 0)
+        distances = np.abs(distances)
+    else:
+        distances = np.maximum(-distances, 0)
+    exact = num_buckets // 2
+    # float32 in this order, as the models were trained: a bucket's edge may lie on a distance.
+    growth = np.log(np.maximum(distances, exact).astype(np.float32) / exact) / np.float32(math.log(furthest / exact))
+    large = exact + (growth * (num_buckets - exact)).astype(np.int32)
+    return (first + np.where(distances < exact, distances, np.minimum(large, num_buckets - 1))).astype(np.int32)
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
