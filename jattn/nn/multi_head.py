@@ -12,16 +12,7 @@ from flax.nnx.module import first_from
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn import dense
-from jattn.nn.checks import (
-    check_attention_type,
-    check_cache_dtype,
-    check_explicit,
-    check_inputs,
-    checked_features,
-    refuse_with_cache,
-)
-from jattn.nn.dense import rotated
+from jattn.nn import checks, dense
 from jattn.nn.module_cache import ModuleCache, PagedCache, check_module_cache, decode_module_cache, new_module_cache
 from jattn.nn.options import (
     AlibiSlopes,
@@ -128,7 +119,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs,
         **flax_options: Unpack[FlaxOptions],
     ) -> None:
-        qkv_features = checked_features(
+        qkv_features = checks.checked_features(
             num_heads,
             qkv_features,
             head_dim,
@@ -136,8 +127,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             attention_fn=attention_fn,
             own_fn=nnx.dot_product_attention,
         )
-        check_attention_type(attention_type, rope)
-        check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
+        checks.check_attention_type(attention_type, rope)
+        checks.check_cache_dtype(kv_cache_dtype, k_scale, v_scale)
         sizes = (num_heads, in_features, qkv_features, out_features, num_kv_heads, in_kv_features)
         super().__init__(*sizes, attention_fn=dense.attention_fn, rngs=rngs, **flax_options)
         self.core = PagedAttention(
@@ -214,18 +205,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, mask=mask, input_positions=input_positions,
             lengths=lengths, key_lengths=key_lengths, shared_kv=shared_kv, cache=cache, metadata=metadata,
         )  # fmt: skip
-        check_inputs(self, inputs_q, inputs_k, inputs_v, input_positions, shared_kv, cached=cached)
-        check_explicit(self, cache, metadata, (lengths, key_lengths))
+        checks.check_inputs(self, inputs_q, inputs_k, inputs_v, input_positions, shared_kv, cached=cached)
+        checks.check_explicit(self, cache, metadata, (lengths, key_lengths))
         drops = self._drops(deterministic)
         if cached:
-            refuse_with_cache({"a mask": mask is not None, "dropout": drops, "sow_weights": sow_weights})
+            checks.refuse_with_cache({"a mask": mask is not None, "dropout": drops, "sow_weights": sow_weights})
         held = self._held(inputs_q.shape[:-2]) if decode else None
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         query = query if self.query_ln is None else self.query_ln(query)
         if self.rope is not None:
             input_positions = _positions(query, held, metadata) if input_positions is None else input_positions
-            query = rotated(self.rope, query, input_positions)
+            query = dense.rotated(self.rope, query, input_positions)
         new = shared_kv
         if not self.kv_sharing and not (cached and inputs_k is None and self.attention_type == "encoder_decoder"):
             inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -281,7 +272,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
         key = key if self.key_ln is None else self.key_ln(key)
-        return key if self.rope is None else rotated(self.rope, key, input_positions), value
+        return key if self.rope is None else dense.rotated(self.rope, key, input_positions), value
 
     def init_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_shape: Sequence[int], dtype: Any = None, *, block_size: int = 16, out_sharding: Any = None
@@ -306,7 +297,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if min(input_shape[:-2], default=0) < 0:
             raise InvalidInput("input_shape", value=tuple(input_shape), wanted="no size of a batch is below 0")
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
-        check_cache_dtype(dtype, self.k_scale, self.v_scale)
+        checks.check_cache_dtype(dtype, self.k_scale, self.v_scale)
         held = new_module_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)
         sharding = {} if out_sharding is None else {"out_sharding": out_sharding}
         self.cached_key, self.cached_value = PagedCache(held.key, **sharding), PagedCache(held.value, **sharding)

@@ -185,8 +185,7 @@ class ModelConfig:
             wanted = f"it must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
             raise InvalidInput("num_attention_heads", value=self.num_attention_heads, wanted=wanted)
         self._check_positions()
-        self._check_windows()
-        self._check_kv_sharing()
+        self._check_layers()
         if self.moe is not None and not self.gated_mlp:
             raise Unsupported("gated_mlp", value=False, wanted="experts are gated in this build")
         self._check_latent()
@@ -202,7 +201,7 @@ class ModelConfig:
         if self.rope_scaling is not None:
             self.rope_scaling.check_rotary_dim(self.rotary_dim)
 
-    def _check_windows(self) -> None:
+    def _check_layers(self) -> None:
         for name in ("layer_windows", "kv_sharing_targets"):
             if (count := len(getattr(self, name))) not in (0, self.num_hidden_layers):
                 wanted = f"it must have one for each of the {self.num_hidden_layers} layers, or none"
@@ -210,8 +209,6 @@ class ModelConfig:
         if self.layer_windows and self.sliding_window is not None:
             wanted = "the first is for all layers, the second where they differ: leave one out"
             raise InvalidInput("sliding_window", f"is {self.sliding_window} and layer_windows is given", wanted)
-
-    def _check_kv_sharing(self) -> None:
         targets = self.kv_sharing_targets
         if targets and self.is_encoder:
             problem = "is given and is_encoder is True"
@@ -290,11 +287,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def norms_before_and_after(self) -> tuple[bool, bool]:
-        """Whether branches have a norm before them, and whether they have one after."""
-        return self.norm_placement in ("before", "both"), self.norm_placement != "before"
 
     def window_of(self, layer: int) -> int | None:
         """Returns the tokens that a query of this layer sees, its own included; None for all."""

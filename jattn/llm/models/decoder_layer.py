@@ -39,7 +39,7 @@ class DecoderLayer(nnx.Module):
         parallel: TensorParallel | None = None,
     ) -> None:
         self.config, self.parallel = config, parallel
-        before, after = config.norms_before_and_after
+        before, after = config.norm_placement in ("before", "both"), config.norm_placement != "before"
         self.input_layernorm = norm(config) if before else None
         latent = LatentAttention if config.index_head_dim is None else SparseAttention
         attention: Any = Attention if config.latent is None else latent

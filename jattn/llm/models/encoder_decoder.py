@@ -73,16 +73,10 @@ class EncoderDecoder(Decoder):
         dropout_rate: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache: training and comparison.
+        """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache; see `Decoder.forward_dense`.
 
-        Args:
-            token_ids: int32[batch, tokens], of the decoder; every row starts at position 0.
-            encoder_token_ids: int32[batch, encoder_tokens].
-            encoder_lengths: int32[batch], real encoder tokens of each row; None for all.
-            dropout_rate, dropout_key: as in `Decoder.forward_dense`.
-
-        Raises:
-            InvalidInput: there are no encoder_token_ids, or as `Decoder.forward_dense`.
+        `encoder_token_ids` is int32[batch, encoder_tokens] and required. `encoder_lengths`, int32[batch], are the real
+        encoder tokens of each row; None for all.
         """
         if encoder_token_ids is None:
             raise InvalidInput("encoder_token_ids", value=None, wanted="a model with an encoder needs its input")

@@ -104,7 +104,8 @@ def partition_specs(model: nnx.Module | nnx.State, rules: Mapping[str, str | Non
     """
     flat = nnx.to_flat_state(nnx.state(model) if isinstance(model, nnx.Module) else model)
     specs: list[Any] = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    pairs: Any = flat
+    for path, leaf in pairs:
         axes = logical_axes(path, leaf.ndim)
         unknown = [axis for axis in axes if axis is not None and axis not in rules]
         if unknown:

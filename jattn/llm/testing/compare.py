@@ -38,6 +38,8 @@ DEFAULT_PROMPTS = (
         "continues after the try/except block."
     ),
 )
+#: A sequence, and the input of the encoder, empty without one.
+_Fed: TypeAlias = tuple[Sequence[int], Sequence[int]]
 _States: TypeAlias = tuple[list[list[np.ndarray]], list[list[np.ndarray]]]
 #: Tokens of the sequence that shows torch's float32 error where all others are shorter.
 PROBE_LEN = 32
@@ -114,23 +116,21 @@ def compare_with_torch(
         stack.enter_context(suitable_threads(num_parameters(config)))
         # With an encoder, prompts are its inputs, and the generation begins with one token.
         inputs = tokens if config.encoder is not None else []
+        sources = inputs or [()] * len(tokens)
         prompts_fed = [(config.decoder_start_token_id or 0,) for _ in inputs] or tokens
-        torch_runs = [
-            greedy_run(each, prompt, max_tokens)
-            for each, prompt in zip(_reading(side, inputs, len(tokens)), prompts_fed, strict=True)
-        ]
+        fed = zip(prompts_fed, sources, strict=True)
+        torch_runs = [greedy_run(side, prompt, source, max_tokens) for prompt, source in fed]
         # The last new token is never fed, so a sequence has one position less than it has tokens.
         sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(prompts_fed, torch_runs, strict=True)]
         probes = [] if inputs else _probes(torch_config, config.dtype, sequences)
-        exact, truth_name = _exact_logits(
-            torch_folder, torch_config, config.dtype, [*sequences, *probes], inputs, exact_side
-        )
+        whole = list(zip([*sequences, *probes], [*sources, *(() for _ in probes)], strict=True))
+        exact, truth_name = _exact_logits(torch_folder, torch_config, config.dtype, whole, exact_side)
         probe = None
         if probes:
-            probe = exact.pop(), side.forward(probes[0], None)[0].float().cpu().numpy()
+            probe = exact.pop(), side.forward(probes[0], None, ())[0].float().cpu().numpy()
         states: list[_States] = []
         if layers and exact_side is not None:
-            states = [_states_of(each, sequences, inputs) for each in (side, exact_side)]
+            states = [_states_of(each, whole[: len(sequences)]) for each in (side, exact_side)]
     eps = torch.finfo(getattr(torch, config.dtype)).eps
     truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps, probe=probe)
     expected = [new for new, _ in torch_runs]
@@ -205,39 +205,23 @@ def _probes(config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]])
 
 
 def _exact_logits(
-    folder: Path,
-    config: ModelConfig,
-    dtype: str,
-    sequences: Sequence[Sequence[int]],
-    inputs: Sequence[Sequence[int]],
-    side: TorchSide | None,
+    folder: Path, config: ModelConfig, dtype: str, whole: Sequence[_Fed], side: TorchSide | None
 ) -> tuple[list[np.ndarray], str]:
     """Returns float64 logits of every position and the name of their decoder: jattn's if it serves the model."""
     if TorchDecoder.serves(config):
         decoder = TorchDecoder(folder, weight_dtype=getattr(torch, dtype), compute_dtype=torch.float64)
-        return [decoder(sequence)[0].numpy() for sequence in sequences], "jattn.llm.testing.TorchDecoder in float64"
+        return [decoder(sequence)[0].numpy() for sequence, _ in whole], "jattn.llm.testing.TorchDecoder in float64"
     if side is None:
         raise Unsupported(f"{config.architecture} is compared with transformers, and no model of it is given.")
-    sides = _reading(side, inputs, len(sequences))
-    logits = [each.forward(sequence, None)[0].numpy() for each, sequence in zip(sides, sequences, strict=True)]
-    return logits, "transformers in float64"
+    return [side.forward(tokens, None, source)[0].numpy() for tokens, source in whole], "transformers in float64"
 
 
-def _reading(side: TorchSide, inputs: Sequence[Sequence[int]], count: int) -> list[TorchSide]:
-    """Returns torch's side for each sequence: one that reads its input, or the same for all without an encoder."""
-    if not inputs or side.reading is None:
-        return [side] * count
-    return [side.reading(each) for each in inputs]
-
-
-def _states_of(side: TorchSide, sequences: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> _States:
+def _states_of(side: TorchSide, whole: Sequence[_Fed]) -> _States:
     """Returns the hidden states of each sequence, and those of the encoder for each input."""
-    found = []
-    for each, sequence in zip(_reading(side, inputs, len(sequences)), sequences, strict=True):
-        if each.hidden_states is None:
-            raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
-        found.append(each.hidden_states(sequence))
-    return found, [] if side.encoder_states is None else [side.encoder_states(each) for each in inputs]
+    if side.hidden_states is None:
+        raise Unsupported(f"layers are compared with transformers, and torch's side is {side.description}.")
+    found = [side.hidden_states(tokens, source) for tokens, source in whole]
+    return found, [] if side.encoder_states is None else [side.encoder_states(source) for _, source in whole]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,15 @@ _ONE_THREAD_BELOW = 50_000_000
 class TorchSide:
     """A model on torch and how to name it in a report.
 
-    `forward` returns logits[tokens, vocab_size] and the past, which is None at the start. `hidden_states` returns
-    [tokens, hidden_size] after the embedding, each layer but the last, and the last norm; None if the model does not
-    give them. With an encoder, `reading` returns the side whose decoder reads an input.
+    `forward(token_ids, past, source)` returns logits[tokens, vocab_size] and the past, which is None at the start;
+    `source` is the input of an encoder, empty without one. `hidden_states` returns [tokens, hidden_size] after the
+    embedding, each layer but the last, and the last norm. It is None if the model does not give them.
     """
 
     name: str
     description: str
-    forward: Callable[[Sequence[int], Any], tuple[torch.Tensor, Any]]
-    hidden_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
-    reading: Callable[[Sequence[int]], TorchSide] | None = None
+    forward: Callable[[Sequence[int], Any, Sequence[int]], tuple[torch.Tensor, Any]]
+    hidden_states: Callable[[Sequence[int], Sequence[int]], list[np.ndarray]] | None = None
     encoder_states: Callable[[Sequence[int]], list[np.ndarray]] | None = None
 
 
@@ -75,7 +74,7 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
             ) from None
         compute_dtype = torch.float64 if widened else torch_dtype
         decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=compute_dtype)
-        return TorchSide("TorchDecoder", description, decoder)
+        return TorchSide("TorchDecoder", description, lambda token_ids, past, _: decoder(token_ids, past))
     # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64. The eager one
     # of transformers 5 adds Falcon's ALiBi twice.
     attend = "sdpa" if config.architecture == "FalconForCausalLM" else "eager"
@@ -91,55 +90,46 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
             model.double()
 
     description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
+    return _of_transformers(model, config, f"{description} on {device}", device)
+
+
+def _of_transformers(model: Any, config: ModelConfig, description: str, device: str) -> TorchSide:
     context = _quiet if config.index_head_dim is None else _quiet_first_of_equal
-    has_encoder = config.encoder is not None
-    return _of_transformers(model, f"{description} on {device}", device, context, has_encoder=has_encoder)
 
-
-def _of_transformers(
-    model: Any,
-    description: str,
-    device: str,
-    context: Callable[[], contextlib.AbstractContextManager[None]],
-    *,
-    has_encoder: bool,
-    encoder_token_ids: Sequence[int] = (),
-) -> TorchSide:
     def ids(token_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(token_ids)], device=device)
 
     @torch.no_grad()
-    def run(token_ids: Sequence[int], **options: Any) -> Any:
+    def run(token_ids: Sequence[int], source: Sequence[int], **options: Any) -> Any:
         with context():
-            if has_encoder:
-                return model(input_ids=ids(encoder_token_ids), decoder_input_ids=ids(token_ids), **options)
+            if source:
+                return model(input_ids=ids(source), decoder_input_ids=ids(token_ids), **options)
             return model(ids(token_ids), **options)
 
-    def forward(token_ids: Sequence[int], past: Any) -> tuple[torch.Tensor, Any]:
-        output = run(token_ids, past_key_values=past, use_cache=True)
+    def forward(token_ids: Sequence[int], past: Any, source: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        output = run(token_ids, source, past_key_values=past, use_cache=True)
         return output.logits[0], output.past_key_values
 
-    def hidden_states(token_ids: Sequence[int]) -> list[np.ndarray]:
-        output = run(token_ids, use_cache=False, output_hidden_states=True)
-        return _float64(output.decoder_hidden_states if has_encoder else output.hidden_states)
+    def hidden_states(token_ids: Sequence[int], source: Sequence[int]) -> list[np.ndarray]:
+        output = run(token_ids, source, use_cache=False, output_hidden_states=True)
+        return _float64(output.decoder_hidden_states if source else output.hidden_states)
 
     @torch.no_grad()
     def encoder_states(token_ids: Sequence[int]) -> list[np.ndarray]:
         with context():
             return _float64(model.get_encoder()(ids(token_ids), output_hidden_states=True).hidden_states)
 
-    def reading(token_ids: Sequence[int]) -> TorchSide:
-        return _of_transformers(model, description, device, context, has_encoder=True, encoder_token_ids=token_ids)
-
-    side = TorchSide("transformers", description, forward, hidden_states)
-    return replace(side, reading=reading, encoder_states=encoder_states) if has_encoder else side
+    of_encoder = None if config.encoder is None else encoder_states
+    return TorchSide("transformers", description, forward, hidden_states, of_encoder)
 
 
 def _float64(states: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [state[0].double().cpu().numpy() for state in states]
 
 
-def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], np.ndarray]:
+def greedy_run(
+    side: TorchSide, prompt: Sequence[int], source: Sequence[int], max_tokens: int
+) -> tuple[tuple[int, ...], np.ndarray]:
     """Generates greedily with torch's own cache, past any end-of-sequence token.
 
     Returns the new tokens, and the logits after each token of the prompt and of all new tokens but the last,
@@ -149,7 +139,7 @@ def greedy_run(side: TorchSide, prompt: Sequence[int], max_tokens: int) -> tuple
     pieces = []
     new, past = list(prompt), None
     for _ in range(max_tokens):
-        logits, past = side.forward(new, past)
+        logits, past = side.forward(new, past, source)
         pieces.append(logits.float().cpu().numpy())
         new = [int(pieces[-1][-1].argmax())]
         tokens += new
