@@ -48,9 +48,8 @@ def checked_features(
 def check_attention_type(attention_type: str, rope: Any) -> None:
     """Checks attention_type, and that cross attention has no rope."""
     if attention_type not in _ATTENTION_TYPES:
-        raise InvalidInput(
-            "attention_type", value=attention_type, wanted=f"use one of {', '.join(map(repr, _ATTENTION_TYPES))}"
-        )
+        wanted = f"use one of {', '.join(map(repr, _ATTENTION_TYPES))}"
+        raise InvalidInput("attention_type", value=attention_type, wanted=wanted)
     if attention_type == "encoder_decoder" and rope is not None:
         raise InvalidInput("rope is given with 'encoder_decoder'; queries and an encoder's keys share no positions.")
 

@@ -150,9 +150,8 @@ def attention_fn(
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     chosen = ops.choose(implementation, _described(query, key, value, causal=is_causal, **options))
     if chosen != "xla" and reason is not None and implementation is not None:
-        raise Unsupported(
-            f"attention with {reason} is not served by implementation {implementation!r}; use 'xla', or None."
-        )
+        problem = f"with {reason} is not served by implementation {implementation!r}"
+        raise Unsupported("attention", problem, "use 'xla', or None")
     lens = {"lengths": lengths, "key_lengths": key_lengths, "dropout": dropout, "causal": is_causal}
     if chosen == "xla" or reason is not None:
         out = _in_jnp(query, key, value, mask=mask, bias=bias, sow=sow, precision=precision, **lens, **options)
@@ -250,10 +249,8 @@ def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) 
         size in (1, whole) for size, whole in zip(array.shape[::-1], full[::-1], strict=False)
     )
     if not fits:
-        raise InvalidInput(
-            f"{name} has shape {array.shape}; it must be broadcastable to [batch..., num_heads, length, key_length] = "
-            f"{list(full)}."
-        )
+        wanted = f"it must be broadcastable to [batch..., num_heads, length, key_length] = {list(full)}"
+        raise InvalidInput(name, f"has shape {array.shape}", wanted)
     array = array.reshape((1,) * (len(full) - array.ndim) + array.shape)
     array = jnp.broadcast_to(array, (*batch_dims, *array.shape[-3:-1], key.shape[-3]))
     return array.reshape(math.prod(batch_dims), *array.shape[-3:])

@@ -55,14 +55,12 @@ def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: 
     values = None if isinstance(lengths, Tracer) else np.asarray(jax.device_get(lengths)).reshape(-1)
     lengths = jnp.asarray(lengths)
     if lengths.shape != batch_dims or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise InvalidInput(
-            name, f"is {lengths.dtype}{list(lengths.shape)}", f"it must be int32{list(batch_dims)}, one for each row"
-        )
+        wanted = f"it must be int32{list(batch_dims)}, one for each row"
+        raise InvalidInput(name, f"is {lengths.dtype}{list(lengths.shape)}", wanted)
     if values is not None and ((values < 0) | (values > longest)).any():
         row = np.argmax((values < 0) | (values > longest))
-        raise InvalidInput(
-            name, f"of row {row} is {values[row]}", f"it must be from 0 to {longest}, the tokens of a padded row"
-        )
+        wanted = f"it must be from 0 to {longest}, the tokens of a padded row"
+        raise InvalidInput(name, f"of row {row} is {values[row]}", wanted)
     return lengths.reshape(-1)
 
 

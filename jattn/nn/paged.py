@@ -104,9 +104,8 @@ class PagedAttention(nnx.Module):
             if size < 1:
                 raise InvalidInput(name, f"is {size}", "it must be at least 1")
         if alibi_slopes is not None and len(alibi_slopes) != num_heads:
-            raise InvalidInput(
-                "alibi_slopes", f"has {len(alibi_slopes)} numbers", f"it must have one for each of {num_heads} heads"
-            )
+            wanted = f"it must have one for each of {num_heads} heads"
+            raise InvalidInput("alibi_slopes", f"has {len(alibi_slopes)} numbers", wanted)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_head_dim = head_dim, value_head_dim
         self.scale, self.logits_soft_cap = scale, logits_soft_cap
@@ -175,9 +174,8 @@ class PagedAttention(nnx.Module):
         if (key is None) != (value is None):
             raise InvalidInput("one of key and value is None; give both, or none to read the cache alone.")
         if key is not None and self.causal and query.shape[0] != key.shape[0]:
-            raise InvalidInput(
-                "query", f"has {query.shape[0]} tokens and key {key.shape[0]}", "one key and value for each query token"
-            )
+            problem = f"has {query.shape[0]} tokens and key {key.shape[0]}"
+            raise InvalidInput("query", problem, "one key and value for each query token")
         shape = jax.tree.leaves(kv_cache)[0].shape
         # The write refuses a cache with fewer axes.
         if len(shape) > 3:

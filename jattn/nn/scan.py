@@ -64,10 +64,8 @@ def scan_layers(
     first = jax.tree.leaves(kv_cache)[0]
     num_blocks, block_size = first.shape[0], first.shape[-3]
     if num_blocks % num_layers or num_blocks * block_size > jnp.iinfo(jnp.int32).max:
-        raise InvalidInput(
-            f"kv_cache has {num_blocks} blocks of {block_size} tokens for {num_layers} layers; it must be a multiple "
-            "of the layers, with slots below 2**31."
-        )
+        problem = f"has {num_blocks} blocks of {block_size} tokens for {num_layers} layers"
+        raise InvalidInput("kv_cache", problem, "it must be a multiple of the layers, with slots below 2**31")
 
     def body(carry: tuple[jax.Array, _Cache], layer: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, _Cache], None]:
         index, variables = layer

@@ -70,10 +70,8 @@ class DeepSeekRoPE:
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the rotated heads in the dtype of `x`; the arithmetic is float32."""
         if x.shape[-1] != self.dim:
-            size = x.shape[-1]
-            raise InvalidInput(
-                "x", f"has heads of {size} elements and the rope is for {self.dim}", f"build it with dim={size}"
-            )
+            problem = f"has heads of {x.shape[-1]} elements and the rope is for {self.dim}"
+            raise InvalidInput("x", problem, f"build it with dim={x.shape[-1]}")
         weight = yarn_weight(self.factor, self.mscale or 1.0)
         if self.mscale and self.mscale_all_dim:
             weight /= yarn_weight(self.factor, self.mscale_all_dim)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jattn.llm.load.families import Family
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.rope_scaling import ROPE_KEYS, RopeScaling
+from jattn.llm.models.parts import ROPE_KEYS, RopeScaling
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 

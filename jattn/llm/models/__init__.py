@@ -6,9 +6,8 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec
-from jattn.llm.models.parts import LatentConfig, MoEConfig, last_of_each_window
+from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
-from jattn.llm.models.rope_scaling import RopeScaling
 from jattn.llm.models.shapes import num_parameters
 from jattn.llm.models.sharding import (
     ParameterShards,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
-from jattn.llm.models.parts import MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig
-from jattn.llm.models.rope_scaling import MAX_CONTEXT, RopeScaling
+from jattn.llm.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig, RopeScaling
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields, limits_of

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol, TypeAlias
 import jax
 
 from jattn.metadata import AttentionMetadata
-from torch_core.base.checks import INT32_MAX, check_int, shown
+from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
@@ -72,10 +72,8 @@ class PagedSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         if len(self.layer_windows) not in (0, self.num_layers):
-            raise InvalidInput(
-                f"layer_windows is {shown(self.layer_windows)}; it must be a tuple of one entry for each of the "
-                f"{self.num_layers} layers, or empty."
-            )
+            wanted = f"it must be a tuple of one entry for each of the {self.num_layers} layers, or empty"
+            raise InvalidInput("layer_windows", value=self.layer_windows, wanted=wanted)
         if self.layer_windows and self.sliding_window is not None:
             wanted = "the first is for all layers, the second where they differ: leave one out"
             raise InvalidInput("sliding_window", f"is {self.sliding_window} and layer_windows is given", wanted)
@@ -87,19 +85,15 @@ class PagedSpec:
         if self.max_encoder_len:
             check_int("decoder_start_token_id", self.decoder_start_token_id, 0, self.vocab_size - 1)
         elif self.decoder_start_token_id is not None:
-            raise InvalidInput(
-                f"decoder_start_token_id is {self.decoder_start_token_id!r} and max_encoder_len 0; a model without an "
-                "encoder starts with its prompt: leave it None."
-            )
+            problem = f"is {self.decoder_start_token_id!r} and max_encoder_len 0"
+            wanted = "a model without an encoder starts with its prompt: leave it None"
+            raise InvalidInput("decoder_start_token_id", problem, wanted)
         if self.kv_lora_rank is not None and self.num_kv_heads != 1:
-            raise InvalidInput(
-                "num_kv_heads", f"is {self.num_kv_heads}", "with kv_lora_rank it is 1: all heads share a latent"
-            )
+            wanted = "with kv_lora_rank it is 1: all heads share a latent"
+            raise InvalidInput("num_kv_heads", value=self.num_kv_heads, wanted=wanted)
         if self.index_head_dim is not None and (self.kv_lora_rank is None or any(self.windows)):
-            raise InvalidInput(
-                f"index_head_dim is {self.index_head_dim}; an indexer needs kv_lora_rank, and layers that see "
-                "all: leave windows out."
-            )
+            wanted = "an indexer needs kv_lora_rank, and layers that see all: leave windows out"
+            raise InvalidInput("index_head_dim", value=self.index_head_dim, wanted=wanted)
         self.cache_spec(block_size=1)
         self.further_specs(block_size=1)
 
@@ -143,7 +137,6 @@ class PagedModel(Protocol):
     @property
     def paged_spec(self) -> PagedSpec:
         """Sizes and limits."""
-        ...
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
@@ -164,11 +157,9 @@ class PagedModel(Protocol):
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.
         """
-        ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[rows, vocab_size] for chosen rows of the hidden states."""
-        ...
 
 
 class EncoderModel(PagedModel, Protocol):
@@ -188,4 +179,3 @@ class EncoderModel(PagedModel, Protocol):
         Returns:
             The caches, with keys and values of every layer's cross attention in the slots of `metadata`.
         """
-        ...

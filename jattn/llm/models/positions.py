@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.rope_scaling import RopeScaling
+from jattn.llm.models.parts import RopeScaling
 from jattn.nn.yarn import yarn_kept, yarn_weight
 
 
