@@ -150,8 +150,8 @@ def attention_fn(
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     chosen = ops.choose(implementation, _described(query, key, value, causal=is_causal, **options))
     if chosen != "xla" and reason is not None and implementation is not None:
-        problem = f"with {reason} is not served by implementation {implementation!r}"
-        raise Unsupported("attention", problem, "use 'xla', or None")
+        problem = f"attention with {reason} is not served by implementation {implementation!r}"
+        raise Unsupported(f"{problem}; use 'xla', or None.")
     lens = {"lengths": lengths, "key_lengths": key_lengths, "dropout": dropout, "causal": is_causal}
     if chosen == "xla" or reason is not None:
         out = _in_jnp(query, key, value, mask=mask, bias=bias, sow=sow, precision=precision, **lens, **options)

@@ -12,8 +12,8 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
-from jattn.nn.kv_scales import KVRange, KVScales
 from jattn.nn.options import CacheScale, DType, Implementation, KVChunkSize, Rope, Scale, Size
+from jattn.nn.paged import KVRange, KVScales
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 
@@ -48,7 +48,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rngs: source of the initial values.
 
     Attributes:
-        kv_scales: the scales of an 8-bit cache; latents use the scale of keys. `jattn.nn.kv_scales`.
+        kv_scales: the scales of an 8-bit cache; latents use the scale of keys. `jattn.nn.paged.KVScales`.
         kv_range: the range of latents, while scales are measured.
 
     Raises:

@@ -10,19 +10,10 @@ import jax.numpy as jnp
 from flax import linen
 
 from jattn import ops
+from jattn.nn import options
 from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
 from jattn.nn.module_cache import ModuleCache, check_module_cache, decode_module_cache, new_module_cache
-from jattn.nn.options import (
-    AlibiSlopes,
-    AttentionChunk,
-    Implementation,
-    LayerOptions,
-    LogitsSoftCap,
-    Rope,
-    Scale,
-    SlidingWindow,
-)
 from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import check_fields
@@ -57,14 +48,14 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    rope: Rope = None
-    scale: Scale = None
-    sliding_window: SlidingWindow = None
-    attention_chunk: AttentionChunk = None
-    logits_soft_cap: LogitsSoftCap = None
-    alibi_slopes: AlibiSlopes = None
+    rope: options.Rope = None
+    scale: options.Scale = None
+    sliding_window: options.SlidingWindow = None
+    attention_chunk: options.AttentionChunk = None
+    logits_soft_cap: options.LogitsSoftCap = None
+    alibi_slopes: options.AlibiSlopes = None
     use_alibi_sqrt: bool = False
-    implementation: Implementation = None
+    implementation: options.Implementation = None
     max_length: int | None = None
     block_size: int = 16
     kv_cache_dtype: Any = None
@@ -117,8 +108,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         features = features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise InvalidInput(f"qkv_features is {features}; it must be a multiple of num_heads, {self.num_heads}.")
-        options: dict[str, Any] = {name: getattr(self, name) for name in LayerOptions.__annotations__}
-        core = PagedAttention(self.num_heads, features // self.num_heads, num_kv_heads=self.num_kv_heads, **options)
+        given: dict[str, Any] = {name: getattr(self, name) for name in options.LayerOptions.__annotations__}
+        core = PagedAttention(self.num_heads, features // self.num_heads, num_kv_heads=self.num_kv_heads, **given)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         query = self._projected("query", core.num_heads, core, inputs_q)
         key = self._projected("key", core.num_kv_heads, core, inputs_k)
@@ -167,9 +158,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             dot_general_cls=self.out_dot_general_cls,
         )(x)
 
-    def _dense(self, **options: Any) -> linen.DenseGeneral:
+    def _dense(self, **keywords: Any) -> linen.DenseGeneral:
         names = ("dtype", "param_dtype", "use_bias", "precision")
-        return linen.DenseGeneral(**{name: getattr(self, name) for name in names}, **options)
+        return linen.DenseGeneral(**{name: getattr(self, name) for name in names}, **keywords)
 
     def _projected(self, name: str, num_heads: int, core: PagedAttention, inputs: jax.Array) -> jax.Array:
         heads = self._dense(

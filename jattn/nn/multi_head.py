@@ -12,19 +12,8 @@ from flax.nnx.module import first_from
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn import checks, dense
+from jattn.nn import checks, dense, options
 from jattn.nn.module_cache import ModuleCache, PagedCache, check_module_cache, decode_module_cache, new_module_cache
-from jattn.nn.options import (
-    AlibiSlopes,
-    AttentionChunk,
-    CacheScale,
-    FlaxOptions,
-    Implementation,
-    LogitsSoftCap,
-    Rope,
-    Scale,
-    SlidingWindow,
-)
 from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import checked
@@ -100,24 +89,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         head_dim: int | None = None,
-        rope: Rope = None,
-        scale: Scale = None,
-        sliding_window: SlidingWindow = None,
-        attention_chunk: AttentionChunk = None,
-        logits_soft_cap: LogitsSoftCap = None,
-        alibi_slopes: AlibiSlopes = None,
+        rope: options.Rope = None,
+        scale: options.Scale = None,
+        sliding_window: options.SlidingWindow = None,
+        attention_chunk: options.AttentionChunk = None,
+        logits_soft_cap: options.LogitsSoftCap = None,
+        alibi_slopes: options.AlibiSlopes = None,
         use_alibi_sqrt: bool = False,
         sinks: bool = False,
         attention_type: str = "decoder",
         kv_sharing: bool = False,
         kv_cache_dtype: Any = None,
-        k_scale: CacheScale = None,
-        v_scale: CacheScale = None,
+        k_scale: options.CacheScale = None,
+        v_scale: options.CacheScale = None,
         deterministic_gradients: bool = True,
-        implementation: Implementation = None,
+        implementation: options.Implementation = None,
         attention_fn: Callable[..., jax.Array] | None = None,
         rngs: nnx.Rngs,
-        **flax_options: Unpack[FlaxOptions],
+        **flax_options: Unpack[options.FlaxOptions],
     ) -> None:
         qkv_features = checks.checked_features(
             num_heads,

@@ -1,4 +1,4 @@
-"""The attention core of a decoder layer, between the rotary embedding and the output projection."""
+"""The attention core of a decoder layer, and the scales of its 8-bit cache with the measured range of its values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.kv_scales import KVRange, KVScales
 from jattn.nn.options import (
     AlibiSlopes,
     AttentionChunk,
@@ -52,7 +51,7 @@ class PagedAttention(nnx.Module):
         rngs: ignored; `nnx.bridge.to_linen` passes them to every module.
 
     Attributes:
-        kv_scales: the scales of an 8-bit cache, for calls without scales; `jattn.nn.kv_scales`.
+        kv_scales: the scales of an 8-bit cache, for calls without scales; `KVScales`.
         kv_range: the range of keys and values, while scales are measured.
 
     Raises:
@@ -242,3 +241,33 @@ class PagedAttention(nnx.Module):
         if k_scale is None and v_scale is None and self.kv_scales is not None and has_8_bits:
             k_scale, v_scale = self.kv_scales.k_scale[...], self.kv_scales.v_scale[...]
         return {"k_scale": k_scale, "v_scale": v_scale}
+
+
+class KVScale(nnx.Variable):
+    """A number for the keys or the values of one layer. It is no parameter: optimisers do not update it."""
+
+
+class KVScales(nnx.Module):
+    """The scales of one layer's 8-bit cache; `kv_scales` of a layer.
+
+    Args:
+        k_scale: dequantisation scale of keys, or of latents: key = stored key * k_scale; above 0.
+        v_scale: dequantisation scale of values; above 0.
+    """
+
+    def __init__(self, k_scale: float, v_scale: float) -> None:
+        self.k_scale, self.v_scale = (KVScale(jnp.array([scale], jnp.float32)) for scale in (k_scale, v_scale))
+
+
+class KVRange(nnx.Module):
+    """Records the largest absolute key and value that a layer writes; `kv_range` of a layer."""
+
+    def __init__(self) -> None:
+        self.k_max, self.v_max = (KVScale(jnp.zeros(1, jnp.float32)) for _ in range(2))
+
+    def see(self, key: jax.Array, value: jax.Array, slot_mapping: jax.Array) -> None:
+        """Updates the range with keys and values [num_tokens, ...]; those without a slot are ignored."""
+        written = (slot_mapping >= 0)[:, None, None]
+        for largest, array in ((self.k_max, key), (self.v_max, value)):
+            seen = jnp.where(written, jnp.abs(array[: len(slot_mapping)].astype(jnp.float32)), 0)
+            largest[...] = jnp.maximum(largest[...], seen.max())

@@ -23,7 +23,7 @@ from jattn.llm.load import embedded_model_folder, load_model, save_model
 from jattn.llm.models import Decoder, LatentConfig
 from jattn.metadata import AttentionMetadata
 from jattn.nn import MultiHeadLatentAttention, PagedAttention
-from jattn.nn.kv_scales import KVScales
+from jattn.nn.paged import KVScales
 from jattn.nn.scan import paged_layers
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run

@@ -13,7 +13,7 @@ from flax import nnx
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.metadata import AttentionMetadata
-from jattn.nn.kv_scales import KVRange, KVScale
+from jattn.nn.paged import KVRange, KVScale
 from jattn.nn.scan import paged_layers
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported

@@ -18,7 +18,7 @@ from flax import nnx
 from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.llm.reports import event
-from jattn.nn.kv_scales import KVScales
+from jattn.nn.paged import KVScales
 from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported

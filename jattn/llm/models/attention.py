@@ -16,7 +16,7 @@ from jattn.llm.models.positions import apply_rotary
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention, attention_fn
-from jattn.nn.kv_scales import KVScales
+from jattn.nn.paged import KVScales
 from jattn.parallel import attend_spread
 from torch_core.base.errors import InvalidInput
 

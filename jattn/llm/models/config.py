@@ -12,8 +12,7 @@ from torch_core.base.limits import Choices, Limits, check_fields, limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
 Activation: TypeAlias = Annotated[
-    str,
-    Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", error=Unsupported),
+    str, Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", error=Unsupported)
 ]
 Scalar: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]
 Theta: TypeAlias = Annotated[float, Limits(1.0, 1e12)]
@@ -310,17 +309,7 @@ class ModelConfig:
         return self.moe is not None and layer not in self.moe.dense_layers
 
 
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 #: The upper limits of the fields that are sizes.
-SIZE_LIMITS = {
-    name: int(limits_of(ModelConfig)[name].high or 0)
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-    )
-}
+SIZE_LIMITS = {name: int(limits_of(ModelConfig)[name].high or 0) for name in _SIZES}

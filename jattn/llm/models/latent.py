@@ -14,7 +14,7 @@ from jattn.llm.models.layers import INITIALIZER
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, SparseLatentAttention
-from jattn.nn.kv_scales import KVScales
+from jattn.nn.paged import KVScales
 from torch_core.base.errors import InvalidInput
 
 

@@ -24,15 +24,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 #: Megatron's rules (Shoeybi et al. 2019, arXiv:1909.08053): the first product is split by columns, the second by rows,
 #: so that one sum over devices ends each branch; the vocabulary and the experts are distributed.
 DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
-    {
-        "vocab": "tp",
-        "heads": "tp",
-        "kv_heads": "tp",
-        "mlp": "tp",
-        "experts": "tp",
-        "embed": None,
-        "expert_mlp": None,
-    }
+    {"vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "experts": "tp", "embed": None, "expert_mlp": None}
 )
 
 # Input and output axis of each linear module, by its name; a bias has the output's.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
-from jattn.nn.kv_scales import KVScale
+from jattn.nn.paged import KVScale
 from jattn.parallel import Peers
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
