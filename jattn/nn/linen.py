@@ -137,8 +137,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 **core.options,
             )
         else:
-            given = {"a mask": mask is not None, "dropout": dropout_rng is not None, "sow_weights": sow_weights}
-            refuse_with_cache(given)
+            dropped = dropout_rng is not None
+            refuse_with_cache({"a mask": mask is not None, "dropout": dropped, "sow_weights": sow_weights})
             cache = ModuleCache(*(variable.value for variable in held))
             check_module_cache(cache, query.shape[:-3], core)
             if self.rope is not None:

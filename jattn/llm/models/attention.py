@@ -54,13 +54,9 @@ class Attention(nnx.Module):
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
         if config.qk_norm is not None:
+            shared = {"use_bias": False, "parallel": parallel if config.qk_norm == "all" else None}
             self.q_norm, self.k_norm = (
-                norm(
-                    config,
-                    {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm],
-                    use_bias=False,
-                    parallel=parallel if config.qk_norm == "all" else None,
-                )
+                norm(config, {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm], **shared)
                 if count
                 else None
                 for count in (heads, self.num_kv_heads)

@@ -61,29 +61,20 @@ class Decoder(nnx.Module):
 
         kind = config.position_embedding
         self.embed_tokens = table(vocab_size * embeds_tokens)
-        self.position_embedding = table(
-            config.position_offset + config.max_position_embeddings if kind == "learned" else 0
-        )
-        self.relative_attention_bias = table(
-            config.relative_attention_num_buckets if kind == "relative" else 0, config.num_attention_heads
-        )
+        positions = config.position_offset + config.max_position_embeddings
+        self.position_embedding = table(positions * (kind == "learned"))
+        buckets = config.relative_attention_num_buckets * (kind == "relative")
+        self.relative_attention_bias = table(buckets, config.num_attention_heads)
         self.token_type_embedding = table(config.token_types)
         self.embedding_norm = norm(config) if config.embedding_norm else None
-        self.layers = nnx.List(
-            [
-                DecoderLayer(local, index, rngs=rngs, implementation=implementation, parallel=parallel)
-                for index in range(config.num_hidden_layers)
-            ]
-        )
+        shared: dict[str, Any] = {"rngs": rngs, "implementation": implementation, "parallel": parallel}
+        self.layers = nnx.List([DecoderLayer(local, index, **shared) for index in range(config.num_hidden_layers)])
         self.norm = norm(config) if config.final_norm else None
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings or config.is_encoder
-            else linear(*reversed(sizes), use_bias=False, preferred_element_type=jnp.float32, **options)
-        )
-        self.final_logits_bias = (
-            nnx.Param(jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype))) if config.logits_bias else None
-        )
+        head: dict[str, Any] = {"use_bias": False, "preferred_element_type": jnp.float32, **options}
+        has_head = not (config.tie_word_embeddings or config.is_encoder)
+        self.lm_head = linear(*reversed(sizes), **head) if has_head else None
+        bias = jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype)) if config.logits_bias else None
+        self.final_logits_bias = None if bias is None else nnx.Param(bias)
 
     @property
     def paged_spec(self) -> PagedSpec:

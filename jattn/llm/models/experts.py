@@ -41,19 +41,17 @@ class SparseMLP(nnx.Module):
         self.moe, self.hidden_act, self.parallel = moe, config.hidden_act, parallel
         self.num_local_experts = moe.num_experts // (1 if parallel is None else parallel.parts("experts"))
         options = {"use_bias": moe.expert_bias, "dtype": dtype, "rngs": rngs}
-        router = {"use_bias": moe.router_bias, "param_dtype": jnp.dtype(dtype), "rngs": rngs}
-        self.router = linear(width, moe.num_experts, preferred_element_type=jnp.float32, **router)
+        router = {"use_bias": moe.router_bias, "preferred_element_type": jnp.float32}
+        one: dict[str, Any] = {"param_dtype": jnp.dtype(dtype), "rngs": rngs}
+        self.router = linear(width, moe.num_experts, **router, **one)
         # float32 in every model: in fewer bits it would choose other experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
         self.gate_up_proj = ExpertLinear(self.num_local_experts, width, 2 * moe.intermediate_size, **options)
         self.down_proj = ExpertLinear(self.num_local_experts, moe.intermediate_size, width, **options)
         shared = moe.shared_width // (1 if parallel is None else parallel.parts("mlp"))
         self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
-        self.shared_expert_gate = (
-            linear(width, 1, use_bias=False, param_dtype=jnp.dtype(dtype), rngs=rngs)
-            if moe.shared_intermediate_size
-            else None
-        )
+        has_gate = moe.shared_intermediate_size > 0
+        self.shared_expert_gate = linear(width, 1, use_bias=False, **one) if has_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
