@@ -137,6 +137,7 @@ class PagedModel(Protocol):
     @property
     def paged_spec(self) -> PagedSpec:
         """Sizes and limits."""
+        ...
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
@@ -157,9 +158,11 @@ class PagedModel(Protocol):
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.
         """
+        ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns float32[rows, vocab_size] for chosen rows of the hidden states."""
+        ...
 
 
 class EncoderModel(PagedModel, Protocol):
@@ -179,3 +182,4 @@ class EncoderModel(PagedModel, Protocol):
         Returns:
             The caches, with keys and values of every layer's cross attention in the slots of `metadata`.
         """
+        ...

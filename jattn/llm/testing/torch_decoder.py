@@ -174,11 +174,7 @@ def _inverse_frequencies(config: ModelConfig) -> Tensor:
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
     wavelengths = 2 * math.pi / frequencies
-    longest_kept = scaling.original_max_position_embeddings / scaling.high_freq_factor
-    shortest_divided = scaling.original_max_position_embeddings / scaling.low_freq_factor
-    share = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
-    divided = torch.where(wavelengths > shortest_divided, frequencies / scaling.factor, blended)
-    return torch.where(wavelengths < longest_kept, frequencies, divided)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Short wavelengths are kept, long ones are divided by the factor.
+    share = ((scaling.original_max_position_embeddings / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * frequencies / scaling.factor + share * frequencies
