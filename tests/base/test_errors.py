@@ -105,7 +105,7 @@ def test_a_wrong_call_names_the_public_function() -> None:
         return query * scale
 
     with pytest.raises(TypeError, match=r"^attend\(\) got an unexpected keyword argument 'scal'$"):
-        call_named("attend", inner, 1, scal=2)
+        call_named("attend", inner, 1, scal=2)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_type_error_from_inside_a_function_stays() -> None:

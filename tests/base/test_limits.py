@@ -87,7 +87,7 @@ def _fixed(count: int) -> int:
         {},
         {"count": 8, "least": 10**400, "even": 2, "seed": 0, "tokens": 9},
         {"scale": 1, "share": 1, "cap": 10**400, "choice": True, "json_flag": False, "kind": "b", "side": "right"},
-        {"part": Part(), "names": {"a": 1}, "windows": (1, None), "pair": (None, 3), "anything": object()},
+        {"part": Part(), "names": {"a": 1}, "windows": (1, None), "pair": (None, 3), "anything": b"x"},
     ],
     ids=str,
 )

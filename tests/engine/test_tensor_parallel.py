@@ -117,7 +117,8 @@ def test_nothing_empty_goes_into_or_out_of_the_part_of_a_device(guesses: int) ->
         speculative_config=speculation,
         logits_processors=processors if guesses else None,
     )
-    runner = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)._core.device.runner
+    engine = Engine(tiny_decoder(implementation="xla", num_hidden_layers=1), config)
+    runner = engine._core.device.runner
     largest = [bucket for bucket in runner.buckets.all() if bucket.num_seqs == SIZES["max_num_seqs"]]
     kinds = {(each.sampler.kind, each.num_steps, each.max_query_len > 1 + guesses): each for each in largest}
     assert len(kinds) == (4 if guesses else 6)
@@ -285,7 +286,8 @@ def test_a_mesh_names_its_axes_and_gives_the_sizes() -> None:
 def test_what_devices_sum_with_is_made_anew_with_the_pool_and_not_between(decoder, monkeypatch) -> None:
     made: list[Placement] = []
     monkeypatch.setattr(Placement, "peers", lambda placement: made.append(placement))
-    device = Engine(decoder, EngineConfig(**SIZES))._core.device
+    engine = Engine(decoder, EngineConfig(**SIZES))
+    device = engine._core.device
     counts = [len(made)]
 
     for renew in (False, True, False):

@@ -138,7 +138,8 @@ def test_the_gradient_in_jax_has_the_bits_of_torch(head_sizes: tuple[int, int], 
     arguments |= keywords(case.spec) | case.limits
 
     def attend(inputs: dict[str, jax.Array]) -> jax.Array:
-        return jattn.ops.attention(**{**arguments, **inputs}, implementation="triton")
+        given: dict[str, Any] = {**arguments, **inputs}
+        return jattn.ops.attention(**given, implementation="triton")
 
     _, pull = jax.vjp(attend, differentiated)
     (found,) = pull(to_jax(call.d_out))

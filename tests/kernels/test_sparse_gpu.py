@@ -46,8 +46,8 @@ def test_choice_and_attention_are_captured(seed):
     given: dict[str, Any] = {**case.tensors("cuda"), **case.limits, "spec": case.spec}
 
     def step() -> torch.Tensor:
-        chosen = ops.indexer_topk(**call.arrays(), **options, topk=64)
-        return ops.sparse_mla_attention(**{**given, "topk_indices": chosen})
+        given["topk_indices"] = ops.indexer_topk(**call.arrays(), **options, topk=64)
+        return ops.sparse_mla_attention(**given)
 
     expected = step()
     torch.cuda.synchronize()

@@ -140,7 +140,7 @@ def test_the_ring_passes_keys_on_and_gathers_nothing() -> None:
 @on_four_devices
 def test_what_is_not_served_is_refused() -> None:
     given = arrays()
-    with pytest.raises(Unsupported, match=r"^sliding_window is 7; in a ring most steps would carry keys that nobody"):
+    with pytest.raises(Unsupported, match=r"^sliding_window is 7; in a ring most steps would carry keys that no"):
         split("ring", sliding_window=7)(*given)
     with pytest.raises(Unsupported, match=r"^sliding_window without the causal mask is not served where tokens are"):
         split("all-gather", sliding_window=7, causal=False)(*given)

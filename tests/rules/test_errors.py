@@ -42,7 +42,8 @@ def parsing_lines(tree: ast.AST) -> Iterator[int]:
         for node in ast.walk(scope):
             if isinstance(node, ast.Assign) and _holds_text(node.value, names, texts):
                 texts |= {each.id for each in ast.walk(node.targets[0]) if isinstance(each, ast.Name)}
-        yield from (node.lineno for node in ast.walk(scope) if names and _parses(node, names, texts))
+        found = (node for node in ast.walk(scope) if names and _parses(node, names, texts))
+        yield from (node.lineno for node in found if isinstance(node, ast.expr))
 
 
 def _is_error(annotation: ast.expr) -> bool:
@@ -63,8 +64,9 @@ def _holds_text(node: ast.expr, errors: set[str], texts: set[str]) -> bool:
     if isinstance(node, ast.JoinedStr):
         values = [each.value for each in node.values if isinstance(each, ast.FormattedValue)]
         return len(values) == len(node.values) and any(isinstance(v, ast.Name) and v.id in errors for v in values)
-    is_args = isinstance(node, ast.Attribute) and node.attr == "args"
-    return is_args and isinstance(node.value, ast.Name) and node.value.id in errors
+    if isinstance(node, ast.Attribute) and node.attr == "args":
+        return isinstance(node.value, ast.Name) and node.value.id in errors
+    return False
 
 
 def _parses(node: ast.AST, errors: set[str], texts: set[str]) -> bool:
