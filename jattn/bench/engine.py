@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jattn.bench.measure import profiled
 from jattn.bench.report import HIDDEN
 from jattn.bench.runner import Benchmark, sizes
-from jattn.llm.engine import EngineConfig, SamplingParams, open_engine
+from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.models import (
     Decoder,
@@ -207,8 +207,7 @@ class _Bench:
             times = []
             for prompt in rounds:
                 started = time.perf_counter()
-                engine.add(prompt, params)
-                _drain(engine)
+                _run(engine, [prompt], params)
                 times.append((time.perf_counter() - started) * 1e3)
             return times[_UNCOUNTED:], "ms", engine.compile_seconds, 0.0, None
 
@@ -219,9 +218,7 @@ class _Bench:
             params, decodes = _greedy(outputs), _names(r"\d+", "greedy", shared=False)
             engine.warmup(lambda *_: None, wanted=lambda name: decodes(name) or _prompt_tokens(name) >= requests)
             before, started = engine.compile_seconds, time.perf_counter()
-            for prompt in self._prompts(requests, inputs):
-                engine.add(prompt, params)
-            _drain(engine)
+            _run(engine, self._prompts(requests, inputs), params)
             seconds = time.perf_counter() - started
             return [requests * outputs / seconds], "tokens/s", before, engine.compile_seconds - before, None
 
@@ -289,6 +286,15 @@ def _process_seconds() -> float:
     # The 22nd field, in ticks since the machine's start; the second may have spaces and ends with a parenthesis.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _run(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> None:
+    """Runs requests to their end, as `LLM` does."""
+    outbox = Outbox()
+    for prompt in prompts:
+        engine.add(prompt, params, outbox=outbox)
+    while engine.wait(outbox):
+        pass
 
 
 def _drain(engine: AnyEngine) -> None:
