@@ -10,7 +10,11 @@ import pytest
 
 from jattn.llm.engine import Engine, EngineConfig
 from jattn.llm.engine.device import device as engine_device
+from jattn.llm.engine.device.buckets import Bucket
+from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.device.sampler import SamplingKind
 from jattn.llm.models import Decoder
+from tests.engine.cores import CoreEngine
 from torch_core.base.errors import InvalidInput, Unsupported
 
 # Of the session's decoder: two layers of keys and values, two heads of 8 float32, blocks of 4 tokens.
@@ -27,9 +31,25 @@ def num_blocks(decoder: Decoder, **settings: Any) -> int:
         return engine.cache_stats().num_blocks
 
 
-def test_nine_tenths_of_what_is_free_are_the_pools(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_leaves_room_for_the_largest_step(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Bucket] = []
+
+    def step_bytes(self: Programs, bucket: Bucket) -> int:
+        asked.append(bucket)
+        return 300 * BLOCK_BYTES
+
     monkeypatch.setattr(engine_device, "free_bytes", reports(1000 * BLOCK_BYTES))
-    assert num_blocks(decoder) == 900
+    monkeypatch.setattr(Programs, "step_bytes", step_bytes)
+    assert num_blocks(decoder) == 970 - 300
+    (bucket,) = asked
+    assert (bucket.num_seqs, bucket.num_tokens, bucket.sampler.kind) == (64, 512, SamplingKind.FULL)
+
+
+def test_a_step_is_measured_by_the_compiler(decoder: Decoder) -> None:
+    config = EngineConfig(**SIZES, max_model_len=64, num_blocks=32)
+    runner = CoreEngine(decoder, config)._core.device.runner  # pyright: ignore[reportPrivateUsage]
+    # The logits of a full batch are among the arrays of a step.
+    assert 64 * decoder.config.vocab_size * 4 <= runner.step_bytes() < 1 << 28
 
 
 def test_no_more_is_taken_than_all_sequences_can_fill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,21 +66,19 @@ def test_a_device_without_room_for_one_sequence_is_refused_with_the_bytes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_device, "free_bytes", reports(10 * BLOCK_BYTES))
-    with pytest.raises(InvalidInput, match=r"^the budget of 9,216 bytes holds 9 blocks; a sequence of 128 tokens"):
+    with pytest.raises(InvalidInput, match=r"^the budget of 9,932 bytes holds 9 blocks; a sequence of 128 tokens"):
         num_blocks(decoder)
 
 
-def test_the_least_of_several_devices_counts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [1000 * BLOCK_BYTES, 500 * BLOCK_BYTES]
-    config = EngineConfig(**SIZES)
-    devices = [SimpleNamespace(process_index=jax.process_index(), free=free) for free in left]
+def test_the_least_of_several_devices_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [SimpleNamespace(process_index=jax.process_index(), free=free) for free in (1000, 500)]
     monkeypatch.setattr(engine_device, "free_bytes", lambda device: device.free)
     mesh: Any = SimpleNamespace(devices=SimpleNamespace(flat=devices))
-    assert engine_device.pool_budget(config, mesh) == 450 * BLOCK_BYTES
+    assert engine_device.free_memory(EngineConfig(**SIZES), mesh) == 500
 
 
 @pytest.mark.parametrize("why", ["it does not report", "it is another process's"])
-def test_a_device_that_says_nothing_gives_a_gibibyte(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_says_nothing_is_not_asked_further(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: Any) -> int:
         raise Unsupported("no memory is reported")
 
@@ -68,7 +86,7 @@ def test_a_device_that_says_nothing_gives_a_gibibyte(why: str, monkeypatch: pyte
     monkeypatch.setattr(engine_device, "free_bytes", reports(5) if other else refuse)
     device = SimpleNamespace(process_index=jax.process_index() + other)
     mesh: Any = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
-    assert engine_device.pool_budget(EngineConfig(), mesh) == 1 << 30
+    assert engine_device.free_memory(EngineConfig(), mesh) is None
 
 
 @pytest.mark.parametrize(("backend", "sizes"), [("cpu", (8, 512)), ("gpu", (64, 2048))])

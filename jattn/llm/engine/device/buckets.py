@@ -261,6 +261,13 @@ class StepBuckets:
                     if bucket.num_pieces and self._cascade is not None:
                         yield replace(bucket, piece_tokens=self._cascade.piece_tokens)
 
+    def largest(self) -> Iterator[Bucket]:
+        """Yields the buckets of the largest steps, with the whole sampler."""
+        yield max(self._prompts(self.full), key=lambda each: each.num_tokens * each.num_seqs)
+        if self._num_guesses:
+            # Each guess has logits.
+            yield self.decode(self._num_seqs.largest, self.full, 1)
+
     def _prefill(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
         most = self._config.max_num_seqs
         blocks = self._num_encoder_blocks

@@ -21,7 +21,7 @@ from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfi
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
-from jattn.llm.processes import Channel, check_together, model_facts, shared_channel
+from jattn.llm.processes import Announce, Channel, check_together, model_facts, shared_channel
 from jattn.llm.reports import Watchdog
 from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
@@ -31,8 +31,9 @@ from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_laye
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
-# The pool's share of a device's free memory; the rest is for a step's intermediate arrays.
-_POOL_SHARE = 0.9
+# The share of a device's free memory that neither the pool nor the largest step takes: for small programs and for gaps
+# between arrays.
+_SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
 # Of weights on one device: 1 ms for a GPU that reads 4 TB/s.
 _MANY_BYTES = 4 << 30
@@ -165,7 +166,13 @@ def open_device(
         Unsupported: the model's implementation of attention cannot run here.
     """
     placed = _place(model, config, mesh, max_model_len)
-    cache = _plan_cache(placed, config, mesh, max_model_len)
+    free = free_memory(config, mesh)
+    budget = int(free * (1 - _SPARE_SHARE)) if free else config.kv_cache_bytes or _BYTES_UNKNOWN
+    cache = _plan_cache(placed, config, mesh, max_model_len, budget)
+    # A small pool leaves any step room, and its engine need not wait for one more compilation.
+    if free and cache.plan.num_bytes > cache.parts * free // 2:
+        budget -= _step_bytes(placed, cache, config, mesh)
+        cache = _plan_cache(placed, config, mesh, max_model_len, max(1, budget))
     cache_config = CacheConfig(
         num_blocks=cache.plan.num_blocks,
         block_size=config.tokens_per_block,
@@ -178,13 +185,7 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = KVPool(
-        placed.spec,
-        num_layers=cache.plan.num_layers,
-        num_blocks=cache.plan.num_blocks,
-        device=placed.placement.cache_sharding(placed.spec),
-        further=cache.further,
-    )
+    pool = _allocate(placed, cache, cache.plan.num_blocks)
     return _build(placed, cache, pool, config, mesh), cache_config, cache.plan
 
 
@@ -227,6 +228,7 @@ class _CachePlan:
         further: layouts of caches after the model's own.
         max_blocks: columns of a block table.
         num_encoder_blocks: blocks of an encoder's input.
+        parts: devices over which a block is split.
     """
 
     plan: PoolPlan
@@ -234,6 +236,7 @@ class _CachePlan:
     further: list[CacheSpec]
     max_blocks: int
     num_encoder_blocks: int
+    parts: int
 
 
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
@@ -254,7 +257,10 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
     return _Placed(model, placement, shape, spec, tuple(sorted(chosen)))
 
 
-def _plan_cache(placed: _Placed, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _CachePlan:
+def _plan_cache(
+    placed: _Placed, config: EngineConfig, mesh: Mesh | None, max_model_len: int, num_bytes: int
+) -> _CachePlan:
+    """Plans the cache; `num_bytes` is the budget of each device if the config has no number of blocks."""
     shape, draft, size = placed.shape, placed.draft, config.block_size
     further: list[CacheSpec] = [*shape.further_specs(size)]
     if draft is not None:
@@ -263,8 +269,28 @@ def _plan_cache(placed: _Placed, config: EngineConfig, mesh: Mesh | None, max_mo
     num_encoder_blocks = -(-shape.max_encoder_len // size)
     longest = max_model_len + num_encoder_blocks * size
     layers = _layer_groups(config, shape, draft, max_model_len)
-    plan = _plan(config, placed.spec, layers, further, parts, mesh, max_model_len=longest)
-    return _CachePlan(plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks)
+    plan = _plan(config, placed.spec, layers, further, num_bytes * parts, max_model_len=longest)
+    return _CachePlan(plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts)
+
+
+def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
+    return KVPool(
+        placed.spec,
+        num_layers=cache.plan.num_layers,
+        num_blocks=num_blocks,
+        device=placed.placement.cache_sharding(placed.spec),
+        further=cache.further,
+    )
+
+
+def _step_bytes(placed: _Placed, cache: _CachePlan, config: EngineConfig, mesh: Mesh | None) -> int:
+    """Returns the bytes of the largest step's intermediate arrays on a device; the pool's size does not change them."""
+    pool = _allocate(placed, cache, 2 * (1 if mesh is None else mesh.size))
+    runner = _runner(placed, cache, pool, config, None)
+    try:
+        return runner.step_bytes()
+    finally:
+        pool.close()
 
 
 def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfig, mesh: Mesh | None) -> Device:
@@ -281,15 +307,12 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
         num_scheduler_steps = 1
-    runner = ModelRunner(
-        model,
+    runner = _runner(
+        placed,
+        cache,
         pool,
         replace(config, num_scheduler_steps=num_scheduler_steps),
-        placed.placement,
-        cache.layers,
-        max_blocks=cache.max_blocks,
-        ragged=ragged,
-        announce=None if channel is None else channel.send,
+        None if channel is None else channel.send,
     )
     return Device(
         pool,
@@ -304,6 +327,21 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         speculation=SpeculationCounts(config.num_speculative_tokens),
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
         channel=channel,
+    )
+
+
+def _runner(
+    placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfig, announce: Announce | None
+) -> ModelRunner:
+    return ModelRunner(
+        placed.model,
+        pool,
+        config,
+        placed.placement,
+        cache.layers,
+        max_blocks=cache.max_blocks,
+        ragged=placed.ragged,
+        announce=announce,
     )
 
 
@@ -355,20 +393,19 @@ def default_config(**options: Any) -> EngineConfig:
     return EngineConfig(**{**(SERVING_SIZES if jax.default_backend() == "gpu" else {}), **options})
 
 
-def pool_budget(config: EngineConfig, mesh: Mesh | None) -> int:
-    """Returns the bytes that the pool may take on each device."""
-    if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
+def free_memory(config: EngineConfig, mesh: Mesh | None) -> int | None:
+    """Returns the free bytes of each device that the pool is sized by; None if the config or nothing says its size."""
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-    if any(device.process_index != jax.process_index() for device in devices):
-        # Each process would find another number.
-        return _BYTES_UNKNOWN
+    # Each process would find another number.
+    is_foreign = any(device.process_index != jax.process_index() for device in devices)
+    if config.num_blocks is not None or config.kv_cache_bytes is not None or is_foreign:
+        return None
     # Arrays that only a reference cycle holds are unused.
     gc.collect()
     try:
-        return max(1, int(min(map(free_bytes, devices)) * _POOL_SHARE))
+        return max(1, min(map(free_bytes, devices)))
     except Unsupported:
-        return _BYTES_UNKNOWN
+        return None
 
 
 def _plan(
@@ -376,8 +413,7 @@ def _plan(
     spec: CacheSpec,
     layers: LayerGroups,
     further: list[CacheSpec],
-    parts: int,
-    mesh: Mesh | None,
+    num_bytes: int,
     *,
     max_model_len: int,
 ) -> PoolPlan:
@@ -389,7 +425,7 @@ def _plan(
         plan = plan_pool(
             spec,
             num_layers=layers.num_arrays,
-            num_bytes=pool_budget(config, mesh) * parts,
+            num_bytes=num_bytes,
             min_tokens=max_model_len,
             min_blocks=blocks_of_one,
             further=further,

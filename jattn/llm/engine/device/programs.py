@@ -91,9 +91,8 @@ class Programs:
         operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
-        self._has_cublas = is_wide and any(
-            device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices()
-        )
+        self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
+        self._has_cublas = is_wide and self._on_gpu
         self._multiplies_fp8 = multiplies_fp8
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
         self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
@@ -141,6 +140,13 @@ class Programs:
                     report(done, len(missing), str(bucket))
 
         self._timed(compile_all)
+
+    def step_bytes(self, bucket: Bucket) -> int:
+        """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
+        # To choose among kernels takes most of a compilation's time and does not change the large arrays.
+        options = {"xla_gpu_autotune_level": 0} if self._on_gpu else None
+        sizes = self._traced(bucket).lower().compile(compiler_options=options).memory_analysis()
+        return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
     def _traced(self, bucket: Bucket) -> Any:
         buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))

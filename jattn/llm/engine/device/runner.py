@@ -280,6 +280,11 @@ class ModelRunner:
                 swaps=min(self._max_blocks, self._config.num_host_blocks),
             )
 
+    def step_bytes(self) -> int:
+        """Returns the bytes that the largest step needs on a device in addition to weights and caches."""
+        with jax.transfer_guard("allow"):
+            return max(map(self.programs.step_bytes, self.buckets.largest()))
+
     def describe(self, step: ScheduledStep) -> dict[str, str]:
         """Returns the program of a step, for a report."""
         return {"program": str(self.buckets.of(step)[0])}

@@ -33,9 +33,10 @@ class EngineConfig:
         max_model_len: most tokens of one sequence; None for the model's own limit.
         num_blocks: number of blocks of the pool, including the null block; None for enough for `max_num_seqs` sequences
             of full length, up to `kv_cache_bytes`.
-        kv_cache_bytes: memory of the pool on each device, in bytes, if `num_blocks` is None. None for nine tenths of
-            the free memory of devices that report it and belong to this process, such as GPUs, and for 1 GiB elsewhere.
-            Give a number if something else needs memory there later, such as a trainer.
+        kv_cache_bytes: memory of the pool on each device, in bytes, if `num_blocks` is None. None for the free
+            memory of devices that report it and belong to this process, such as GPUs, without 3% and without the
+            largest step's intermediate arrays; and for 1 GiB elsewhere. Give a number if something else needs memory
+            there later, such as a trainer.
         num_scheduler_steps: tokens that one program decodes for each running sequence before the host sees them, while
             no request waits for admission. A larger number spreads the host's work over more tokens; text then streams
             in pieces of this many tokens, and tokens after a stop are dropped. None for 4, or for 1 if a large model
