@@ -5,12 +5,10 @@ The public names load on first use, so that `import jattn` costs nothing and tou
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The one list of public names: type checkers follow it, and `_homes` reads it.
+# Type checkers read these imports, Python reads `_NAMES`; `tests/rules` checks that the two are equal.
 if TYPE_CHECKING:
     from jattn.bridge import to_jax as to_jax
     from jattn.bridge import to_torch as to_torch
@@ -55,15 +53,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-def _homes() -> dict[str, str]:
-    """Returns the module of each public name, from the imports of this file."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
-
-
-_HOME_OF = _homes()
+_NAMES = {
+    "jattn.bridge": ["to_jax", "to_torch", "typed_errors"],
+    "jattn.llm.engine": ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "generate"],
+    "jattn.llm.load": ["load_model", "save_model"],
+    "jattn.metadata": ["AttentionMetadata"],
+    "jattn.nn": ["MultiHeadAttention", "MultiHeadLatentAttention", "PagedAttention", "attention_fn"],
+    "jattn.ops": [
+        "attention", "attention_with_lse", "dropout_seeds", "indexer_topk", "merge_states", "mla_attention",
+        "mla_attention_with_lse", "paged_attention", "paged_attention_with_lse", "sparse_mla_attention",
+        "sparse_mla_attention_with_lse", "write_kv_cache", "write_latent_cache",
+    ],
+    "jattn.pool": ["KVPool"],
+    "torch_core.base.errors": [
+        "CacheCorruption", "EngineAsleep", "InvalidInput", "JattnError", "OutOfBlocks", "PoolLost", "RequestTooLong",
+        "Unsupported",
+    ],
+    "torch_core.base.specs": ["KVCacheSpec", "LatentCacheSpec"],
+    "torch_core.metadata": ["SequenceRow"],
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
