@@ -137,8 +137,7 @@ def attention_fn(
     bias = None if bias is None else _scores_like("bias", bias, query, key)
     sow = None if module is None else _sow(module, batch_dims)
     query, key, value = (x.reshape(size, *x.shape[-3:]) for x in (query, key, value))
-    biases = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
-    positional = (is_causal and query.shape[1] > 1) or any(options.get(name) is not None for name in biases)
+    positional = (is_causal and query.shape[1] > 1) or any(options.get(name) is not None for name in ops.POSITIONAL)
     reasons = {
         "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
             mask is not None and (positional or mask.shape[1:3] != (1, 1))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jattn.ops import CallOptions
 from jattn.ops.arguments import attention_spec
 from jattn.ops.choose import check_implementation
 from torch_core.base.errors import InvalidInput
@@ -66,26 +67,18 @@ class _MaskOptions(TypedDict, total=False):
     sliding_window: int | tuple[int | None, int | None] | None
     attention_chunk: int | None
     logits_soft_cap: float | None
-    alibi_slopes: jax.Array | None
     use_alibi_sqrt: bool
 
 
 class LayerOptions(_MaskOptions, total=False):
     """The options that `PagedAttention` passes to both paged and dense attention."""
 
+    alibi_slopes: jax.Array | None
     implementation: str | None
 
 
-class DenseOptions(_MaskOptions, total=False):
+class DenseOptions(_MaskOptions, CallOptions, total=False):
     """The keywords of `attention_fn` that `jattn.attention` has too; see there."""
-
-    sinks: jax.Array | None
-    mm_prefix_range: jax.Array | None
-    relative_bias: jax.Array | None
-    qq_bias: jax.Array | None
-    seq_causal: jax.Array | None
-    out_dtype: DTypeLike | None
-    out_scale: float | jax.Array | None
 
 
 class FlaxOptions(TypedDict, total=False):

@@ -3,6 +3,7 @@
 from jattn.ops.arguments import MASK_OPTIONS
 from jattn.ops.attention import (
     POSITIONAL,
+    CallOptions,
     PagedOptions,
     attention,
     attention_with_lse,
@@ -30,6 +31,7 @@ __all__ = [
     "POSITIONAL",
     "RESIDUAL_NAMES",
     "CacheScales",
+    "CallOptions",
     "PagedOptions",
     "attention",
     "attention_with_lse",

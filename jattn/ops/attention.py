@@ -31,13 +31,18 @@ Request: TypeAlias = tuple[_C, Callable[[Any], dict[str, jax.Array]]]
 POSITIONAL = ("sliding_window", "attention_chunk", "alibi_slopes", "relative_bias")
 
 
-class PagedOptions(ScoreOptions[jax.Array], total=False):
-    """Keywords that a layer may hand on to `paged_attention` call by call."""
+class CallOptions(ScoreOptions[jax.Array], total=False):
+    """Keywords that a layer may pass to `attention` and `paged_attention` in each call."""
 
     sinks: jax.Array | None
-    q_scale: float | jax.Array | None
     out_dtype: jax.typing.DTypeLike | None
     out_scale: float | jax.Array | None
+
+
+class PagedOptions(CallOptions, total=False):
+    """Keywords that a layer may pass to `paged_attention` in each call."""
+
+    q_scale: float | jax.Array | None
 
 
 @documented(PagedCall)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from typing import Any
 
@@ -15,6 +17,7 @@ from flax import linen, nnx
 from jattn import attention, dropout_seeds, ops
 from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention, attention_fn
 from jattn.nn.linen import MultiHeadAttention as LinenMultiHeadAttention
+from jattn.nn.options import DenseOptions
 from torch_core.attention.dropout import keep_factor, keep_mask
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -278,3 +281,9 @@ def test_shapes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
     query, key, value = (jnp.ones(shape) for shape in shapes)
     with pytest.raises(InvalidInput, match=message):
         attention_fn(query, key, value)
+
+
+def test_every_option_is_a_keyword_of_the_op_and_is_described() -> None:
+    options = DenseOptions.__annotations__.keys()
+    assert options - inspect.signature(attention).parameters.keys() == set()
+    assert [name for name in options if not re.search(rf"\b{name}\b", inspect.getdoc(attention_fn) or "")] == []
