@@ -7,7 +7,7 @@ for the prompts'. A row therefore compiles only the programs that it measures.
 from __future__ import annotations
 
 import functools
-import json
+import math
 import os
 import re
 import statistics
@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jattn.bench.measure import profiled
 from jattn.bench.report import HIDDEN
 from jattn.bench.runner import Benchmark, sizes
+from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.models import (
@@ -35,6 +36,7 @@ from jattn.llm.models import (
     quantize_fp8,
     tensor_parallel_of,
 )
+from torch_core.base.errors import JattnError
 
 _LARGE = ModelConfig(
     vocab_size=128256,
@@ -72,7 +74,8 @@ _UNCOUNTED = 2
 class EngineRow:
     """One load under one group of settings; `details` are times by kernel of three steps, if they were profiled.
 
-    `compile_seconds` are those before the measured part, `late_seconds` those within it, which should be 0.
+    `compile_seconds` are those before the measured part, `late_seconds` those within it, which should be 0. `error` is
+    the reason why the load was refused; there are no numbers then.
     """
 
     load: str
@@ -83,6 +86,7 @@ class EngineRow:
     late_seconds: float
     settings: str
     details: str | None = field(default=None, metadata=HIDDEN)
+    error: str | None = field(default=None, metadata=HIDDEN)
 
 
 def run(
@@ -109,25 +113,26 @@ def run(
         decode: SEQUENCESxCONTEXT of each row: milliseconds of a decode step.
         prompt: tokens of a prompt that is alone: milliseconds to its first token.
         hits: CACHEDxNEW tokens of a prompt that is alone: milliseconds to its first token.
-        throughput: REQUESTSxINxOUT of each row: output tokens per second of requests that arrive together.
+        throughput: REQUESTSxINxOUT of each row: output tokens per second of requests that arrive together. If the pool
+            cannot hold all of them, some wait; the text below the table then has its size.
         groups: GROUPSxSAMPLESxPROMPT of each row: milliseconds of a decode step with cascade attention, and without.
         startup: first, the seconds from the start of this process to a first answer, all programs compiled.
         new_tokens: decoded tokens of each sequence.
         rounds: timed rounds of a row, after the warm-up.
         batched_tokens: most tokens of a step.
-        settings: settings of EngineConfig, a group of rows for each: steps_in_flight=1,scrub_on_free=true.
+        settings: fields of EngineConfig with values in JSON, a group of rows for each: kv_cache_dtype="fp8",seed=1.
         cut: devices that the weights are sharded over.
         fp8_weights: linear layers multiply in fp8.
         profile: a folder for traces; adds the kernels' times of decode rows.
     """
+    fields_of = {text: _fields(text) for text in settings}
     mesh = jax.make_mesh((cut,), ("tp",)) if cut > 1 else None
     model = random_decoder(SHAPES[shape], mesh)
     if fp8_weights:
         quantize_fp8(model)
     bench = _Bench(model, batched_tokens, new_tokens, rounds, profile)
-    for number, text in enumerate(settings):
-        pairs = (each.partition("=") for each in text.split(",") if each)
-        chosen = {name: json.loads(value) for name, _, value in pairs} | ({} if mesh is None else {"mesh": mesh})
+    for number, (text, fields) in enumerate(fields_of.items()):
+        chosen = fields | ({} if mesh is None else {"mesh": mesh})
         alone = chosen | {"enable_cascade_attention": False}
         rows: list[tuple[str, Callable[..., _Measured], dict[str, Any], list[int]]] = []
         rows += [("start-up", bench.startup, chosen, [])] if startup and not number else []
@@ -138,11 +143,21 @@ def run(
             rows += [(f"groups {load}", bench.groups, chosen, sizes(load))]
             rows += [(f"groups {load}, each alone", bench.groups, alone, sizes(load))]
         rows += [(f"throughput {load}", bench.throughput, chosen, sizes(load)) for load in throughput]
+        name = text or "defaults"
         for load, measured, options, numbers in rows:
-            values, unit, before, late, kernels = measured(options, *numbers)
-            details = None if kernels is None else f"{load}:\n{kernels}"
-            median = statistics.median(values)
-            yield EngineRow(load, median, unit, tuple(values), before, late, text or "defaults", details)
+            try:
+                values, unit, before, late, details = measured(options, *numbers)
+            except JattnError as error:
+                # Such as a pool that does not fit into memory: the rows before and after it have numbers.
+                nan = math.nan
+                yield EngineRow(load, nan, "-", (), nan, nan, name, error=f"{load} with {name}: {error}")
+                continue
+            details = None if details is None else f"{load}: {details}"
+            yield EngineRow(load, statistics.median(values), unit, tuple(values), before, late, name, details)
+
+
+def _fields(text: str) -> dict[str, Any]:
+    return engine_fields("{" + re.sub(r"(\w+)=", r'"\1":', text) + "}", "--settings")
 
 
 def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
@@ -162,7 +177,7 @@ def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding | None) 
     return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * 0.02, out_shardings=sharding)
 
 
-#: The values of the rounds, their unit, seconds of compilation before and within them, and times by kernel.
+#: The values of the rounds, their unit, seconds of compilation before and within them, and text below the table.
 _Measured: TypeAlias = tuple[list[float], str, float, float, str | None]
 
 
@@ -213,14 +228,20 @@ class _Bench:
 
     def throughput(self, settings: dict[str, Any], requests: int, inputs: int, outputs: int) -> _Measured:
         """Returns the output tokens of a second, of requests that all come at once."""
-        with self._engine(requests, inputs + outputs, requests * _blocks(inputs + outputs), settings) as engine:
+        with self._engine(requests, inputs + outputs, None, settings) as engine:
             # Steps of prompts are full until the last ones, and requests end one after the other.
             params, decodes = _greedy(outputs), _names(r"\d+", "greedy", shared=False)
             engine.warmup(lambda *_: None, wanted=lambda name: decodes(name) or _prompt_tokens(name) >= requests)
             before, started = engine.compile_seconds, time.perf_counter()
             _run(engine, self._prompts(requests, inputs), params)
-            seconds = time.perf_counter() - started
-            return [requests * outputs / seconds], "tokens/s", before, engine.compile_seconds - before, None
+            seconds, late = time.perf_counter() - started, engine.compile_seconds - before
+            pool, wanted = engine.pool_plan, requests * _blocks(inputs + outputs) + 1
+            details = (
+                f"all requests together need {wanted:,} blocks; the pool has {pool}"
+                if pool.num_blocks < wanted
+                else None
+            )
+            return [requests * outputs / seconds], "tokens/s", before, late, details
 
     def _decode(
         self, prompts: list[list[int]], blocks: int, settings: dict[str, Any], params: SamplingParams
@@ -241,17 +262,18 @@ class _Bench:
                 folder = self.profile / f"{batch}x{len(prompts[0]) - 1}"
                 _start(engine, prompts, params)
                 # With steps already in flight the device has no pause at the beginning.
-                kernels = str(profiled(folder, lambda: [engine.step() for _ in range(3)]))
+                kernels = f"\n{profiled(folder, lambda: [engine.step() for _ in range(3)])}"
                 _drain(engine)
             return times, "ms a step", before, late, kernels
 
-    def _engine(self, batch: int, length: int, blocks: int, settings: dict[str, Any]) -> AnyEngine:
+    def _engine(self, batch: int, length: int, blocks: int | None, settings: dict[str, Any]) -> AnyEngine:
+        """Opens an engine whose pool has these blocks; with None, the engine fits the pool to the free memory."""
         sizes: dict[str, Any] = {
             "block_size": _BLOCK_SIZE,
             "max_num_seqs": batch,
             "max_num_batched_tokens": max(self.batched_tokens, batch),
             "max_model_len": length,
-            "num_blocks": blocks + 1,
+            "num_blocks": None if blocks is None else blocks + 1,
         }
         return open_engine(self.model, EngineConfig(**(sizes | settings)))
 

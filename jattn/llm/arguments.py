@@ -100,18 +100,30 @@ def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfi
         InvalidInput: a value out of range; a field that is unknown or given twice; bad JSON.
     """
     from jattn.llm.engine.options.config import EngineConfig
-    from jattn.llm.load.folder import read_json
 
     given = _given(arguments)
     text = arguments.engine_config
-    more = {} if text is None else read_json(text, "--engine-config")
-    known = EngineConfig.__dataclass_fields__.keys() - _NO_FLAGS
+    more = {} if text is None else engine_fields(text, "--engine-config")
     for name in more:
-        if name not in known:
-            raise InvalidInput(f"--engine-config has {shown(name)}; it may have {', '.join(sorted(known))}.")
         if name in given:
             raise InvalidInput(f"--engine-config has {name!r}, which is given as --{name.replace('_', '-')}, too.")
     return EngineConfig(**{**defaults, **more, **given})
+
+
+def engine_fields(text: str, flag: str) -> dict[str, Any]:
+    """Returns fields of `EngineConfig` from a JSON object; errors name the text by `flag`.
+
+    Raises:
+        InvalidInput: bad JSON; a field that is unknown or has no form in text.
+    """
+    from jattn.llm.engine.options.config import EngineConfig
+    from jattn.llm.load.folder import read_json
+
+    found, known = read_json(text, flag), EngineConfig.__dataclass_fields__.keys() - _NO_FLAGS
+    for name in found:
+        if name not in known:
+            raise InvalidInput(f"{flag} has {shown(name)}; it may have {', '.join(sorted(known))}.")
+    return found
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from jattn.bench import engine
 from jattn.bench.engine import BENCHMARK, SHAPES, random_decoder
 from jattn.bench.runner import main
 from tests.support.devices import on_four_devices
+from torch_core.base.errors import InvalidInput
 
 SIZES = ["--new-tokens", "6", "--batched-tokens", "64", "--rounds", "1", "--settings", "num_scheduler_steps=1"]
 NOTHING = ["--decode", "--prompt", "--hits", "--throughput"]
@@ -78,6 +79,48 @@ def test_a_start_has_a_row_and_no_other_is_needed(capsys) -> None:
     assert report["command"].startswith("jattn bench engine --shape tiny ")
     assert {"jax", "torch"} <= report["versions"].keys()
     assert report["machine"].keys() == {"platform", "processors", "python", "jattn"}
+
+
+def test_a_load_that_is_refused_has_a_row_with_the_reason_and_later_ones_are_measured(capsys) -> None:
+    settings = ["--settings", "num_scheduler_steps=1", "--json"]
+    code = main(BENCHMARK, ["--shape", "tiny", *NOTHING, "--decode", "1x4096", "1x16", *SIZES[:-2], *settings])
+
+    printed = capsys.readouterr()
+    refused, measured = json.loads(printed.out)["rows"]
+    assert code == 1
+    assert (refused["median"], refused["rounds"]) == (None, [])
+    assert refused["error"].startswith("decode 1x4096 with num_scheduler_steps=1: max_model_len is 4103; ")
+    assert printed.err.splitlines()[-1] == f"jattn: {refused['error']}"
+    assert measured["median"] > 0
+    assert measured["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'speculative_config={"num_speculative_tokens": 2, "method": "ngram"},max_num_sequences=1',
+            r"^--settings has 'max_num_sequences'; it may have batch_invariant, ",
+        ),
+        ("max_num_seqs=one", r"^--settings is not valid JSON: "),
+        ("mesh=1", r"^--settings has 'mesh'; "),
+    ],
+)
+def test_a_setting_that_engines_do_not_have_is_refused_before_a_model_is_made(text, message, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "random_decoder", lambda *_: pytest.fail("a model was made"))
+    with pytest.raises(InvalidInput, match=message):
+        main(BENCHMARK, ["--settings", "max_num_seqs=1", text])
+
+
+def test_requests_that_do_not_all_fit_into_the_pool_are_measured_with_its_size_below(capsys) -> None:
+    fields = "kv_cache_bytes=4096,num_scheduler_steps=1"
+    main(BENCHMARK, ["--shape", "tiny", *NOTHING, "--throughput", "2x20x5", *SIZES[:-2], "--settings", fields])
+
+    _, _, row, below = capsys.readouterr().out.splitlines()
+    assert row.startswith("throughput 2x20x5  ")
+    assert below.startswith(
+        "throughput 2x20x5: all requests together need 5 blocks; the pool has 4 blocks of 16 tokens"
+    )
 
 
 def test_a_start_is_counted_from_where_the_process_began(monkeypatch) -> None:
