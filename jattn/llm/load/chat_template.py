@@ -18,6 +18,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from jattn.llm.load.chat_values import as_template_value, is_none
 from torch_core.base.errors import InvalidInput
 
 _MAX_SOURCE = 1 << 17
@@ -88,7 +89,8 @@ class ChatTemplate:
         Raises:
             InvalidInput: the template fails, refuses the conversation, or goes beyond a limit.
         """
-        names = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        given = [as_template_value(each) if isinstance(each, Mapping) else each for each in messages]
+        names = {"messages": given, "tools": tools, "add_generation_prompt": add_generation_prompt}
         _work.begin()
         try:
             return _joined(self._template.generate(self._special_tokens | variables | names))
@@ -170,6 +172,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters["tojson"] = _to_json
+        self.tests["none"] = is_none
         for name, applied in list(self.filters.items()):
             self.filters[name] = _bounded(applied, 1 if name == "indent" else _MAX_COUNT)
         self.filters |= {"jattn_turns": _counted, "jattn_part": _part, "jattn_made": _work.made}

@@ -11,6 +11,7 @@ from jattn.llm.load.folder import read_json
 from jattn.llm.serve.bodies import ChatBody, CompletionBody, GenerationBody, prompts_of, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import digest
+from jattn.llm.text.messages import as_message
 from jattn.llm.text.prompts import Prompt, check_template_kwargs
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -171,46 +172,10 @@ def _structured(body: GenerationBody) -> tuple[str | None, StructuredOutputsPara
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
-    """Returns a message with its content as text, which templates take."""
     try:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidInput(name, value=message, wanted="it must be an object with a role")
-        content = message.get("content")
-        if isinstance(content, list):
-            if not all(_is_text(part) for part in content):
-                raise InvalidInput(f"{name}.content", "has parts that are not text", "this server takes text alone")
-            content = "\n".join(part["text"] for part in content)
-        if not isinstance(content, str | None):
-            raise InvalidInput(f"{name}.content", value=content, wanted="it must be text")
-        calls = message.get("tool_calls")
-        if calls is None:
-            return message | {"content": content}
-        if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
-            wanted = "it must be a list of objects with a function"
-            raise InvalidInput(f"{name}.tool_calls", value=calls, wanted=wanted)
-        called = [{**call, "function": _with_arguments(name, call["function"])} for call in calls]
-        return message | {"content": content, "tool_calls": called}
+        return as_message(name, message)
     except InvalidInput as error:
         raise RequestError(400, str(error), param=name) from None
-
-
-def _with_arguments(name: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Returns a called function with its arguments as an object: OpenAI has JSON in a text, templates take objects."""
-    given = function.get("arguments")
-    if not isinstance(given, str):
-        return function
-    try:
-        return function | {"arguments": read_json(given, "arguments") if given.strip() else {}}
-    except InvalidInput as error:
-        raise error.under(f"{name}.tool_calls") from None
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _is_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 
 def _bias(bias: Mapping[str, Any] | None) -> dict[int, Any] | None:

@@ -77,7 +77,11 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Returns the prompt of a conversation, by the model's template or by `chat_template`."""
+    """Returns the prompt of a conversation, by the model's template or by `chat_template`.
+
+    An empty list of tools is none: templates test whether there are tools.
+    """
+    tools = tools or None
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
     check_template_kwargs(variables)
     if tokenizer is None:

@@ -27,6 +27,7 @@ from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, PagedModel, TensorParallel
 from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
+from jattn.llm.text.messages import as_messages
 from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
 from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
@@ -251,7 +252,7 @@ class LLM(contextlib.AbstractContextManager):
         prompts = [
             chat_prompt(
                 self.tokenizer,
-                each,
+                as_messages(each),
                 chat_template=chat_template,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
