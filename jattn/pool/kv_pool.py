@@ -28,8 +28,8 @@ from jattn.pool.checks import (
 )
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import CacheSpec, KVCacheSpec, LatentCacheSpec
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import CacheSpec
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,7 @@ class KVPool:
         InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
 
     Example:
+        >>> from torch_core.base.specs import KVCacheSpec
         >>> spec = KVCacheSpec(num_kv_heads=2, head_size=8, block_size=4, dtype="float32")
         >>> pool = KVPool(spec, num_layers=1, num_blocks=8)
         >>> step = jax.jit(lambda kv_caches: (0, [cache + 1 for cache in kv_caches]), donate_argnums=0)
@@ -99,7 +100,6 @@ class KVPool:
         num_blocks: int,
         further: Sequence[CacheSpec] = (),
         device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
-        _arrays: tuple[jax.Array, ...] = (),
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
@@ -115,17 +115,14 @@ class KVPool:
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self.generation = 1
-        # The tensors of a torch-owned pool; the memory is torch's and must not be freed while JAX uses it.
-        self._owners: tuple[torch.Tensor, ...] = ()
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
         self.sharding: NamedSharding | None = None
         if sharding is not None:
             self.sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers]
-        if not _arrays:
-            parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
-            for each in (device,) if sharding is None else sharding.addressable_devices:
-                check_room(self.num_bytes // parts, each)
-        self._arrays: tuple[jax.Array, ...] = _arrays or self._allocate()
+        parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
+        for each in (device,) if sharding is None else sharding.addressable_devices:
+            check_room(self.num_bytes // parts, each)
+        self._arrays = self._allocate()
 
     @property
     def spec(self) -> CacheSpec:
@@ -159,7 +156,7 @@ class KVPool:
     def renew(self) -> None:
         """Allocates a new pool: zeros, and a higher generation."""
         self.generation += 1
-        self._arrays, self._owners = (), ()
+        self._arrays = ()
         self._arrays = self._allocate()
 
     def close(self) -> None:
@@ -169,7 +166,7 @@ class KVPool:
             InvalidInput: a torch view of the pool is alive.
         """
         self._refuse_live_views()
-        arrays, self._arrays, self._owners = self._arrays, (), ()
+        arrays, self._arrays = self._arrays, ()
         for array in arrays:
             array.delete()
 
@@ -356,61 +353,6 @@ class KVPool:
         views = tuple(bridge.to_torch(jax.block_until_ready(array)) for array in self._shards())
         self._views += map(weakref.ref, views)
         return views
-
-    @classmethod
-    def from_torch(cls, tensors: Sequence[torch.Tensor], *, kv_lora_rank: int | None = None) -> KVPool:
-        """Takes over a torch model's cache: the same memory, from now on donated by JAX's steps.
-
-        The tensors stay valid views of the pool for reading between steps, as `as_torch` views are; the pool keeps
-        them alive. Only on CUDA: XLA's CPU backend copies a donated buffer that it did not allocate.
-
-        Args:
-            tensors: one contiguous (num_blocks, 2, block_size, num_kv_heads, head_size) tensor per layer, all of the
-                same shape and dtype.
-            kv_lora_rank: rank of latents, whose tensors are (num_blocks, block_size, kv_lora_rank + rope_dim), or
-                packed.
-
-        Raises:
-            InvalidInput: no tensors, tensors of different shapes or dtypes, or tensors that are not such a cache.
-            Unsupported: tensors on a CPU, or of a dtype that JAX does not share.
-        """
-        if not tensors:
-            raise InvalidInput("tensors", "is empty", "give one cache tensor per layer")
-        first = tensors[0]
-        shape: tuple[int, ...] = tuple(first.shape)
-        if kv_lora_rank is None and (first.ndim != 5 or shape[1] != 2):
-            wanted = (
-                "it must be (num_blocks, 2, block_size, num_kv_heads, head_size), or latents of "
-                "three axes with kv_lora_rank"
-            )
-            raise InvalidInput("tensors[0]", f"has shape {shape}", wanted)
-        if kv_lora_rank is not None and (first.ndim != 3 or not 0 < kv_lora_rank < shape[2]):
-            wanted = "latents are (num_blocks, block_size, kv_lora_rank + rope_dim)"
-            raise InvalidInput("tensors[0]", f"has shape {shape} and kv_lora_rank is {kv_lora_rank}", wanted)
-        for index, tensor in enumerate(tensors):
-            if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
-                problem = (
-                    f"is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} and tensors[0] "
-                    f"{first.dtype} {tuple(first.shape)} on {first.device}"
-                )
-                raise InvalidInput(f"tensors[{index}]", problem, "they must have one shape and dtype")
-        if first.device.type != "cuda":
-            raise Unsupported(
-                f"the tensors are on {first.device}; only CUDA memory can be taken over, because XLA's CPU backend "
-                "copies a donated buffer that it did not allocate. Let KVPool allocate and give torch its as_torch()."
-            )
-        arrays = tuple(bridge.to_jax(tensor) for tensor in tensors)
-        dtype = arrays[0].dtype.name
-        spec: CacheSpec
-        if kv_lora_rank is None:
-            block_size, num_kv_heads, head_size = shape[2:]
-            spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype=dtype)
-        else:
-            block_size, size = shape[1:]
-            spec = LatentCacheSpec.of_rows(size, kv_lora_rank=kv_lora_rank, block_size=block_size, dtype=dtype)
-        pool = cls(spec, num_layers=len(tensors), num_blocks=shape[0], device=arrays[0].device, _arrays=arrays)
-        pool._owners = tuple(tensors)
-        return pool
 
     def _allocate(self) -> tuple[jax.Array, ...]:
         # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jattn.pool import HostBlocks, KVPool
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.cache import BlockSwap, CacheConfig, CacheManager
 
@@ -198,42 +198,6 @@ def test_host_memory_tells_its_size(pool) -> None:
 def test_host_memory_needs_a_positive_size(pool) -> None:
     with pytest.raises(InvalidInput, match="num_host_blocks is 0; it must be an int of at least 1"):
         HostBlocks(pool, 0)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "kind", "message"),
-    [
-        ([], InvalidInput, "tensors is empty; give one cache tensor per layer."),
-        (
-            [torch.zeros(4, 3, 2, 1, 4)],
-            InvalidInput,
-            "tensors[0] has shape (4, 3, 2, 1, 4); it must be (num_blocks, 2,",
-        ),
-        ([torch.zeros(4, 2, 2, 1, 4), torch.zeros(5, 2, 2, 1, 4)], InvalidInput, "tensors[1] is torch.float32 (5, 2,"),
-        ([torch.zeros(4, 2, 8)], InvalidInput, "tensors[0] has shape (4, 2, 8); it must be (num_blocks, 2, block_size"),
-        ([torch.zeros(4, 2, 2, 1, 4)], Unsupported, "the tensors are on cpu; only CUDA memory can be taken over"),
-    ],
-)
-def test_a_cache_that_cannot_be_taken_over_is_refused(tensors, kind, message) -> None:
-    with pytest.raises(kind) as error:
-        KVPool.from_torch(tensors)
-
-    assert str(error.value).startswith(message)
-
-
-@pytest.mark.gpu
-def test_a_pool_taken_over_from_torch_is_updated_in_torchs_own_memory() -> None:
-    tensors = [torch.zeros(SPEC.shape(8), device="cuda") for _ in range(2)]
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
-
-    pool = KVPool.from_torch(tensors)
-    for _ in range(3):
-        pool.scrub_blocks([1])
-        pool.write_blocks([5], [np.ones((1, *SPEC.shape(1)[1:]), np.float32)] * 2)
-
-    assert pool.addresses() == addresses
-    assert pool.read_blocks([5])[0].min() == 1
-    assert tensors[1][5].min().item() == 1
 
 
 def test_warming_up_changes_no_block(pool) -> None:

@@ -198,18 +198,6 @@ class LatentCacheSpec:
         else:
             _check_cache_dtype(self.dtype)
 
-    @classmethod
-    def of_rows(cls, row_size: int, *, kv_lora_rank: int, block_size: int, dtype: str) -> LatentCacheSpec:
-        """Returns the layout whose rows have `row_size` elements, or bytes if they are packed.
-
-        Example:
-            >>> LatentCacheSpec.of_rows(656, kv_lora_rank=512, block_size=64, dtype="uint8").rope_dim
-            64
-        """
-        rest = row_size - (packed_latent_bytes(kv_lora_rank, 0) if dtype == "uint8" else kv_lora_rank)
-        rope_dim = rest // (DTYPE_BYTES["bfloat16"] if dtype == "uint8" else 1)
-        return cls(kv_lora_rank=kv_lora_rank, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
-
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         """Returns the shape of one layer's cache array for `num_blocks` blocks."""
         packed = self.dtype == "uint8"
