@@ -39,6 +39,7 @@ class EngineCore:
     Attributes:
         requests: the unfinished ones by id, in the order of their arrival.
         num_added: samples that were ever added.
+        weights_version: number of the weights; see `Engine.weights_version`.
         asleep: `sleep` was called, and `wake` was not.
         abandoned: outboxes, and first samples of prompts, whose requests `drop_abandoned` cancels; any thread may
             append.
@@ -50,6 +51,7 @@ class EngineCore:
         self._device: Device | None = device
         self._failed_steps = 0
         self._num_updates = 0
+        self.weights_version = 0
         self._unfinished: Counter[Outbox] = Counter()
         self.requests: dict[str, Request] = {}
         self.num_added = 0
@@ -128,7 +130,7 @@ class EngineCore:
                 new = request.until_stop(new)
             if result.logprobs is not None:
                 result.keep_logprobs(request, index, len(new))
-            request.extend(new)
+            request.extend(new, self.weights_version)
             state.cache.append_tokens(request.request_id, new)
             if reason := request.end_reason:
                 self._finish(state, request, reason)
@@ -305,11 +307,17 @@ class EngineCore:
 
         return device.brought(checked, is_idle=self.asleep)
 
-    def replace_weights(self, leaves: list[jax.Array]) -> None:
-        """Replaces the weights; the contents of the cache and its prefixes are dropped."""
+    def replace_weights(self, leaves: list[jax.Array], version: int | None = None) -> None:
+        """Replaces the weights; the contents of the cache and its prefixes are dropped.
+
+        Args:
+            leaves: result of `fitting`.
+            version: new value of `weights_version`; None for one more.
+        """
         weights = self.device.runner.weights
         self._state = None
         self._num_updates += 1
+        self.weights_version = self.weights_version + 1 if version is None else version
         weights.leaves = leaves
         event(logging.INFO, "weights_replaced", num_unfinished=len(self.requests))
 

@@ -6,12 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from flax import nnx
 
 from jattn.llm.engine.benchmark_fill import assume_computed
+from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.device.device import check_types, default_config, open_device
 from jattn.llm.engine.device.placement import replica_meshes
@@ -29,7 +30,6 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache import CacheStats
 
 
@@ -43,13 +43,15 @@ class Engine(contextlib.AbstractContextManager):
     the pool, everything else is rebuilt from them: that costs time and no answers, and statistics begin again at zero.
 
     Args:
-        model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. Its weights are captured at
-            construction: a later change of the model does not reach the engine, which keeps the arrays alive until it
-            is closed or dropped.
+        model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. The engine keeps its arrays
+            alive, and not the module.
         config: sizes and options; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens per step.
         model_fingerprint: identifies the weights in prefix keys; needed only if keys outlive the engine.
         tokenizer: tokenizer of the model, for the texts in `SamplingParams` (bad_words, structured_outputs); None
             refuses these.
+        follow: an array that is replaced in the model (by `nnx.Optimizer.update` or `nnx.update`) replaces the engine's
+            at the next call of `add`, `step` or `wait`, as by `update_weights(model)`. False keeps the old ones until
+            `update_weights`, and logs the first difference; so do engines over several processes. None does not look.
 
     Raises:
         InvalidInput: sizes that do not fit the model or the memory.
@@ -72,9 +74,11 @@ class Engine(contextlib.AbstractContextManager):
         *,
         model_fingerprint: bytes = b"",
         tokenizer: TextTokenizer | None = None,
+        follow: bool | None = True,
     ) -> None:
         config = default_config() if config is None else config
         check_types(model, config)
+        self._follower = None if follow is None else Follower(cast(nnx.Module, model), follow)
         mesh, *others = replica_meshes(config)
         if others:
             raise InvalidInput(
@@ -136,6 +140,16 @@ class Engine(contextlib.AbstractContextManager):
         return self._core.device.runner.programs.compile_seconds
 
     @property
+    def weights_version(self) -> int:
+        """Number of the weights: 0 at first, and then one more for each update, or as `update_weights` was told."""
+        return self._core.weights_version
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes have parts of the model."""
+        return self._core.device.channel is not None
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         if self._core.abandoned:
@@ -178,7 +192,6 @@ class Engine(contextlib.AbstractContextManager):
             wanted: function from a program's name, as in `programs`, to whether to compile it now; the others compile
                 when a step first needs them. None compiles all.
         """
-
         interrupted = threading.Event()
         with progress(report) as tell:
 
@@ -253,8 +266,9 @@ class Engine(contextlib.AbstractContextManager):
             The request; with n above 1 its first sample, whose `samples` are all of them, each with its own id.
         """
         outbox = self._outbox if outbox is None else _checked(outbox)
-        if self._core.device.channel is not None and jax.process_index():
+        if self.spans_processes and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
+        self.check_model()
         samples = self._validator.requests(
             prompt_token_ids,
             params,
@@ -295,7 +309,7 @@ class Engine(contextlib.AbstractContextManager):
             PoolLost: two steps failed in a row. The engine is still usable.
             EngineAsleep, InvalidInput: the engine is asleep, or closed.
         """
-        self._thread.call(EngineCore.step)
+        self.advance()
         return self._outbox.take()
 
     def advance(self) -> None:
@@ -304,6 +318,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             PoolLost, InvalidInput: as `step`.
         """
+        self.check_model()
         self._thread.call(EngineCore.step)
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
@@ -317,6 +332,7 @@ class Engine(contextlib.AbstractContextManager):
             InvalidInput: no outbox, or the engine is closed.
         """
         while not _checked(outbox):
+            self.check_model()
             self._thread.wait(outbox)
             if not outbox and not self._core.runs_for(outbox):
                 break
@@ -342,11 +358,29 @@ class Engine(contextlib.AbstractContextManager):
             request: a request of this engine; its last tokens may have ended it.
             num_output_tokens: number of generated tokens to keep.
         """
-
         self._thread.call(EngineCore.stop, request, num_output_tokens)
 
+    def check_model(self, *, modules: bool = False) -> None:
+        """Takes the arrays that were replaced in the model, as `add`, `step` and `wait` do; see `Engine`.
+
+        Args:
+            modules: look for replaced modules, too.
+
+        Raises:
+            InvalidInput: a replaced array does not fit (the message names it); the next call tries again.
+        """
+        if self._follower is not None and not self.closed:
+            (self._follower.check_all if modules else self._follower.check)(self)
+
     def update_weights(
-        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+        self,
+        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        *,
+        unfinished: Literal["restart", "finish"] = "restart",
+        partial: bool = False,
+        prefix: str = "",
+        cast: bool = False,
+        version: int | None = None,
     ) -> None:
         """Replaces the weights between two steps; nothing is compiled.
 
@@ -361,23 +395,32 @@ class Engine(contextlib.AbstractContextManager):
             unfinished: "restart" computes unfinished requests again with the new weights, from their tokens, and
                 continues them; "finish" first runs the present requests to their end with the old weights. Requests
                 that are added meanwhile are restarted.
+            partial: the state may lack parameters, such as all but those of LoRA; the engine keeps its own.
+            prefix: path of the state in the engine's model, with dots: "model" if the engine's model has the trainer's
+                as its attribute `model`.
+            cast: arrays of another floating dtype are converted to the engine's.
+            version: new value of `weights_version`; None for one more.
 
         Raises:
             InvalidInput: a parameter does not fit (the message names it); the engine is closed; or it is asleep with
                 requests to finish.
             PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
-        leaves = self.fitting_weights(state, unfinished)
+        leaves = self.fitting_weights(state, unfinished, partial=partial, prefix=prefix, cast=cast)
         self.finish(unfinished)
-        self.replace_weights(leaves)
+        self.replace_weights(leaves, version)
+        if self._follower is not None:
+            self._follower.mark_seen()
 
-    def fitting_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], unfinished: str) -> list[jax.Array]:
+    def fitting_weights(
+        self, state: nnx.Module | nnx.State | Mapping[Any, Any], unfinished: str, **options: Any
+    ) -> list[jax.Array]:
         """Returns the arguments of `replace_weights`, and checks those of `finish`; see `update_weights`."""
 
         def check(weights: Weights) -> Arrivals:
             if unfinished not in ("restart", "finish"):
                 raise InvalidInput("unfinished", value=unfinished, wanted="it must be 'restart' or 'finish'")
-            return weights.checked(state)
+            return weights.checked(state, **options)
 
         return self._thread.call(EngineCore.fitting, check, unfinished)
 
@@ -387,9 +430,9 @@ class Engine(contextlib.AbstractContextManager):
         while any(request.finish_reason is None for request in remaining):
             self._thread.call(EngineCore.step)
 
-    def replace_weights(self, leaves: list[jax.Array]) -> None:
+    def replace_weights(self, leaves: list[jax.Array], version: int | None = None) -> None:
         """Replaces the weights by the result of `fitting_weights` or `fitting_scales`; this cannot fail."""
-        self._thread.call(EngineCore.replace_weights, leaves)
+        self._thread.call(EngineCore.replace_weights, leaves, version)
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Replaces the scales of an 8-bit cache: unfinished requests are computed again, nothing is compiled.
@@ -403,17 +446,7 @@ class Engine(contextlib.AbstractContextManager):
     def fitting_scales(self, scales: KVCacheScales) -> list[jax.Array]:
         """Returns the arguments of `replace_weights`; see `set_kv_cache_scales`."""
         dtype = self._core.device.pool.spec.dtype
-
-        def check(weights: Weights) -> Arrivals:
-            if not isinstance(scales, KVCacheScales):
-                raise InvalidInput("scales", value=scales, wanted="it must be KVCacheScales")
-            if dtype not in LARGEST_CODE:
-                raise InvalidInput(
-                    f"the cache is {dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has."
-                )
-            return weights.checked_scales(scales.values(dtype))
-
-        return self._thread.call(EngineCore.fitting, check)
+        return self._thread.call(EngineCore.fitting, lambda weights: weights.checked_scales(scales, dtype))
 
     def sleep(self) -> None:
         """Frees the pool's memory until `wake`, for a trainer for example. Weights and programs stay.

@@ -43,7 +43,7 @@ class LLM(contextlib.AbstractContextManager):
 
     Args:
         model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.llm.models.PagedModel` of
-            your own), or None for the embedded model. The weights are captured at construction; see `Engine`.
+            your own), or None for the embedded model.
         tokenizer: tokenizer of a module, or instead of the folder's own. Without one, prompts are lists of token ids.
         skip_tokenizer_init: do not read the folder's tokenizer, which may be missing; as in vLLM.
         dtype: dtype of the model; see `jattn.llm.load.load_model`; not for a module.
@@ -55,6 +55,7 @@ class LLM(contextlib.AbstractContextManager):
             tokens per step.
         use_generation_config: use the sampling parameters of the folder's generation_config.json for requests without
             their own.
+        follow: arrays that are replaced in a module replace those of the engine; see `Engine`.
         engine_options: fields of `EngineConfig` instead of a `config`, as in vLLM (`LLM(folder, max_num_seqs=4)`):
             block_size, max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, kv_cache_bytes,
             num_scheduler_steps, steps_in_flight, enable_prefix_caching, num_host_blocks,
@@ -91,6 +92,7 @@ class LLM(contextlib.AbstractContextManager):
         hf_overrides: Mapping[str, Any] | None = None,
         config: EngineConfig | None = None,
         use_generation_config: bool = True,
+        follow: bool = True,
         **engine_options: Any,
     ) -> None:
         check_config(config)
@@ -138,7 +140,7 @@ class LLM(contextlib.AbstractContextManager):
         self.tokenizer = tokenizer
         # An encoder generates nothing and needs no cache.
         is_encoder = isinstance(served, Decoder) and served.config.is_encoder
-        self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer)
+        self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer, follow=follow)
 
     @property
     def engine(self) -> AnyEngine:
@@ -287,6 +289,18 @@ class LLM(contextlib.AbstractContextManager):
         token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
+    def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
+        """Replaces the weights between two steps.
+
+        Args:
+            state: state of the model.
+            options: `unfinished`, `partial`, `prefix`, `cast` and `version`; see `Engine.update_weights`.
+
+        Raises:
+            InvalidInput: as `Engine.update_weights`; the weights are the old ones then.
+        """
+        self.engine.update_weights(state, **options)
+
     def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
         """Measures the scales of an 8-bit cache, and uses them from then on if the engine has such a cache.
 
@@ -319,6 +333,7 @@ class LLM(contextlib.AbstractContextManager):
         unfinished requests.
         """
         listed = as_prompts(prompts)
+        self.engine.check_model(modules=True)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_of(sampling_params, len(listed), rng)

@@ -8,12 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 from flax import nnx
 
 from jattn.llm.engine.clients.engine import Engine
+from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
@@ -38,7 +39,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     of one engine. Priorities hold among the requests of a copy.
 
     Args:
-        model, tokenizer: as for `Engine`; every copy has the weights.
+        model, tokenizer, follow: as for `Engine`; every copy has the weights.
         config: a config with `data_parallel_size`; other sizes are those of one copy.
 
     Attributes:
@@ -48,15 +49,23 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         InvalidInput, Unsupported: as `Engine`; or there are fewer devices than the sizes need.
     """
 
-    def __init__(self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        config: EngineConfig,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        follow: bool = True,
+    ) -> None:
         # Their threads share one interpreter.
         steps = config.most_scheduler_steps
         # Its sizes follow from the mesh of one copy, which goes in with them.
         of_one: dict[str, Any] = {"data_parallel_size": 1, "tensor_parallel_size": 1, "num_scheduler_steps": steps}
         self.engines = tuple(
-            Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer)
+            Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer, follow=None)
             for mesh in replica_meshes(config)
         )
+        self._follower = Follower(cast(nnx.Module, model), follow)
         self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
         # Held while a request is routed and numbered.
         self._routing = threading.Lock()
@@ -71,6 +80,16 @@ class DataParallelEngine(contextlib.AbstractContextManager):
     def asleep(self) -> bool:
         """Whether `sleep` freed the memory of the pools."""
         return self.engines[0].asleep
+
+    @property
+    def weights_version(self) -> int:
+        """Number of the weights; see `Engine.weights_version`."""
+        return self.engines[0].weights_version
+
+    @property
+    def spans_processes(self) -> bool:
+        """False: the devices of all copies belong to this process."""
+        return False
 
     @property
     def pool_plan(self) -> PoolPlan:
@@ -139,7 +158,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         **options: Any,
     ) -> Request:
         """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
-
+        self.check_model()
         with self._routing:
             if request_id is not None and self._engine_of(request_id) is not None:
                 raise InvalidInput(
@@ -166,6 +185,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
 
     def step(self) -> list[TokenDelta]:
         """Runs a step of every copy that has work; returns the new deltas. See `Engine.step`."""
+        self.check_model()
         for engine in [engine for engine in self.engines if engine.num_unfinished] or [self.engines[0]]:
             engine.advance()
         return self._outbox.take()
@@ -175,6 +195,7 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         if not isinstance(outbox, Outbox):
             raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
         while not outbox:
+            self.check_model()
             running = [engine for engine in self.engines if engine.runs_for(outbox)]
             if not running:
                 # A copy that is asleep or closed raises the error of `Engine.wait`.
@@ -198,11 +219,22 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         """Ends a request whose text reached a stop string; see `Engine.stop`."""
         (self._engine_of(request.request_id) or self.engines[0]).stop(request, num_output_tokens)
 
+    def check_model(self, *, modules: bool = False) -> None:
+        """Takes the arrays that were replaced in the model; see `Engine.check_model`."""
+        if not self.closed:
+            (self._follower.check_all if modules else self._follower.check)(self)
+
     def update_weights(
-        self, state: nnx.Module | nnx.State | Mapping[Any, Any], *, unfinished: Literal["restart", "finish"] = "restart"
+        self,
+        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        *,
+        unfinished: Literal["restart", "finish"] = "restart",
+        version: int | None = None,
+        **options: Any,
     ) -> None:
         """Replaces the weights of every copy, or of none if one fails; see `Engine.update_weights`."""
-        self._replace(lambda engine: engine.fitting_weights(state, unfinished), unfinished)
+        self._replace(lambda engine: engine.fitting_weights(state, unfinished, **options), unfinished, version)
+        self._follower.mark_seen()
 
     def set_kv_cache_scales(self, scales: KVCacheScales) -> None:
         """Replaces the scales of an 8-bit cache in every copy, or in none; see `Engine.set_kv_cache_scales`."""
@@ -243,12 +275,14 @@ class DataParallelEngine(contextlib.AbstractContextManager):
         for engine in self.engines:
             action(engine)
 
-    def _replace(self, fitting: Callable[[Engine], list[jax.Array]], unfinished: str) -> None:
+    def _replace(
+        self, fitting: Callable[[Engine], list[jax.Array]], unfinished: str, version: int | None = None
+    ) -> None:
         fitted = [fitting(engine) for engine in self.engines]
         for engine in self.engines:
             engine.finish(unfinished)
         for engine, leaves in zip(self.engines, fitted, strict=True):
-            engine.replace_weights(leaves)
+            engine.replace_weights(leaves, version)
         with self._routing:
             self._router.forget()
 
@@ -269,13 +303,17 @@ AnyEngine: TypeAlias = Engine | DataParallelEngine
 
 
 def open_engine(
-    model: PagedModel, config: EngineConfig | None = None, *, tokenizer: TextTokenizer | None = None
+    model: PagedModel,
+    config: EngineConfig | None = None,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    follow: bool = True,
 ) -> AnyEngine:
     """Returns the engine that a config asks for: one, or several with one interface."""
     check_config(config)
     if config is None or config.data_parallel_size == 1:
-        return Engine(model, config, tokenizer=tokenizer)
-    return DataParallelEngine(model, config, tokenizer=tokenizer)
+        return Engine(model, config, tokenizer=tokenizer, follow=follow)
+    return DataParallelEngine(model, config, tokenizer=tokenizer, follow=follow)
 
 
 class _Router:

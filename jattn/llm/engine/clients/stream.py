@@ -180,6 +180,7 @@ class PromptReader:
             if logprobs is None
             else sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True)),
             _stop_reason(sample),
+            sample.request.weights_versions,
         )
 
     def _logprobs_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jattn.llm.engine.device.draft import WithDraft
+from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from jattn.llm.models.quantized import Fp8Kernel, kernel_sharding, round_to_fp8
 from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import LARGEST_CODE
 
 #: Functions that return a leaf's new array, by index. Over several processes all processes call them.
 Arrivals: TypeAlias = dict[int, Callable[[], jax.Array]]
@@ -54,13 +56,21 @@ class Weights:
         self._places = {name: variable.get_value() for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 
-    def checked(self, state: nnx.Module | nnx.State | Mapping[Any, Any]) -> Arrivals:
+    def checked(
+        self,
+        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        *,
+        partial: bool = False,
+        prefix: str = "",
+        cast: bool = False,
+    ) -> Arrivals:
         """Returns how to bring the arrays of another state to the places of these; nothing has moved yet.
 
         Args:
             state: a module, its state, or a nested mapping of arrays: all parameters, other variables if there. For a
                 split decoder, the whole parameters, or a module with the same split. A kernel in plain numbers is
                 rounded if its linear layer multiplies in FP8.
+            partial, prefix, cast: see `Engine.update_weights`.
 
         Raises:
             InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named. Or
@@ -78,7 +88,10 @@ class Weights:
             raise InvalidInput(
                 "state", f"has keys of several types on one level ({error})", "name layers by int and all else by str"
             ) from None
-        given = {_name(path): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+        above = tuple(prefix.split(".")) if prefix else ()
+        if prefix and not any(name.startswith(f"{prefix}.") for name in self._places):
+            raise InvalidInput("prefix", value=prefix, wanted=f"no parameter has it; one is {min(self._places)}")
+        given = {_name((*above, *path)): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
         found: Arrivals = {}
         rounded = {name: parts for name in given.keys() - self._places.keys() if (parts := self._fp8_parts(name))}
         for name, parts in rounded.items():
@@ -87,17 +100,17 @@ class Weights:
                 found[self._places[part]] = lambda bring=bring, index=index: bring()[index]
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
-        if missing := self._needed - given.keys() - {name for parts in rounded.values() for name in parts}:
+        if not given and not rounded:
+            raise InvalidInput("state", "is empty", "give at least one array")
+        covered = given.keys() | {name for parts in rounded.values() for name in parts}
+        if not partial and (missing := self._needed - covered):
             raise InvalidInput("state", f"lacks {min(missing)}", f"{len(missing)} of {len(self._needed)} parameters do")
         for name, leaf in given.items():
-            old = self.leaves[self._places[name]]
-            if name in shards:
-                _check(name, leaf, jax.ShapeDtypeStruct(shards[name].shape, old.dtype))
-                bring = functools.partial(shards[name].placed, leaf, cast(Any, old.sharding).mesh)
-            else:
-                _check(name, leaf, old)
-                bring = functools.partial(put_whole, leaf, old.sharding)
-            found[self._places[name]] = bring
+            old: Any = self.leaves[self._places[name]]
+            shape = shards[name].shape if name in shards else old.shape
+            _check(name, leaf, jax.ShapeDtypeStruct(shape, _dtype_of(leaf, old) if cast else old.dtype))
+            place = functools.partial(shards[name].placed, mesh=old.sharding.mesh) if name in shards else None
+            found[self._places[name]] = functools.partial(_bring, leaf, old, place)
         return found
 
     def _fp8_parts(self, name: str) -> tuple[str, ...] | None:
@@ -123,16 +136,20 @@ class Weights:
 
         return rounded
 
-    def checked_scales(self, scales: Mapping[str, jax.Array]) -> Arrivals:
-        """Returns the same of other scales of an 8-bit cache, by path.
+    def checked_scales(self, scales: KVCacheScales, dtype: str) -> Arrivals:
+        """Returns the same of other scales of a cache of a dtype.
 
         Raises:
-            InvalidInput: they are not those of the model's layers; the first one is named.
+            InvalidInput: it is no 8-bit cache, or they are not those of the model's layers; the first one is named.
         """
-        own = {name for name in self._places if _is_scale(name)}
-        if wrong := own.symmetric_difference(scales):
+        if not isinstance(scales, KVCacheScales):
+            raise InvalidInput("scales", value=scales, wanted="it must be KVCacheScales")
+        if dtype not in LARGEST_CODE:
+            raise InvalidInput(f"the cache is {dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has.")
+        own, values = {name for name in self._places if _is_scale(name)}, scales.values(dtype)
+        if wrong := own.symmetric_difference(values):
             raise InvalidInput(f"scales must be of the model's {len(own) // 2} layers; {min(wrong)} is of one alone.")
-        places = {self._places[name]: scale for name, scale in scales.items()}
+        places = {self._places[name]: scale for name, scale in values.items()}
         return {
             place: functools.partial(put_whole, scale, self.leaves[place].sharding) for place, scale in places.items()
         }
@@ -146,6 +163,19 @@ class Weights:
         for place, bring in arrivals.items():
             leaves[place] = bring()
         return leaves
+
+
+def _bring(leaf: Any, old: jax.Array, place: Callable[[Any], jax.Array] | None) -> jax.Array:
+    if leaf.dtype != old.dtype:
+        leaf = leaf.astype(old.dtype)
+    return put_whole(leaf, old.sharding) if place is None else place(leaf)
+
+
+def _dtype_of(leaf: Any, old: jax.Array) -> Any:
+    """Returns the dtype that a leaf may have: its own, if both are floating."""
+    dtype = getattr(leaf, "dtype", old.dtype)
+    floating = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(old.dtype, jnp.floating)
+    return dtype if floating and old.dtype.itemsize > 1 else old.dtype
 
 
 def _is_scale(name: str) -> bool:

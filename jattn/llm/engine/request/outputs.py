@@ -115,6 +115,8 @@ class CompletionOutput:
         logprobs: log-probabilities of each token, as `SamplingParams.logprobs` asks for; None without.
         cumulative_logprob: sum of the log-probabilities of the tokens.
         stop_reason: the stop string or the token of stop_token_ids that ended it; None for another reason.
+        weights_versions: versions of the weights that sampled the tokens so far, in order: one, unless the weights were
+            updated meanwhile. See `Engine.weights_version`.
     """
 
     text: str
@@ -124,6 +126,7 @@ class CompletionOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     cumulative_logprob: float | None = None
     stop_reason: int | str | None = None
+    weights_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Request:
         pending_row: row of its sampled token in the last dispatched step.
         logprobs: log-probabilities of the generated tokens, if requested; entries after the last token are undefined.
         prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested.
+        weights_versions: versions of the weights that sampled its tokens, in order; see `Engine.weights_version`.
         max_tokens: most tokens to generate.
         order: rank among requests that compete; the smallest is first.
     """
@@ -101,6 +102,7 @@ class Request:
     followers: list[Request] = field(default_factory=list)
     encoder_token_ids: tuple[int, ...] = ()
     num_encoder_slots: int = 0
+    weights_versions: tuple[int, ...] = ()
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -179,8 +181,15 @@ class Request:
         """Returns tokens up to the first that ends the request."""
         return tokens[: next(index for index, token in enumerate(tokens) if token in self.eos_token_ids) + 1]
 
-    def extend(self, new: list[int]) -> None:
-        """Adds generated tokens; at max_tokens the last of them becomes the forced one, if a model has such."""
+    def extend(self, new: list[int], weights_version: int) -> None:
+        """Adds generated tokens; at max_tokens the last of them becomes the forced one, if a model has such.
+
+        Args:
+            new: the tokens.
+            weights_version: version of the weights that sampled them.
+        """
+        if new and (not self.weights_versions or self.weights_versions[-1] != weights_version):
+            self.weights_versions += (weights_version,)
         forced = self.forced_eos_token_id
         if forced is not None and len(self.output_token_ids) + len(new) >= self.max_tokens:
             new[-1] = forced

@@ -1,0 +1,188 @@
+"""Engines whose model is trained in place, and partial, nested and converted states."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.models import Decoder
+from jattn.llm.models.changes import ModuleWatch
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_engine import prompts_of, run
+from tests.engine.test_weights import CONFIG, other_decoder
+from torch_core.base.errors import InvalidInput
+
+SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+
+class Wrapper(nnx.Module):
+    """A trainer's model as an attribute of the served one."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.paged_spec = model.paged_spec
+
+    def __call__(self, *args: Any) -> Any:
+        return self.model(*args)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return self.model.logits(hidden)
+
+
+def replace_arrays(model: nnx.Module, source: nnx.Module) -> None:
+    nnx.update(model, jax.tree.map(jnp.array, nnx.state(source)))
+
+
+def test_after_each_optimizer_step_the_engine_has_the_models_probabilities(seed: int) -> None:
+    model = tiny_decoder()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    tokens = jnp.asarray(prompts_of(seed, 12)[0])
+
+    @nnx.jit
+    def train(model: Decoder, optimizer: nnx.Optimizer) -> None:
+        def loss(model: Decoder) -> jax.Array:
+            logits = model.forward_dense(tokens[None])[0]
+            return -jax.nn.log_softmax(logits)[:-1][jnp.arange(len(tokens) - 1), tokens[1:]].mean()
+
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    @nnx.jit
+    def scored(model: Decoder, whole: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(model.forward_dense(whole[None])[0])
+
+    engine = Engine(model, CONFIG)
+    compiled = None
+    for step in range(20):
+        train(model, optimizer)
+        request = engine.add(tokens.tolist(), SCORED)
+        while engine.num_unfinished:
+            engine.step()
+        whole = jnp.asarray([*tokens.tolist(), *request.output_token_ids])
+        expected = scored(model, whole)[len(tokens) - 1 : -1][jnp.arange(6), whole[len(tokens) :]]
+        found = [float(each.logprob) for each in request.logprobs]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert request.weights_versions == (step + 1,)
+        compiled = engine.num_compilations if compiled is None else compiled
+    assert engine.num_compilations == compiled
+
+
+def test_unchanged_models_keep_their_cached_prefixes(seed: int) -> None:
+    engine = Engine(tiny_decoder(), CONFIG)
+    (prompt,) = prompts_of(seed, 20)
+    run(engine, [prompt])
+    request = engine.add(prompt, SCORED)
+    engine.step()
+    assert (request.num_cached_tokens, engine.weights_version) == (16, 0)
+
+
+def test_a_running_request_goes_on_with_the_new_arrays(seed: int) -> None:
+    model, other = tiny_decoder(), other_decoder()
+    engine = Engine(model, CONFIG)
+    request = engine.add(prompts_of(seed, 6)[0], SCORED)
+    while not request.output_token_ids:
+        engine.step()
+    replace_arrays(model, other)
+    while engine.num_unfinished:
+        engine.step()
+    assert request.weights_versions == (0, 1)
+
+
+def test_the_model_within_a_dropped_wrapper_is_followed(seed: int) -> None:
+    model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
+    engine = Engine(Wrapper(model), CONFIG)
+    gc.collect()
+    replace_arrays(model, other)
+    assert run(engine, prompts) == run(Engine(other, CONFIG), prompts)
+
+
+def test_a_replaced_layer_is_found_by_the_next_call_of_an_llm(seed: int) -> None:
+    model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
+    llm = LLM(model, config=CONFIG)
+    model.layers[0].mlp = other.layers[0].mlp
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = list(llm.generate(prompts, params)[0].outputs[0].token_ids)
+    assert [found] == run(Engine(model, CONFIG), prompts)
+
+
+def test_an_array_of_another_shape_is_refused_by_name_at_every_call(seed: int) -> None:
+    model = tiny_decoder()
+    engine, prompts = Engine(model, CONFIG), prompts_of(seed, 5)
+    old = model.layers[0].input_layernorm.weight.get_value()
+    model.layers[0].input_layernorm.weight.set_value(jnp.ones(3))
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"layers\.0\.input_layernorm\.weight"):
+            engine.add(prompts[0], SCORED)
+    model.layers[0].input_layernorm.weight.set_value(old)
+    engine.add(prompts[0], SCORED)
+    assert engine.weights_version == 0
+
+
+def test_without_following_the_first_difference_is_logged_once(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
+    engine = Engine(model, CONFIG, follow=False)
+    old = run(engine, prompts)
+    replace_arrays(model, other)
+    with caplog.at_level(logging.WARNING, logger="jattn"):
+        assert run(engine, prompts) == old
+        run(engine, prompts)
+    assert len([record for record in caplog.records if "replaced in place" in record.message]) == 1
+
+
+def test_an_explicit_update_is_kept_while_the_model_does_not_change(seed: int) -> None:
+    model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
+    llm = LLM(model, config=CONFIG)
+    llm.update_weights(other, version=40)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    output = llm.generate(prompts, params)[0].outputs[0]
+    assert [list(output.token_ids)] == run(Engine(other, CONFIG), prompts)
+    assert output.weights_versions == (40,)
+
+
+def test_the_watch_keeps_no_array_alive() -> None:
+    model = tiny_decoder()
+    watch = ModuleWatch(model)
+    arrays = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(nnx.state(model))}
+    del model
+    gc.collect()
+    assert not arrays & {each.unsafe_buffer_pointer() for each in jax.live_arrays() if each.is_fully_addressable}
+    assert not watch.is_changed()
+    assert not watch.changes()
+
+
+@pytest.mark.parametrize("source", ["numpy", "jax"])
+def test_a_part_of_a_nested_model_in_another_dtype_is_taken(source: str, seed: int) -> None:
+    model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
+    engine = Engine(Wrapper(model), CONFIG)
+    new = other.layers[0].mlp.down_proj.kernel.get_value().astype(jnp.bfloat16)
+    part = {"layers": {0: {"mlp": {"down_proj": {"kernel": np.asarray(new) if source == "numpy" else new}}}}}
+    engine.update_weights(part, partial=True, prefix="model", cast=True)
+    expected = tiny_decoder()
+    expected.layers[0].mlp.down_proj.kernel.set_value(new.astype(jnp.float32))
+    assert run(engine, prompts) == run(Engine(expected, CONFIG), prompts)
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "message"),
+    [
+        ({"layers": {0: {"lora": jnp.ones(2)}}}, {"partial": True}, r"layers\.0\.lora"),
+        ({"norm": {"weight": jnp.ones(32)}}, {"partial": True, "prefix": "policy"}, "prefix"),
+        ({}, {"partial": True}, "empty"),
+        ({"norm": {"weight": jnp.ones(32, jnp.int32)}}, {"partial": True, "cast": True}, "int32"),
+        ({"norm": {"weight": jnp.ones(32, jnp.bfloat16)}}, {"partial": True}, "bfloat16"),
+    ],
+    ids=["an unknown leaf", "a prefix that names nothing", "nothing", "integers", "another dtype without cast"],
+)
+def test_a_partial_state_that_does_not_fit_is_refused(state: Any, options: dict[str, Any], message: str) -> None:
+    engine = Engine(tiny_decoder(), EngineConfig(block_size=4, num_blocks=40))
+    with pytest.raises(InvalidInput, match=message):
+        engine.update_weights(state, **options)
+    assert engine.weights_version == 0
