@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from torch_core import attention, cache_writes, experts, latent
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
 from torch_core.launch.op import Served, registered_ops
 from torch_core.launch.serves import IMPLEMENTATIONS
 
-#: The rooms that have ops.
-ROOMS = (attention, latent, cache_writes, experts)
+_FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py"))
+
+#: The rooms that have ops: their folder has an `op.py`. That of `launch` defines the record.
+ROOMS: tuple[ModuleType, ...] = tuple(import_module(f"torch_core.{name}") for name in _FOLDERS if name != "launch")
 
 
 def serves_table() -> str:

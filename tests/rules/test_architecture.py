@@ -35,13 +35,8 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},
     "torch_core.variants": {"torch_core.launch", "torch_core.serves", "torch_core.all_reduce"},
-    "torch_core.serves": {
-        "torch_core.launch",
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.experts",
-    },
+    # It finds the rooms of ops by their op.py.
+    "torch_core.serves": {"torch_core.launch"},
     "torch_core.ops": {"torch_core.launch", "torch_core.attention", "torch_core.latent", "torch_core.cache_writes"},
     "torch_core.reference": {"torch_core.launch", "torch_core.serves"},
     "torch_core.vllm": {
