@@ -45,7 +45,7 @@ def test_every_file_of_kernels_lies_in_the_folder_of_one() -> None:
     [
         (
             "torch_core.latent.kernels.mla.plan",
-            "from torch_core.attention.kernels.rows.plan import block_seqs",
+            "from torch_core.attention.kernels.rows.plan import rows_launch",
             ["torch_core.latent.kernels.mla.plan imports torch_core.attention.kernels.rows"],
         ),
         (

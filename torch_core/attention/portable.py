@@ -1,4 +1,4 @@
-"""Shared parts of the portable kernels' plans: their tile, and a program's search for its sequence."""
+"""Shared parts of the portable kernels' plans: their tile, and whether a variant serves most models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from torch_core.attention.call import AttentionCall
 from torch_core.attention.operands import is_plain
 from torch_core.base.specs import ArraySpec
-
-# Few sizes, so that few variants are compiled.
-_BLOCK_SEQS = (1, 32, 256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,6 @@ class Tile:
     num_stages: int
     num_warps: int
     maxnreg: int | None = None
-
-
-def block_seqs(num_seqs: int) -> int:
-    """Returns the number of sequences that a program looks at together when it searches for its own."""
-    return next((size for size in _BLOCK_SEQS if size >= num_seqs), _BLOCK_SEQS[-1])
 
 
 def is_hot(call: AttentionCall[ArraySpec]) -> bool:

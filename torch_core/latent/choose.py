@@ -6,14 +6,13 @@ from typing import Any
 
 from torch_core.attention.operands import cache_constexprs, make_launch, operation
 from torch_core.attention.partials import Chunks, combine_launch
-from torch_core.attention.portable import block_seqs
 from torch_core.base.specs import ArraySpec
 from torch_core.latent.call import LatentCall
 from torch_core.latent.kernels.mla.plan import latent_chunk, portable_latent
 from torch_core.latent.kernels.mla_few.plan import few_latent
 from torch_core.latent.kernels.mla_hopper.plan import hopper_latent
 from torch_core.latent.operands import LatentKernel
-from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, DeviceLimits, OperationPlan
 
 # Longer queries keep their softmax in registers from the first key to the last: partial results would cost more than

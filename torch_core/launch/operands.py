@@ -1,4 +1,4 @@
-"""Shared parts of the plans: scales and strides as kernel arguments, integer arithmetic."""
+"""Shared parts of the plans: scales and strides as kernel arguments, a program's search, integer arithmetic."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer, Scalar
+
+# Few sizes, so that few variants are compiled.
+_BLOCK_SEQS = (1, 32, 256, 1024)
 
 
 def named_launch(
@@ -47,6 +50,16 @@ def strides(prefix: str, axes: tuple[str, ...], array: ArraySpec) -> dict[str, A
     """
     named = zip(axes, array.element_strides, strict=False)
     return {f"{prefix}_{axis}_stride": Scalar(stride, "i64") for axis, stride in named}
+
+
+def block_seqs(num_seqs: int) -> int:
+    """Returns the number of sequences that a program looks at together when it searches for its own.
+
+    Example:
+        >>> block_seqs(3)
+        32
+    """
+    return next((size for size in _BLOCK_SEQS if size >= num_seqs), _BLOCK_SEQS[-1])
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -13,8 +13,10 @@ import numpy as np
 from torch_core.base.errors import InvalidInput
 
 
-def check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None) -> list[int]:
-    """Returns the lengths between cumulative offsets."""
+def check_starts(
+    name: str, start_loc: Any, num_rows: int, max_len: int | None = None, *, rows_in: str | None = None
+) -> list[int]:
+    """Returns the lengths between cumulative offsets into the rows of `rows_in`, "query" for "query_start_loc"."""
     starts = start_loc.tolist()
     if not starts or starts[0] != 0:
         raise InvalidInput(name, f"starts with {starts[:1]}", "it must hold num_seqs + 1 offsets from 0 on")
@@ -25,7 +27,8 @@ def check_starts(name: str, start_loc: Any, num_rows: int, max_len: int | None) 
             f"{name}[{first + 1}]", f"is {starts[first + 1]}, less than {starts[first]} before it", "offsets never fall"
         )
     if starts[-1] > num_rows:
-        raise InvalidInput(f"{name}[-1]", f"is {starts[-1]}", f"{name.partition('_')[0]} has only {num_rows} rows")
+        rows_in = rows_in or name.partition("_")[0]
+        raise InvalidInput(f"{name}[-1]", f"is {starts[-1]}", f"{rows_in} has only {num_rows} rows")
     if max_len is not None and lens and max(lens) > max_len:
         first = next(seq for seq, length in enumerate(lens) if length > max_len)
         raise InvalidInput(f"sequence {first} has {lens[first]} rows in {name}; the stated maximum is {max_len}.")

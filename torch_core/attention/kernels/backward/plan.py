@@ -6,8 +6,9 @@ from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.kernels.backward.kernel import backward_keys_kernel, backward_queries_kernel
 from torch_core.attention.operands import cache_constexprs, count, make_launch, operation, padded
 from torch_core.attention.partials import sum_parts_launch
-from torch_core.attention.portable import Tile, block_seqs
+from torch_core.attention.portable import Tile
 from torch_core.base.specs import ArraySpec
+from torch_core.launch.operands import block_seqs
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer
 
 # Gradients with one number for each head, and the scratch of their parts.

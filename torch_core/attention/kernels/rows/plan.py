@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch_core.attention.call import AttentionCall, PagedCall
 from torch_core.attention.kernels.rows.kernel import attention_rows_kernel
 from torch_core.attention.operands import cache_constexprs, is_plain, make_launch
-from torch_core.attention.portable import Tile, block_seqs, is_hot
+from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
-from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
 from torch_core.launch.plan import LaunchPlan
 
 # Up to this query length the heads of a tile run side by side: their tiles are of equal length, so that the device

@@ -6,9 +6,9 @@ from torch_core.attention.call import PagedCall
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
 from torch_core.attention.operands import cache_constexprs, make_launch, padded
 from torch_core.attention.partials import Chunks, combine_launch
-from torch_core.attention.portable import Tile, block_seqs, is_hot
+from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
-from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, LaunchPlan
 
 # Query tokens times packed heads that one program of the split kernel takes at most.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torch_core.attention.operands import count, padded
-from torch_core.attention.portable import block_seqs
 from torch_core.base.specs import ArraySpec
 from torch_core.latent.kernels.indexer.kernel import chosen_slots_kernel, indexer_logits_kernel
 from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
-from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_number, scale_pointer
+from torch_core.launch.operands import block_seqs, ceil_div, named_launch, power_of_two, scale_number, scale_pointer
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 
 # Not tuned on a device yet.
