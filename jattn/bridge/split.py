@@ -1,4 +1,4 @@
-"""How a call can be split over devices without a collective: by heads, and by sequences if their rows are even.
+"""How a call can be split over devices without a collective: by heads or channels, and by sequences with even rows.
 
 The annotations of the call's fields say which axes may be split. Packed rows are addressed by cumulative offsets, which
 XLA cannot split. They are split if the shapes prove that every sequence has the same number of rows; the device checks
@@ -20,6 +20,9 @@ from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call, array_fields
 
 HEADS = ("num_heads", "num_kv_heads")
+# A call has heads or channels.
+_CHANNELS = "num_channels"
+_PARTS = (*HEADS, _CHANNELS)
 _ROWS = ("num_seqs", "num_tokens", "num_keys", "num_values", "num_slots")
 _BLOCKS = "num_blocks"
 
@@ -29,7 +32,7 @@ class Split:
     """Over which mesh axes a call is split.
 
     Attributes:
-        heads: axes that split heads.
+        heads: axes that split heads, or channels.
         rows: axes that split sequences and their rows.
         blocks: axes that split the cache's blocks: a part's sequences live in its own.
     """
@@ -40,9 +43,9 @@ class Split:
 
     def spec(self, dims: Sequence[str], shape: Sequence[int]) -> PartitionSpec:
         """Returns how an array with these axes is split."""
-        axes = {_BLOCKS: self.blocks, **dict.fromkeys(_ROWS, self.rows), **dict.fromkeys(HEADS, self.heads)}
+        axes = {_BLOCKS: self.blocks, **dict.fromkeys(_ROWS, self.rows), **dict.fromkeys(_PARTS, self.heads)}
         # One head serves all.
-        each = [() if dim in HEADS and size == 1 else axes.get(dim, ()) for dim, size in zip(dims, shape, strict=True)]
+        each = [() if dim in _PARTS and size == 1 else axes.get(dim, ()) for dim, size in zip(dims, shape, strict=True)]
         return PartitionSpec(*(found or None for found in each))
 
     def localised(self, call: Call[jax.Array]) -> tuple[Call[jax.Array], jax.Array | None]:
@@ -142,16 +145,16 @@ def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> 
         for dim, size, axes in zip(
             dims_of(call, name), shapes[name], _axes_of(mesh, spec, len(shapes[name])), strict=True
         ):
-            if dim in HEADS and size > 1:
+            if dim in _PARTS and size > 1:
                 heads[name] = axes
             elif dim == _BLOCKS:
                 blocks[name] = axes
             elif axes and dim in _ROWS:
                 rows[name] = axes
-            elif axes and dim not in HEADS:
+            elif axes and dim not in _PARTS:
                 raise Unsupported(
                     f"{call.name}: {name} is split along {dim} by mesh axis {', '.join(axes)}; an op splits itself "
-                    f"along heads and along even sequences. {_UNDO}"
+                    f"along heads or channels and along even sequences. {_UNDO}"
                 )
     by_rows, by_blocks = _rows_split(call, mesh, rows, blocks, shapes)
     return Split(_heads_split(call, mesh, heads, {*by_rows, *by_blocks}, shapes), by_rows, by_blocks)
@@ -169,7 +172,7 @@ def _heads_split(
 ) -> tuple[str, ...]:
     sizes = {
         name: next(
-            size for dim, size in zip(dims_of(call, name), shapes[name], strict=True) if dim in HEADS and size > 1
+            size for dim, size in zip(dims_of(call, name), shapes[name], strict=True) if dim in _PARTS and size > 1
         )
         for name in heads
     }
@@ -177,12 +180,17 @@ def _heads_split(
     axes = max(ways, default=())
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if len(ways) > 1 or any(size % parts for size in sizes.values()) or set(axes) & others:
+        parts_are = "channels" if any(_CHANNELS in dims_of(call, name) for name in heads) else "heads"
         given = ", ".join(
-            f"{name} ({sizes[name]} heads) by {' and '.join(axes) or 'none'}" for name, axes in heads.items()
+            f"{name} ({sizes[name]} {parts_are}) by {' and '.join(axes) or 'none'}" for name, axes in heads.items()
         )
+        limit = {
+            "heads": "the key/value heads; where those are fewer than devices, repeat them",
+            "channels": "the number of channels",
+        }
         raise Unsupported(
-            f"{call.name}: heads are split by mesh axes as follows: {given}. Split all alike, by axes that split "
-            "nothing else and whose sizes divide the key/value heads; where those are fewer than devices, repeat them."
+            f"{call.name}: {parts_are} are split by mesh axes as follows: {given}. Split all alike, by axes that split "
+            f"nothing else and whose sizes divide {limit[parts_are]}."
         )
     return axes
 
@@ -213,7 +221,7 @@ def _rows_split(
         return (), by_blocks
     if "query_start_loc" in shapes and not call.splits_sequences:
         raise Unsupported(
-            f"{call.name}: sequences are split by mesh axes as follows: {given}; an indexer's are not cut, since its "
+            f"{call.name}: sequences are split by mesh axes as follows: {given}; this op's are not cut, since its "
             f"results could not say that they are less even than the shapes promise. {_UNDO}"
         )
     counted = {
