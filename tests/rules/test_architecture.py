@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
+    "torch_core.state": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},
     "torch_core.variants": {"torch_core.launch", "torch_core.serves", "torch_core.all_reduce"},
     # It finds the rooms of ops by their op.py.
@@ -58,6 +59,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.latent",
         "torch_core.cache_writes",
         "torch_core.experts",
+        "torch_core.state",
     },
     "jattn.parallel": {
         "jattn.bridge",
@@ -132,7 +134,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.vllm": {"numpy", "torch"},
     **{
         f"torch_core.{op}{place}": libraries
-        for op in ("attention", "latent", "cache_writes", "experts")
+        for op in ("attention", "latent", "cache_writes", "experts", "state")
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},

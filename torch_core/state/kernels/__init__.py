@@ -1,0 +1,1 @@
+"""The Triton kernels of layers with a state: a folder for each."""
