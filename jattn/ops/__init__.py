@@ -12,6 +12,7 @@ from jattn.ops.attention import (
 )
 from jattn.ops.cache import CacheScales, write_kv_cache, write_kv_cache_per_token_head
 from jattn.ops.cascade import cascade_attention, shared_prefix
+from jattn.ops.causal_conv import causal_conv1d
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.experts import fused_experts, route_experts
@@ -37,6 +38,7 @@ __all__ = [
     "attention_with_lse",
     "available_implementations",
     "cascade_attention",
+    "causal_conv1d",
     "choose",
     "dropout_seeds",
     "fused_experts",

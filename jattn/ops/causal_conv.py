@@ -1,0 +1,100 @@
+"""The short causal convolution of layers with a state, on JAX arrays: by keywords, and in jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.arguments import documented
+from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
+from torch_core.state.conv_call import CausalConvCall
+
+
+@documented(CausalConvCall)
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    conv_states: jax.Array | None = None,
+    cache_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Convolves each channel with its last `width` tokens, over ragged sequences, from and to their state slots.
+
+    One call takes prompts, chunks of prompts and decoded tokens together; a sequence's results are the same bits in
+    one call or in several. The states are replaced in place if the caller donated them to the jitted step; otherwise
+    XLA copies them first. Use the returned array and never the old one. Differentiable in `x`, `weight`, `bias` and
+    `conv_states`, by jnp, with sums in a fixed order. Channels can be split over devices.
+
+    Returns:
+        The results, float[num_tokens, num_channels], 0 in rows of padding; and the states with the new ones in them,
+        None without states.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
+            a slot of two sequences with tokens.
+        Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, weight, starts = jnp.array([[3.0], [4.0]]), jnp.array([[10.0, 1.0]]), jnp.array([0, 2])
+        >>> out, states = causal_conv1d(x, weight, starts, conv_states=jnp.array([[[2.0]]]))
+        >>> out.tolist(), states.tolist()
+        ([[23.0], [34.0]], [[[4.0]]])
+    """
+    call = CausalConvCall(
+        x=x,
+        weight=weight,
+        query_start_loc=query_start_loc,
+        bias=bias,
+        conv_states=conv_states,
+        cache_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        activation=activation,
+    )
+    results = run(call, implementation)
+    return results["out"], results.get("conv_states")
+
+
+def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call.
+
+    Every sequence's inputs follow its state in one array, so one shift of that array serves all sequences. All indices
+    are unique: the transpose of a read is a write, never a sum whose order could vary.
+    """
+    past, (num_tokens, num_channels) = call.width - 1, call.x.shape
+    wide = jnp.float64 if call.x.dtype == jnp.float64 else jnp.float32
+    starts, seqs, tokens = call.query_start_loc, jnp.arange(call.num_seqs), jnp.arange(num_tokens)
+    lens, first = jnp.diff(starts), starts[:-1] + past * seqs
+    num_rows = num_tokens + past * call.num_seqs
+    is_token = tokens < starts[-1]
+    # Padding is past the end, each row at a place of its own.
+    rows = tokens + jnp.where(is_token, past * (jnp.searchsorted(starts[1:], tokens, side="right") + 1), num_rows)
+    history = first[:, None] + jnp.arange(past)
+    inputs = jnp.zeros((num_rows, num_channels), wide)
+    inputs = inputs.at[rows].set(call.x.astype(wide), mode="drop", unique_indices=True)
+    found: dict[str, jax.Array] = {}
+    if call.conv_states is not None:
+        states, slots = call.conv_states, seqs if call.cache_indices is None else call.cache_indices
+        absent = states.shape[0] + seqs
+        known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+        read = states.at[jnp.where(known, slots, absent)].get(mode="fill", fill_value=0, unique_indices=True)
+        inputs = inputs.at[history].set(read.astype(wide), unique_indices=True)
+        new = inputs.at[history + lens[:, None]].get(unique_indices=True).astype(states.dtype)
+        kept = jnp.where((slots >= 0) & (lens > 0), slots, absent)
+        found["conv_states"] = states.at[kept].set(new, mode="drop", unique_indices=True)
+    sums = jnp.zeros((), wide) if call.bias is None else call.bias.astype(wide)
+    for tap in range(call.width):
+        sums = sums + call.weight[:, tap].astype(wide) * inputs[tap : num_rows - past + tap]
+    out = sums.at[rows - past].get(mode="fill", fill_value=0, unique_indices=True)
+    if call.activation == "silu":
+        out = jax.nn.silu(out)
+    return {"out": out.astype(call.x.dtype), **found}
+
+
+register(JaxOp(call=CausalConvCall, jnp=_causal_conv1d, jnp_derivative=True))

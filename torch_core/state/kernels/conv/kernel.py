@@ -1,0 +1,111 @@
+"""The kernel of the short causal convolution: outputs of a tile of tokens, and the new state of a sequence."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.work import locate_tile
+
+
+@triton.jit
+def causal_conv_kernel(
+    x,
+    weight,
+    bias,
+    query_start_loc,
+    cache_indices,
+    has_initial_state,
+    conv_states,
+    out,
+    num_tokens,
+    num_seqs,
+    num_states,
+    x_token_stride,
+    weight_channel_stride,
+    weight_tap_stride,
+    state_slot_stride,
+    state_token_stride,
+    out_token_stride,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):
+    """Grid: (tiles of BLOCK_T tokens of one sequence by a static bound, tiles of BLOCK_C channels).
+
+    A sequence's first tile alone reads its state, which needs BLOCK_T >= WIDTH - 1, and then replaces it: no other
+    program waits for it. Programs beyond the true tiles zero the rows of padded tokens.
+    """
+    PAST: tl.constexpr = WIDTH - 1
+    tile = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (channels < CHANNELS)[None, :]
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, BLOCK_T, 1)
+    steps = tl.arange(0, BLOCK_T)
+    if tile >= total:
+        padded = tl.load(query_start_loc + num_seqs) + (tile - total) * BLOCK_T + steps
+        places = out + padded.to(tl.int64)[:, None] * out_token_stride + channels[None, :]
+        zeros = tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty)
+        tl.store(places, zeros, mask=(padded < num_tokens)[:, None] & inside)
+        return
+
+    start = tl.load(query_start_loc + seq)
+    length = tl.load(query_start_loc + seq + 1) - start
+    tokens = index * BLOCK_T + steps
+    live = tokens < length
+    is_first = index == 0
+    if conv_states is not None:
+        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
+        has_slot = is_first & (slot >= 0) & (slot < num_states)
+        reads_state = has_slot
+        if has_initial_state is not None:
+            reads_state = reads_state & (tl.load(has_initial_state + seq) != 0)
+        state = conv_states + slot.to(tl.int64) * state_slot_stride + channels[None, :]
+
+    sums = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if bias is not None:
+        sums += tl.load(bias + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        source = tokens + (tap - PAST)
+        rows = x + (start + source).to(tl.int64)[:, None] * x_token_stride + channels[None, :]
+        values = tl.load(rows, mask=(live & (source >= 0))[:, None] & inside, other=0.0).to(tl.float32)
+        if conv_states is not None and tap < PAST and reads_state:
+            is_past = (live & (source < 0))[:, None]
+            old = tl.load(state + (source + PAST)[:, None] * state_token_stride, mask=is_past & inside, other=0.0)
+            values = tl.where(is_past, old.to(tl.float32), values)
+        factors = weight + channels * weight_channel_stride + tap * weight_tap_stride
+        sums += values * tl.load(factors, mask=channels < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        sums = sums * tl.sigmoid(sums)
+    places = out + (start + tokens).to(tl.int64)[:, None] * out_token_stride + channels[None, :]
+    tl.store(places, sums.to(out.dtype.element_ty), mask=live[:, None] & inside)
+
+    if conv_states is not None and has_slot:
+        sequence = x + start.to(tl.int64) * x_token_stride + channels[None, :]
+        _replace_state(
+            state, sequence, length, inside, reads_state, state_token_stride, x_token_stride, PAST, BLOCK_STATE
+        )
+
+
+@triton.jit
+def _replace_state(
+    state, sequence, length, inside, reads_state, state_token_stride, x_token_stride, PAST: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):  # fmt: skip
+    """Stores the last PAST inputs of a sequence, those before its first token from its old state or zeros."""
+    entries = tl.arange(0, BLOCK_STATE)
+    tokens = length - PAST + entries
+    exists = (entries < PAST)[:, None] & inside
+    is_past = (tokens < 0)[:, None]
+    rows = sequence + tokens.to(tl.int64)[:, None] * x_token_stride
+    latest = tl.load(rows, mask=exists & (tokens >= 0)[:, None], other=0.0).to(tl.float32)
+    if reads_state:
+        old = tl.load(state + (tokens + PAST)[:, None] * state_token_stride, mask=exists & is_past, other=0.0)
+        latest = tl.where(is_past, old.to(tl.float32), latest)
+    # An entry moves to another thread's place: all must be read before any is written.
+    tl.debug_barrier()
+    tl.store(state + entries[:, None] * state_token_stride, latest.to(state.dtype.element_ty), mask=exists)
