@@ -42,7 +42,8 @@ def shared_prefix(call: PagedCall[jax.Array], common_prefix_len: int, *, piece_t
     Args:
         call: call of the whole sequences, every query after the prefix.
         common_prefix_len: static; tokens of the prefix in whole blocks, from
-            `torch_core.metadata.common_prefix_length`.
+            `torch_core.metadata.common_prefix_length`. It is not checked, because tables are on the device: the first
+            sequence's blocks are attended for all.
         piece_tokens: static; queries that attend to the prefix as one sequence, from
             `torch_core.metadata.prefix_piece_tokens`.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import jattn.bridge  # noqa: F401 - calls become pytrees
 from tests.support.attention_plans import dense_call, paged_call
-from torch_core.attention.call import PagedCall
+from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec, AttentionSpec
@@ -39,6 +41,14 @@ each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @each_call
 def test_a_call_that_fits_passes_its_check(call):
     call.check()
+
+
+@pytest.mark.parametrize(("window", "right"), [(3, 2), ((3, None), None), (None, None)])
+def test_a_window_counts_to_the_right_where_flags_of_sequences_can_end_the_causal_mask(window, right):
+    starts = ArraySpec((3,), "int32")
+    arrays: dict[str, Any] = dense_call().arrays()
+    arrays |= {"query_start_loc": starts, "key_start_loc": starts, "seq_causal": ArraySpec((2,), "bool")}
+    assert DenseCall(**arrays, sliding_window=window, max_query_len=4).spec.window_right == right
 
 
 @each_call

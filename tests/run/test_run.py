@@ -6,13 +6,14 @@ import pytest
 import torch
 from triton.experimental import gluon
 
+from tests.support.attention_plans import paged_call
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.interpret import run_interpreted, run_interpreted_operation
 from tests.support.sample_kernels import double_and_add, double_kernel, double_launch
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.compile import compile_variant, kernel_variant
-from torch_core.launch.launcher import run_operation
+from torch_core.launch.launcher import run_operation, run_planned
 from torch_core.launch.tensors import array_spec, torch_dtype
 
 
@@ -44,6 +45,17 @@ def test_a_missing_input_is_named():
 def test_an_output_of_another_layout_is_refused(copy):
     with pytest.raises(InvalidInput, match=r"out 'copy' is .* it must be float32\[16\] with strides \(1,\)"):
         run_operation(double_and_add(), {"x": torch.zeros(16), "total": torch.zeros(16)}, {"copy": copy})
+
+
+def test_a_call_that_the_kernels_do_not_serve_is_refused_by_what_there_is_for_tensors():
+    specs = paged_call(head_size=288, num_seqs=1, kv_cache=ArraySpec((2, 2, 16, 2, 288), "bfloat16"))
+    call = specs.map(lambda spec: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)))
+    with pytest.raises(Unsupported) as error:
+        run_planned(call, call.arrays(), torch.device("cpu"))
+    assert str(error.value) == (
+        "paged_attention: head_size is 288 and its limit 256, which the kernels for CUDA do not serve; tensors on a "
+        "CPU are served."
+    )
 
 
 def test_a_spec_of_a_tensor_says_layout_and_alignment():

@@ -95,6 +95,19 @@ def test_cascade_stores_a_quantised_output(rng):
     assert (output.float() * scale - exact).abs().max() <= 2**-4 * exact.abs().max() + 1e-6
 
 
+@pytest.mark.parametrize("tables", [([1, 2, 3], [1, 4, 5]), ([2, 1, 3], [1, 2, 4]), ([1, 2, 3], [4, 2, 5])])
+def test_a_prefix_in_blocks_that_a_sequence_does_not_share_is_refused(tables):
+    rows = [SequenceRow(list(table), 2 * BLOCK + 1, 1) for table in tables]
+    step = build_common_metadata(rows, block_size=BLOCK, num_blocks=NUM_BLOCKS)
+    shared = common_prefix_length(step)
+    with refuses(
+        f"common_prefix_len is {2 * BLOCK}; it must be a multiple of the block size, {BLOCK}, and at most {shared}, "
+        "the tokens that all sequences had before the step, in the same blocks."
+    ):
+        metadata_of(step, prefix=2 * BLOCK)
+    assert metadata_of(step, prefix=shared).use_cascade == (shared > 0)
+
+
 def test_cascade_refuses_what_it_cannot_serve(rng):
     case = Case(rng, shared_prefix_rows(3, 2))
     metadata = metadata_of(case.step, prefix=8)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from torch_core import vllm
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec
 from torch_core.vllm import (
@@ -26,6 +27,9 @@ from torch_core.vllm import (
     DeviceCapability,
     DeviceInfo,
     MLAAttentionImpl,
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
     MLADims,
     MultipleOf,
     PagedAttentionMetadata,
@@ -33,6 +37,7 @@ from torch_core.vllm import (
     TorchAttentionBackend,
     TorchAttentionImpl,
     TorchAttentionMetadataBuilder,
+    TorchMLABackend,
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
@@ -124,6 +129,33 @@ def test_a_subclass_builds_with_the_given_class():
     assert backend.__name__ == "MineTorchAttentionBackend"
     assert backend.get_builder_cls() is Builder
     assert backend.get_impl_cls() is TorchAttentionImpl
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, TorchMLABackend])
+def test_the_cache_of_a_dtype_that_is_not_served_has_no_shape(backend):
+    with pytest.raises(InvalidInput, match=r"cache_dtype_str is 'fp7'; .* serves auto, ") as error:
+        backend.get_kv_cache_shape(10, 16, 8, 128, "fp7")
+    assert error.value.argument == "cache_dtype_str"
+
+
+def test_contracts_are_generic_over_the_metadata_as_vllms_are():
+    class Impl(AttentionImpl[PagedAttentionMetadata]):
+        pass
+
+    class Latent(MLAAttentionImpl[MLACommonMetadata[MLACommonDecodeMetadata]]):
+        pass
+
+    class Builder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+        pass
+
+    class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+        pass
+
+    assert not any(cls.__parameters__ for cls in (Impl, Latent, Builder, LatentBuilder))  # type: ignore[attr-defined]
+
+
+def test_a_star_import_brings_no_module():
+    assert not any(isinstance(getattr(vllm, name), ModuleType) for name in vllm.__all__)
 
 
 def test_abstract_classes_cannot_be_made():

@@ -99,10 +99,29 @@ def padded(device: str, dtype: torch.dtype, rows: int = 105) -> torch.Tensor:
     return out
 
 
+def wide(device: str, dtype: torch.dtype) -> torch.Tensor:
+    x = [tensor.to(device, dtype) for tensor in tensors((3, HEADS, 576), (40, BLOCK, KV_HEADS, 576))]
+    out, lse = torch.empty(3, HEADS, 512, device=device, dtype=dtype), torch.empty(3, HEADS, device=device)
+    ops.decode_attention_fwd(
+        x[0], x[1], x[1][..., :512], out, lse, TABLES[..., None].to(device), SEQ_LENS.to(device), None, 4, 0.04, BLOCK
+    )
+    return torch.cat([out.float(), lse[..., None]], -1)
+
+
+def overlapping(device: str, dtype: torch.dtype) -> torch.Tensor:
+    x = [tensor.to(device, dtype) for tensor in tensors((700, HEADS, HEAD), *[(700, KV_HEADS, HEAD)] * 2)]
+    starts, lens = torch.tensor([450, 0, 0, 300]), torch.tensor([250, 200, 310, 170])
+    out = torch.full_like(x[0], torch.nan)
+    ops.context_attention_fwd(x[0], x[1], x[2], out, starts.to(device), lens.to(device), 310, is_causal=False)
+    return out
+
+
 RUNS: dict[str, Callable[[str, torch.dtype], torch.Tensor]] = {
     "descales by sequence and head": unified,
     "values of another size": diffkv,
     "one query of each sequence": decode,
+    "one query of wide heads": wide,
+    "sequences in any order that overlap": overlapping,
     "a cached prefix": prefix,
     "chunks and decodes": chunked,
     "padding between sequences": padded,

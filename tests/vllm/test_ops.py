@@ -299,11 +299,9 @@ def test_context_attention_fwd_takes_no_sequence(seed):
     assert (out == 0).all()
 
 
-def test_context_attention_fwd_refuses_overlaps_and_a_sink_on_key_0(seed):
+def test_context_attention_fwd_refuses_a_sink_on_key_0(seed):
     query, key, value, starts, lens = _packed(seed)
-    with pytest.raises(InvalidInput, match=r"query_start_loc\[\d\] is 2, less than 3 before it; offsets never fall"):
-        vllm_compat.context_attention_fwd(query, key, value, query, starts - torch.tensor([0, 1, 0]), lens, 5)
-    with pytest.raises(Unsupported, match="sinks_bias_key0: a sink is a logit without a value"):
+    with pytest.raises(Unsupported, match="sinks_bias_key0 is True; a sink is no bias on key 0 here: use False"):
         vllm_compat.context_attention_fwd(
             query, key, value, query, starts, lens, 5, sinks=torch.ones(4), sinks_bias_key0=True
         )
@@ -404,7 +402,7 @@ def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
     k_scales, v_scales = torch.zeros(2, 2, BLOCK_SIZE, KV_HEADS)
     slots = torch.tensor([7, -1, 2])
     vllm_compat.triton_reshape_and_cache_flash_per_token_head_quant(
-        key, value, k_cache, v_cache, k_scales, v_scales, slots
+        key, value, k_cache, v_cache, k_scales, v_scales, slots, None
     )
     stored = k_cache[1, 3].float() * k_scales[1, 3][:, None]
     torch.testing.assert_close(stored, key[0], rtol=0, atol=float(key.abs().max()) / 127)
@@ -418,7 +416,7 @@ def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
     ("change", "message"),
     [
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype is 'nvfp4'; use one of auto"),
-        ({"interleaved_v_pack_factor": 4}, "interleaved_v_pack_factor is 4; values are not packed here"),
+        ({"interleaved_v_pack_factor": 4}, "interleaved_v_pack_factor is 4; values are not interleaved here: use 0"),
         ({"key_cache": torch.zeros(1, 1, 1, 1, 1)}, "key_cache has 5 axes"),
     ],
 )
@@ -451,47 +449,14 @@ def test_unified_attention_diffkv_takes_values_of_another_size(batch, seed):
     _close(out, _expected(batch, spec=_spec(window_left=3), sinks=sinks))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
-def test_decode_attention_fwd_reads_one_query_of_each_sequence(flat, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    query, lens = torch.randn(3, HEADS, SIZE, generator=generator), torch.tensor([9, 14, 1])
-    keys, values = torch.randn(2, 13, BLOCK_SIZE, KV_HEADS, SIZE, generator=generator).to(dtype)
-    tables = torch.randperm(12, generator=generator).reshape(3, 4) + 1
-    out, lse = torch.full_like(query, torch.nan), torch.full((3, HEADS), torch.nan)
-    k_buffer, v_buffer = (x.flatten(0, 1) if flat else x for x in (keys, values))
-    scales = (0.5, torch.tensor(2.0))
-    vllm_compat.decode_attention_fwd(
-        query, k_buffer, v_buffer, out, lse, tables, lens, torch.empty(3, HEADS, 4, SIZE), 4, 0.3, BLOCK_SIZE, 5.0,
-        *scales,
+def test_unified_attention_diffkv_takes_descales_last(batch, seed):
+    packed = torch.randn(13, BLOCK_SIZE, KV_HEADS, SIZE + 8, generator=torch.Generator().manual_seed(seed))
+    coded = packed.to(torch.float8_e5m2)
+    batch["q"] = batch["q"].to(torch.float8_e5m2)
+    batch["kv_cache"] = caches = coded[..., :SIZE], coded[..., SIZE:]
+    out = torch.full((9, HEADS, 8), torch.nan)
+    vllm_compat.unified_attention_diffkv(
+        batch["q"], *caches, out, batch["starts"], batch["seq_lens"], SIZE**-0.5, True, (-1, -1), batch["tables"], 0,
+        5, None, None, False, None, None, None, None, None, torch.tensor(0.5), torch.tensor(2.0), torch.tensor(0.25),
     )  # fmt: skip
-    starts, spec = torch.arange(4, dtype=torch.int32), AttentionSpec(scale=0.3, logits_soft_cap=5.0)
-    factors = {} if dtype == torch.float32 else {"k_scale": 0.5, "v_scale": 2.0}
-    expected, expected_lse = reference.paged_attention_with_lse(
-        query, (keys, values), tables.int(), lens.int(), starts, spec=spec, compute_dtype=torch.float64, **factors
-    )
-    _close(out, expected)
-    _close(lse, expected_lse)
-
-
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_decode_attention_fwd_reads_latents_as_keys_and_values(scale, seed):
-    generator = torch.Generator().manual_seed(seed)
-    query, lens = torch.randn(3, HEADS, 20, generator=generator), torch.tensor([9, 14, 1])
-    latents = torch.randn(13, BLOCK_SIZE, 1, 20, generator=generator).to(
-        torch.float32 if scale is None else torch.float8_e4m3fn
-    )
-    tables = torch.randperm(12, generator=generator).reshape(3, 4) + 1
-    out, lse = torch.full((3, HEADS, 16), torch.nan), torch.full((3, HEADS), torch.nan)
-
-    vllm_compat.decode_attention_fwd(
-        query, latents, latents[..., :16], out, lse, tables, lens, None, 4, 0.3, BLOCK_SIZE, k_scale=scale,
-        v_scale=scale, is_mla=True,
-    )  # fmt: skip
-
-    expected, expected_lse = reference.paged_attention_with_lse(
-        query, (latents, latents[..., :16]), tables.int(), lens.int(), torch.arange(4, dtype=torch.int32),
-        spec=AttentionSpec(scale=0.3), compute_dtype=torch.float64, k_scale=scale, v_scale=scale,
-    )  # fmt: skip
-    _close(out, expected)
-    _close(lse, expected_lse)
+    _close(out, _expected(batch, k_scale=0.5, v_scale=2.0, q_scale=0.25, out_dtype="float32"))

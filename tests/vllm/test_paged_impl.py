@@ -185,6 +185,20 @@ def test_a_decoder_layer_follows_the_batch_when_it_is_not_causal(rng, within_bou
     within_bound(found, case.expected(spec, None), case.expected(spec))
 
 
+@pytest.mark.parametrize("flags", [None, [True, False, True]])
+def test_a_window_reaches_as_far_to_the_right_of_what_is_not_causal(flags, rng, within_bound):
+    case = Case(rng, causal=flags is not None)
+    given: dict[str, Any] = {} if flags is None else {"seq_causal": torch.tensor(flags)}
+    builder = TritonAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=HEADS), "cpu")
+    spec = AttentionSpec(scale=SCALE, causal=flags is not None, window_left=2, window_right=2)
+
+    found = case.run(
+        TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, sliding_window=3), builder.build(0, case.step, **given)
+    )
+
+    within_bound(found, case.expected(spec, None, **given), case.expected(spec, **given))
+
+
 @pytest.mark.parametrize("prefix", [0, 8])
 def test_each_sequence_follows_its_own_causal_flag(prefix, rng, within_bound):
     case = Case(rng, shared_prefix_rows(4, 2, new=4))
@@ -403,7 +417,7 @@ def test_a_prefix_that_the_batch_does_not_have_is_refused(prefix):
     builder = TorchAttentionMetadataBuilder(SPEC, [], BuilderConfig(num_heads=4), "cpu")
     step = build_common_metadata([SequenceRow([3, 4], 5, 1)], block_size=4, num_blocks=8)
     with refuses(
-        f"common_prefix_len is {prefix}; it must be a multiple of the block size, 4, and at most the shortest context "
-        "of the batch, 5."
+        f"common_prefix_len is {prefix}; it must be a multiple of the block size, 4, and at most 5, the tokens that "
+        "all sequences had before the step, in the same blocks."
     ):
         builder.build(prefix, step)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import reference
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.vllm.ops import chunked_prefill_paged_decode
 from torch_core.vllm.ops.prefix_prefill import context_attention_fwd
@@ -174,6 +174,29 @@ def test_a_step_of_nothing_writes_nothing(batch):
     assert out.isnan().all()
 
 
-def test_tables_of_addresses_are_refused(batch):
-    with pytest.raises(Unsupported, match="is_block_table_ptr: a table of addresses is not served"):
-        prefix(batch, torch.empty_like(batch.q), is_block_table_ptr=True)
+def test_chunks_without_new_keys_find_them_in_the_cache(batch):
+    full = batch._replace(
+        caches=tuple(torch.randn(13, BLOCK_SIZE, KV_HEADS, SIZE) for _ in range(2)),
+        tables=torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]),
+    )
+    out = torch.full_like(batch.q, torch.nan)
+    chunked_prefill_paged_decode(
+        batch.q, None, None, out, "auto", *head_major(full, True), full.tables, batch.starts, batch.seq_lens, 14, 5,
+        None, None, causal=False,
+    )  # fmt: skip
+    arrays = (batch.q, full.caches, full.tables.int(), batch.seq_lens.int(), batch.starts.int())
+    spec = AttentionSpec(scale=SIZE**-0.5, causal=False)
+    close(out[:9], reference.paged_attention(*arrays, spec=spec, compute_dtype=torch.float64)[:9])
+    assert out[9:].isnan().all()
+
+
+@pytest.mark.parametrize("option", [{"is_block_table_ptr": True}, {"interleaved_v_pack_factor": 8}])
+def test_another_value_of_an_option_that_is_not_served_is_refused(batch, option):
+    with pytest.raises(Unsupported) as error:
+        prefix(batch, torch.empty_like(batch.q), **option)
+    assert error.value.argument in option
+
+
+def test_keys_without_values_are_refused(batch):
+    with pytest.raises(InvalidInput, match="v is None; give both, or None for both"):
+        prefix(batch._replace(v=None), torch.empty_like(batch.q))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import ClassVar
 
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
@@ -47,8 +47,8 @@ class AttentionCall(Call[A]):
             of these.
         scale: factor on the scores; head_size ** -0.5 by default.
         causal: hide keys after the query.
-        sliding_window: number W of visible tokens, the query's own included; as many to the right if causal is False.
-            A pair (left, right) counts further tokens to each side. None for all.
+        sliding_window: number W of visible tokens, the query's own included; as many to the right of sequences that are
+            not causal. A pair (left, right) counts further tokens to each side. None for all.
         logits_soft_cap: cap on the scores, `cap * tanh(score / cap)`; None for off.
         attention_chunk: size of chunks in tokens; a query sees the keys of its own chunk only. None for off.
         use_alibi_sqrt: use the square-root form of ALiBi, `-slope * sqrt(query - key)`.
@@ -91,7 +91,10 @@ class AttentionCall(Call[A]):
         """Makes the spec, unless it is given, and checks the options that are numbers."""
         mask = (scale, causal, sliding_window, logits_soft_cap, attention_chunk, use_alibi_sqrt)
         if self.spec is None:
-            object.__setattr__(self, "spec", attention_spec(self.query, *mask))
+            spec = attention_spec(self.query, *mask)
+            if self.seq_causal is not None and not isinstance(sliding_window, tuple):
+                spec = replace(spec, window_right=spec.window_left)
+            object.__setattr__(self, "spec", spec)
         elif mask != _NO_MASK:
             raise InvalidInput("spec", "is given beside its parts", f"give spec or {', '.join(MASK_OPTIONS)}")
         self.check_statics()
@@ -257,16 +260,11 @@ class AttentionCall(Call[A]):
                 "or out_dtype."
             )
         if self.qq_bias is not None and self.qq_bias.shape[0] < self.max_query_len:
-            raise InvalidInput(
-                f"qq_bias has shape {list(self.qq_bias.shape)}; both sides must be at least max_query_len = "
-                f"{self.max_query_len}."
-            )
-
+            wanted = f"both sides must be at least max_query_len = {self.max_query_len}"
+            raise InvalidInput("qq_bias", f"has shape {list(self.qq_bias.shape)}", wanted)
         if self.relative_bias is not None and self.relative_bias.shape[1] % 2 == 0:
-            raise InvalidInput(
-                f"relative_bias has shape {list(self.relative_bias.shape)}; it must have an odd number of distances, "
-                "from -D to D."
-            )
+            wanted = "it must have an odd number of distances, from -D to D"
+            raise InvalidInput("relative_bias", f"has shape {list(self.relative_bias.shape)}", wanted)
 
     def _keys_and_values(self) -> tuple[A, A]:
         raise NotImplementedError

@@ -58,8 +58,11 @@ def shared_prefix(
 ) -> SharedPrefix[Any]:
     """Splits a batch's tables and lengths at a prefix, on the device and without looking at a value.
 
+    So no value is checked: of a batch on the host, `torch_core.metadata.common_prefix_length` is the longest prefix.
+
     Args:
-        block_tables: int32 `[num_seqs, max_blocks]`; the first `common_prefix_len // block_size` columns are equal.
+        block_tables: int32 `[num_seqs, max_blocks]`; the first `common_prefix_len // block_size` columns must be equal:
+            the first row's blocks are attended for all.
         seq_lens: int32 `[num_seqs]`; 0 for a padding row, and else no less than the prefix and the new tokens.
         query_start_loc: int32 `[num_seqs + 1]`.
         num_tokens: queries of the batch, padding included.

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from triton import knobs
 
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.compile import check_fits, compile_variant, kernel_variant
 from torch_core.launch.plan import Absent, Descriptor, DeviceLimits, OperationPlan, Pointer, Scalar
 from torch_core.launch.planner import plan_call
+from torch_core.launch.serves import unserved
 from torch_core.launch.tensors import array_spec, empty_results, layout_spec, torch_dtype
 
 
@@ -139,6 +140,7 @@ def _ready(call_class: type[Call[Any]], found: tuple[Any, ...], device: torch.de
     if specs.is_empty:
         specs.check()
         return None
+    _refuse_unserved(specs)
     plan = plan_call(specs, device_limits(device))
     for name, spec in plan.outputs:
         given = getattr(specs, name, None)
@@ -151,6 +153,15 @@ def _ready(call_class: type[Call[Any]], found: tuple[Any, ...], device: torch.de
     )
     written = [name for name in specs.written if name in ("out", "lse")]
     return _Ready(new, scratch, _prepared(plan, device.index), tuple(dict.fromkeys([*dict(plan.outputs), *written])))
+
+
+def _refuse_unserved(specs: Call[ArraySpec]) -> None:
+    """Refuses by what there is for tensors: implementations have names in JAX."""
+    specs.check()
+    reason = unserved(specs, "triton")
+    if reason is not None:
+        fix = "tensors on a CPU are served" if unserved(specs, "torch") is None else "no implementation serves it"
+        raise Unsupported(f"{specs.name}: {reason}, which the kernels for CUDA do not serve; {fix}.")
 
 
 def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:

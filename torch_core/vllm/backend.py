@@ -89,8 +89,12 @@ class AttentionBackend(ABC):
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns the logical shape of one layer's cache, the same for all dtypes; InvalidInput for bad sizes."""
-        del cache_dtype_str
+        """Returns the logical shape of one layer's cache, the same for all dtypes.
+
+        Raises:
+            InvalidInput: a size is out of range, or the backend does not serve a cache of this dtype.
+        """
+        cls._check_cache_dtype(cache_dtype_str)
         spec = KVCacheSpec(num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, dtype="float32")
         return spec.shape(num_blocks)
 
@@ -167,6 +171,12 @@ class AttentionBackend(ABC):
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Returns whether a cache of this dtype is served; None means for undecided."""
         return kv_cache_dtype is None or kv_cache_dtype in (cls.supported_kv_cache_dtypes or (kv_cache_dtype,))
+
+    @classmethod
+    def _check_cache_dtype(cls, cache_dtype_str: str) -> None:
+        if not cls.supports_kv_cache_dtype(cache_dtype_str):
+            wanted = f"{cls.get_name()} serves {', '.join(cls.supported_kv_cache_dtypes)}"
+            raise InvalidInput("cache_dtype_str", value=cache_dtype_str, wanted=wanted)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:

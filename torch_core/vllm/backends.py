@@ -99,11 +99,12 @@ class _MLABackend(AttentionBackend):
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Returns the shape of one layer's latents, `head_size` of each token; InvalidInput for bad sizes.
+        """Returns the shape of one layer's latents, `head_size` of each token, as `AttentionBackend` does.
 
         Packed rows ("fp8_ds_mla") are those of DeepSeek's rotary keys of 64 elements.
         """
         del num_kv_heads  # All heads share a latent.
+        cls._check_cache_dtype(cache_dtype_str)
         packed = cache_dtype_str == PACKED_LATENTS
         rope_dim, dtype = (_PACKED_ROPE_DIM, "uint8") if packed else (1, "float32")
         spec = LatentCacheSpec(kv_lora_rank=head_size - rope_dim, rope_dim=rope_dim, block_size=block_size, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch_core.metadata import CommonAttentionMetadata
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 
+#: The metadata of a step that a builder makes.
+M = TypeVar("M")
 
-class AttentionMetadataBuilder(ABC):
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
     """Builds the metadata of a step once for all layers of a cache group. Names follow vLLM's class of this name.
 
     Args:
@@ -65,7 +68,7 @@ class AttentionMetadataBuilder(ABC):
         fast_build: bool = False,
         *,
         arrays: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    ) -> M:
         """Returns the metadata of a step.
 
         Args:
@@ -79,7 +82,7 @@ class AttentionMetadataBuilder(ABC):
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
-    ) -> Any:
+    ) -> M:
         """Returns the metadata to capture a CUDA graph with; by default that of `build`."""
         return self.build(0, common_attn_metadata, **_given(arrays))
 
@@ -89,12 +92,12 @@ class AttentionMetadataBuilder(ABC):
         draft_index: int,
         *,
         arrays: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    ) -> M:
         """Returns the metadata of a draft model's step: the `draft_index`-th token of a chain, or level of a tree."""
         del draft_index  # The batch says everything by default.
         return self.build(0, common_attn_metadata, fast_build=True, **_given(arrays))
 
-    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+    def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
         """Returns the same metadata for another cache group, whose tables and slots alone differ.
 
         Raises:

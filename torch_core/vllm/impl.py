@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_core.base.errors import InvalidInput
 from torch_core.vllm.types import ContextParallel, QuantKey
+
+#: The metadata of a step that an implementation reads.
+T = TypeVar("T")
 
 
 def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
@@ -82,7 +85,7 @@ class AttentionScales:
         return cls(q, k, v, *numbers)
 
 
-class AttentionImplBase(ABC):
+class AttentionImplBase(ABC, Generic[T]):
     """The common parts of all implementations.
 
     Attributes:
@@ -120,7 +123,7 @@ class AttentionImplBase(ABC):
         return False
 
 
-class AttentionImpl(AttentionImplBase):
+class AttentionImpl(AttentionImplBase[T]):
     """Multi-head attention over separate keys and values; subclasses add keyword-only arguments to the constructor."""
 
     kv_cache_dtype: str
@@ -136,13 +139,13 @@ class AttentionImpl(AttentionImplBase):
     @abstractmethod
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor | None,
-        attn_metadata: Any, output: Tensor | None = None, output_scale: Tensor | None = None,
+        attn_metadata: T, output: Tensor | None = None, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Writes the step's keys and values to the cache, attends, writes `output` and returns it."""
 
 
-class MLAAttentionImpl(AttentionImplBase):
+class MLAAttentionImpl(AttentionImplBase[T]):
     """Multi-head latent attention: one compressed vector per token in the cache serves all heads.
 
     Prefill expands it to keys and values (`forward_mha`); decode absorbs the expansion into the query and attends to
@@ -161,21 +164,21 @@ class MLAAttentionImpl(AttentionImplBase):
     @abstractmethod
     def forward(
         self, layer: AttentionLayer, hidden_states_or_cq: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor,
-        attn_metadata: Any, output: Tensor | None = None, output_scale: Tensor | None = None,
+        attn_metadata: T, output: Tensor | None = None, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Writes the step's compressed vectors to the cache, attends, writes `output` and returns it."""
 
     @abstractmethod
     def forward_mha(
-        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any,
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: T,
         k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attends for prefill rows, with expanded keys and values."""
 
     @abstractmethod
     def forward_mqa(
-        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: AttentionLayer
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: T, layer: AttentionLayer
     ) -> tuple[Tensor, Tensor | None]:
         """Attends for decode rows, to the compressed vectors; returns the output and perhaps the lse."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from torch_core.base.checks import check_int
 
 _SPLIT_TOKENS = 512
+#: The metadata of decodes.
+D = TypeVar("D", bound="MLACommonDecodeMetadata")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MLADims:
     """The sizes of one layer; field names are those of a Hugging Face DeepSeek configuration.
 
@@ -135,7 +137,7 @@ class MLACommonDecodeMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MLACommonMetadata:
+class MLACommonMetadata(Generic[D]):
     """The metadata of one step for the layers of one cache group; field names are those of vLLM's class of this name.
 
     Attributes:
@@ -162,5 +164,5 @@ class MLACommonMetadata:
     num_decodes: int = 0
     num_decode_tokens: int = 0
     num_prefills: int = 0
-    decode: MLACommonDecodeMetadata | None = None
+    decode: D | None = None
     prefill: MLACommonPrefillMetadata | None = None

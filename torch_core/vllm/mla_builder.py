@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ from torch_core.latent.call import LatentCall
 from torch_core.launch.run import scratch_of
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.vllm.buffers import upload
-from torch_core.vllm.builder import AttentionMetadataBuilder
+from torch_core.vllm.builder import AttentionMetadataBuilder, M
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.mla import MLACommonDecodeMetadata, MLACommonMetadata, MLACommonPrefillMetadata, MLAContextChunk
 from torch_core.vllm.ranks import RankArrays
 from torch_core.vllm.types import AttentionCGSupport
 
 
-class MLACommonMetadataBuilder(AttentionMetadataBuilder):
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Generic[M]):
     """Builds `MLACommonMetadata`; decodes, drafts that are verified among them, come first in the batch.
 
     Args are those of `AttentionMetadataBuilder`; the specification is of latents, and the configuration says the sizes
@@ -188,7 +188,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
                 )
 
 
-class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):
+class TritonMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Builds the metadata of `TritonMLABackend`, and reserves the scratch of the largest decode beforehand.
 
     Args are those of `MLACommonMetadataBuilder`.
@@ -230,5 +230,5 @@ class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):
         )
 
 
-class TorchMLAMetadataBuilder(MLACommonMetadataBuilder):
+class TorchMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Builds the metadata of `TorchMLABackend`; there are neither graphs nor scratch on the CPU."""

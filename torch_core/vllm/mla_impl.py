@@ -19,7 +19,7 @@ from torch_core.vllm.mla import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 
 
-class TritonMLAImpl(MLAAttentionImpl):
+class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
     """Multi-head latent attention of one layer; the tensors' device decides whether kernels or plain torch compute it.
 
     Args:

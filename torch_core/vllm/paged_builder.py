@@ -12,7 +12,12 @@ from torch import Tensor
 
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
-from torch_core.metadata import CommonAttentionMetadata, prefix_piece_tokens, use_cascade_attention
+from torch_core.metadata import (
+    CommonAttentionMetadata,
+    common_prefix_length,
+    prefix_piece_tokens,
+    use_cascade_attention,
+)
 from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import BuilderConfig
@@ -23,7 +28,7 @@ from torch_core.vllm.types import AttentionCGSupport, AttentionType
 _CACHED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
-class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
     """Builds `PagedAttentionMetadata`; the layers' kernels take any mix of rows, so the order is free."""
 
     supports_update_block_table: ClassVar[bool] = True
@@ -212,13 +217,14 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
             )
         shared = common_prefix_len
         if shared and kind is not AttentionType.DECODER:
+            wanted = f"{kind.value} attention does not read the cache of the prefix: use 0"
+            raise InvalidInput("common_prefix_len", value=shared, wanted=wanted)
+        if shared and (shared < 0 or shared % block_size or shared > _shared_context(common)):
             raise InvalidInput(
-                f"common_prefix_len is {shared}; {kind.value} attention does not read the cache of the prefix: use 0."
-            )
-        if shared < 0 or shared % block_size or (shared and shared > _shortest_context(common)):
-            raise InvalidInput(
-                f"common_prefix_len is {shared}; it must be a multiple of the block size, {block_size}, and at most "
-                f"the shortest context of the batch, {_shortest_context(common)}."
+                "common_prefix_len",
+                value=shared,
+                wanted=f"it must be a multiple of the block size, {block_size}, and at most {_shared_context(common)}, "
+                "the tokens that all sequences had before the step, in the same blocks",
             )
 
     def _layers(self) -> str:
@@ -226,6 +232,6 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder):
         return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
 
 
-def _shortest_context(common: CommonAttentionMetadata) -> int:
-    context = common.compute_num_computed_tokens()[: common.num_reqs]
-    return int(context.min()) if context.size else 0
+def _shared_context(common: CommonAttentionMetadata) -> int:
+    # A sequence alone shares its context with itself.
+    return common_prefix_length(common) if common.num_reqs != 1 else int(common.compute_num_computed_tokens()[0])

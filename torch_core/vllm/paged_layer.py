@@ -25,7 +25,7 @@ from torch_core.vllm.types import (
 )
 
 
-class PagedLayer(AttentionImpl):
+class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
     """The options of one layer, checked, and the calls that `PagedAttentionImpl` runs.
 
     Args:
@@ -34,7 +34,8 @@ class PagedLayer(AttentionImpl):
         scale: factor on the scores.
         num_kv_heads: key/value heads; None for as many as query heads.
         alibi_slopes: one number for each query head, or None.
-        sliding_window: tokens that a query sees, its own included; in encoders that many on either side. None for all.
+        sliding_window: tokens that a query sees, its own included; that many on either side in encoders and where a
+            batch or sequence is not causal. None for all.
         kv_cache_dtype: a name of `CACHE_DTYPES`.
         logits_soft_cap: scores become `cap * tanh(score / cap)`; None or 0 for off.
         attn_type: kind of attention of the layer.
@@ -176,7 +177,9 @@ class PagedLayer(AttentionImpl):
 
     def _spec_of(self, metadata: PagedAttentionMetadata) -> AttentionSpec:
         # A decoder layer without the causal mask is asked for batch by batch (diffusion drafts, bidirectional models).
-        return self.spec if metadata.causal == self.spec.causal else replace(self.spec, causal=metadata.causal)
+        if metadata.causal == self.spec.causal and metadata.seq_causal is None:
+            return self.spec
+        return replace(self.spec, causal=metadata.causal, window_right=self.spec.window_left)
 
 
 def _needed(tensor: Tensor | None, name: str) -> Tensor:

@@ -76,7 +76,8 @@ class PagedAttentionMetadata:
         """Splits the batch again, in place, after other lengths and tables were uploaded to the same tensors.
 
         A step that is captured in a graph calls this first; otherwise its replays attend with the split of the step
-        that was captured. The prefix stays as long as it is. Without a shared prefix nothing happens.
+        that was captured. The prefix stays as long as it is, and nothing is checked: tables that are on the device only
+        must share it, as `build` checks those of the host. Without a shared prefix nothing happens.
         """
         if self.shared_prefix is not None:
             # The prefix's own tables are a view of the first row, and its lengths constant.

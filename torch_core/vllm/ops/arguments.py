@@ -92,11 +92,16 @@ def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
     names = {**CACHE_DTYPES, "half": torch.float16, "float": torch.float32}
     del names["int8"]
     if kv_cache_dtype not in names:
-        raise Unsupported(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; use one of {', '.join(names)}, or the per-token-head operation."
-        )
+        wanted = f"use one of {', '.join(names)}, or the per-token-head operation"
+        raise Unsupported("kv_cache_dtype", value=kv_cache_dtype, wanted=wanted)
     dtype = names[kv_cache_dtype]
     return dtype if dtype is not None and dtype.itemsize == 1 else None
+
+
+def refuse_option(name: str, value: object, default: object, wanted: str) -> None:
+    """Raises Unsupported for another value than vLLM's default of an argument without a counterpart here."""
+    if value != default:
+        raise Unsupported(name, value=value, wanted=f"{wanted}: use {default}")
 
 
 def refuse_4_bits(kv_quant_mode: Any) -> None:
@@ -129,6 +134,5 @@ def _one_or_each(name: str, scale: Scale, shape: tuple[int, int]) -> tuple[Scale
     try:
         return None, scale.float().broadcast_to(shape)
     except RuntimeError:
-        raise InvalidInput(
-            f"{name} has shape {list(scale.shape)}; it must be one element, or [num_seqs, num_kv_heads], {list(shape)}."
-        ) from None
+        wanted = f"it must be one element, or [num_seqs, num_kv_heads], {list(shape)}"
+        raise InvalidInput(name, f"has shape {list(scale.shape)}", wanted) from None

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.merge_call import MergeCall
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
-from torch_core.latent.call import LatentCall
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_4_bits, run_descaled
+from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_4_bits, refuse_option, run_descaled
 
 
 def unified_attention(
@@ -68,7 +67,8 @@ def unified_attention(
     refuse_4_bits(kv_quant_mode)
     left, right, chunk = _window(window_size, causal, chunk_lookback)
     if mm_prefix_range is not None and mm_prefix_clamp_sliding_window and (left is not None or chunk is not None):
-        raise Unsupported("mm_prefix_clamp_sliding_window: prefix ranges always reach past the window; pass False.")
+        wanted = "prefix ranges always reach past the window"
+        raise Unsupported("mm_prefix_clamp_sliding_window", value=True, wanted=wanted)
     # A cache of 16 bits or more holds the real values: its write has no scale either.
     scaled = k.dtype.itemsize == 1 and k_scale_cache is None
     run_descaled(
@@ -107,70 +107,24 @@ def unified_attention(
 
 def unified_attention_diffkv(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, softmax_scale: float,
-    causal: bool, window_size: tuple[int, int], block_table: Tensor, softcap: float, max_seqlen_q: int | None = None,
+    causal: bool, window_size: tuple[int, int], block_table: Tensor, softcap: float, max_seqlen_q: int = 1,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, use_alibi_sqrt: bool = False,
     seq_threshold_3D: int | None = None, num_par_softmax_segments: int | None = None,
     softmax_segm_output: Tensor | None = None, softmax_segm_max: Tensor | None = None,
-    softmax_segm_expsum: Tensor | None = None,
+    softmax_segm_expsum: Tensor | None = None, k_descale: Scale = None, v_descale: Scale = None,
+    q_descale: Scale = None,
 ) -> None:  # fmt: skip
     """The counterpart of `unified_attention` for values of another head size; k and v are views of one packed cache.
 
     Args as there, but: k [num_blocks, block_size, num_kv_heads, head_size], v and out with the values' head size, and
-    max_seqlen_q, which vLLM takes for 1: None means for the safe bound, the number of tokens.
+    max_seqlen_q, which vLLM's callers may leave out: 1 with more tokens than sequences means for the number of tokens.
     """
-    bound, none = q.shape[0] if max_seqlen_q is None else max_seqlen_q, None
-    mask = causal, window_size, block_table, softcap
+    is_bound = max_seqlen_q > 1 or q.shape[0] <= seqused_k.shape[0]
     unified_attention(
-        q, k, v, out, cu_seqlens_q, bound, seqused_k, 0, softmax_scale, *mask, none, none, none,
-        alibi_slopes=alibi_slopes, sinks=sinks, use_alibi_sqrt=use_alibi_sqrt,
+        q, k, v, out, cu_seqlens_q, max_seqlen_q if is_bound else q.shape[0], seqused_k, 0, softmax_scale, causal,
+        window_size, block_table, softcap, q_descale, k_descale, v_descale, alibi_slopes=alibi_slopes, sinks=sinks,
+        use_alibi_sqrt=use_alibi_sqrt,
     )  # fmt: skip
-
-
-def decode_attention_fwd(
-    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor, req_to_token: Tensor, b_seq_len: Tensor,
-    attn_logits: Tensor | None, num_kv_splits: int, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
-    k_scale: Scale = None, v_scale: Scale = None, is_mla: bool = False,
-) -> None:  # fmt: skip
-    """Attends one query of each sequence over a paged cache; writes `o` and `lse`.
-
-    Not used: attn_logits, num_kv_splits.
-
-    Args:
-        q: [num_seqs, num_heads, head_size].
-        k_buffer, v_buffer: [num_pages, page_size, num_kv_heads, head_size], or without the first axis split; the head
-            sizes may differ.
-        o: [num_seqs, num_heads, value_head_size]; written.
-        lse: [num_seqs, num_heads], natural log; written.
-        req_to_token: int32 [num_seqs, pages], the pages of each sequence.
-        b_seq_len: int32 [num_seqs].
-        sm_scale: factor on the scores.
-        page_size: tokens of a page.
-        logit_cap: soft cap on the scores; 0 for none.
-        k_scale, v_scale: dequantisation scales of an 8-bit cache.
-        is_mla: `v_buffer` is the first elements of `k_buffer`'s rows, the latents of one head; it is not read.
-
-    Raises:
-        Unsupported: heads beyond 256 on CUDA without `is_mla`.
-    """
-    k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
-    scaled = k.dtype.itemsize == 1
-    batch: dict[str, Any] = {
-        "query": q,
-        "block_tables": as_int32("req_to_token", req_to_token),
-        "seq_lens": as_int32("b_seq_len", b_seq_len),
-        "query_start_loc": torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
-        "spec": AttentionSpec(scale=float(sm_scale), logits_soft_cap=float(logit_cap) or None),
-        "max_query_len": 1,
-        "out": o,
-        "with_lse": True,
-        "k_scale": one_scale("k_scale", k_scale) if scaled else None,
-    }
-    if is_mla:
-        found = run(LatentCall(latent_cache=k[:, :, 0], kv_lora_rank=v.shape[-1], **batch))
-    else:
-        v_scale = one_scale("v_scale", v_scale) if scaled else None
-        found = run(PagedCall(key_cache=k, value_cache=v, v_scale=v_scale, **batch))
-    lse.copy_(found["lse"])
 
 
 def context_attention_fwd(
@@ -184,8 +138,8 @@ def context_attention_fwd(
         q: [num_tokens, num_heads, head_size].
         k, v: [num_tokens, num_kv_heads, head_size].
         o: like q; written.
-        b_start_loc: int32 [num_seqs] or longer, first token of each sequence; they rise, and rows between two sequences
-            are padding.
+        b_start_loc: integers [num_seqs] or longer, first token of each sequence, in any order. Rows of no sequence
+            become 0. Where sequences overlap, a row is a query of the one that begins first.
         b_seq_len: int32 [num_seqs].
         max_input_len: upper bound on b_seq_len.
         is_causal: hide keys after the query.
@@ -195,21 +149,22 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: sequences that overlap, if the CPU sees them.
+        InvalidInput: on a CPU, a sequence that begins before the first row, ends behind the last one, or is longer than
+            max_input_len.
         Unsupported: sinks_bias_key0.
     """
-    if sinks is not None and sinks_bias_key0:
-        raise Unsupported("sinks_bias_key0: a sink is a logit without a value here, not a bias on key 0; pass False.")
+    refuse_option("sinks_bias_key0", sinks is not None and sinks_bias_key0, False, "a sink is no bias on key 0 here")
     starts = as_int32("b_start_loc", b_start_loc[: b_seq_len.shape[0]])
-    ends = starts + as_int32("b_seq_len", b_seq_len)
-    zero = ends.new_zeros(1)
-    before = torch.cat([zero, ends])[:-1]
-    # A gap between two sequences becomes two more sequences: queries without keys, whose rows become 0, and keys
-    # without queries.
-    query_starts = torch.cat([zero, torch.stack([starts, starts, ends], 1).flatten()])
-    key_starts = torch.cat([zero, torch.stack([before, starts, ends], 1).flatten()])
+    lens = as_int32("b_seq_len", b_seq_len)
+    on_cpu = q.device.type == "cpu"
+    if on_cpu:
+        _check_sequences(starts, lens, q.shape[0], int(max_input_len))
+    query_starts, key_starts = dense_offsets(starts, lens)
+    if on_cpu:
+        # There offsets are checked, and never fall.
+        k, v, key_starts = _packed_keys(k, v, key_starts)
     # Where values are checked, the gaps are held to the bound too.
-    bound = int(max_input_len) if q.device.type == "cuda" else max(int(max_input_len), q.shape[0])
+    bound = max(int(max_input_len), q.shape[0]) if on_cpu else int(max_input_len)
     run(
         DenseCall(
             query=q,
@@ -229,6 +184,23 @@ def context_attention_fwd(
             sinks=sinks,
         )
     )
+
+
+def dense_offsets(starts: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns query_start_loc and key_start_loc, int32 [3 * num_seqs + 1], of sequences in any order, without waiting.
+
+    Each sequence gives three: the gap before it, which are queries without keys; neither queries nor keys that count;
+    and the queries that no earlier sequence has, which are its last ones, with all of its keys. Queries rise, keys
+    need not: only those of a sequence with queries are read.
+    """
+    starts, order = torch.sort(starts, stable=True)
+    ends = starts + lens[order]
+    zero = ends.new_zeros(1)
+    before = torch.cat([zero, ends.cummax(0).values])[:-1]
+    first = torch.maximum(starts, before)
+    queries = torch.stack([first, first, torch.maximum(first, ends)], 1)
+    keys = torch.stack([torch.cat([zero, ends])[:-1], starts, ends], 1)
+    return torch.cat([zero, queries.flatten()]), torch.cat([zero, keys.flatten()])
 
 
 def merge_attn_states(
@@ -259,6 +231,25 @@ def merge_attn_states(
     )
 
 
+def _check_sequences(starts: Tensor, lens: Tensor, num_tokens: int, max_len: int) -> None:
+    for seq, (start, length) in enumerate(zip(starts.tolist(), lens.tolist(), strict=True)):
+        if not 0 <= length <= max_len:
+            wanted = f"it must be from 0 to max_input_len, {max_len}"
+            raise InvalidInput(f"b_seq_len[{seq}]", value=length, wanted=wanted)
+        if length and not 0 <= start <= num_tokens - length:
+            wanted = f"its {length} tokens must be rows of q, which has {num_tokens}"
+            raise InvalidInput(f"b_start_loc[{seq}]", value=start, wanted=wanted)
+
+
+def _packed_keys(k: Tensor, v: Tensor, key_starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the keys and values of each third sequence, one after the other, and their offsets."""
+    begins, ends = key_starts[2::3].tolist(), key_starts[3::3].tolist()
+    rows = torch.cat([torch.arange(*pair) for pair in zip(begins, ends, strict=True)] or [torch.arange(0)])
+    lens = torch.zeros(key_starts.shape[0] - 1, dtype=torch.int32)
+    lens[2::3] = key_starts[3::3] - key_starts[2::3]
+    return k[rows], v[rows], torch.cat([key_starts[:1], lens.cumsum(0, dtype=torch.int32)])
+
+
 def _window(
     window_size: tuple[int, int], causal: bool | Tensor, chunk_lookback: int
 ) -> tuple[int | None, int | None, int | None]:
@@ -267,7 +258,8 @@ def _window(
     if left < 0:
         return None, None, None
     if chunk_lookback > 0:
-        raise Unsupported(f"chunk_lookback is {chunk_lookback}; a chunk sees itself only: use 0, or -1 for a window.")
+        wanted = "a chunk sees itself only: use 0, or -1 for a window"
+        raise Unsupported("chunk_lookback", value=chunk_lookback, wanted=wanted)
     if chunk_lookback == 0:
         return None, None, left + 1
     return left, None if causal is True else left, None

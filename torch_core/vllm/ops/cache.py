@@ -9,12 +9,12 @@ from torch import Tensor
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, as_stored, refuse_4_bits, stored_dtype
+from torch_core.vllm.ops.arguments import Scale, as_int32, as_stored, refuse_4_bits, refuse_option, stored_dtype
 
 
 def triton_reshape_and_cache_flash(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
-    k_scale: Scale, v_scale: Scale, interleaved_v_pack_factor: int = 1,
+    k_scale: Scale, v_scale: Scale, interleaved_v_pack_factor: int = 0,
 ) -> None:  # fmt: skip
     """Writes new keys and values at their slots; an fp8 cache stores value / scale, saturated.
 
@@ -25,15 +25,12 @@ def triton_reshape_and_cache_flash(
         slot_mapping: int32 or int64 [num_tokens]; negative ones are skipped.
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8"; "half" and "float" too.
         k_scale, v_scale: one element, or one for each key/value head; used by fp8 caches only.
-        interleaved_v_pack_factor: must be 1.
+        interleaved_v_pack_factor: must be 0.
 
     Raises:
         Unsupported: another kv_cache_dtype or scale, packed values, or head-major 5-D caches.
     """
-    if interleaved_v_pack_factor != 1:
-        raise Unsupported(
-            "interleaved_v_pack_factor", f"is {interleaved_v_pack_factor}", "values are not packed here: use 1"
-        )
+    refuse_option("interleaved_v_pack_factor", interleaved_v_pack_factor, 0, "values are not interleaved here")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.ndim != 4:
             raise Unsupported(
@@ -70,7 +67,7 @@ def triton_reshape_and_cache_flash_diffkv(
 
 def triton_reshape_and_cache_flash_per_token_head_quant(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, k_scale_cache: Tensor, v_scale_cache: Tensor,
-    slot_mapping: Tensor, kv_quant_mode: Any = None,
+    slot_mapping: Tensor, kv_quant_mode: Any,
 ) -> None:  # fmt: skip
     """Quantises keys and values with a scale per token and head and writes both.
 

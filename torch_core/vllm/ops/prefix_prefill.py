@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from torch_core.attention.call import PagedCall
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, sequence_of_token, stored_dtype
+from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_option, sequence_of_token, stored_dtype
 
 
 def context_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, b_loc: Tensor,
-    b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale, v_scale: Scale,
-    alibi_slopes: Tensor | None = None, sliding_window: int | None = None, sm_scale: float | None = None,
-    skip_decode: bool = False, fp8_out_scale: Scale = None, sinks: Tensor | None = None,
-    is_block_table_ptr: bool = False, causal: bool = True,
+    q: Tensor, k: Tensor | None, v: Tensor | None, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor,
+    b_loc: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale,
+    v_scale: Scale, alibi_slopes: Tensor | None = None, sliding_window: int | None = None,
+    sm_scale: float | None = None, skip_decode: bool = False, fp8_out_scale: Scale = None,
+    sinks: Tensor | None = None, is_block_table_ptr: bool = False, interleaved_v_pack_factor: int = 0,
+    causal: bool = True,
 ) -> None:  # fmt: skip
     """Attends new tokens to their cached context and to each other; writes their rows of `o` and no other.
 
@@ -34,6 +35,7 @@ def context_attention_fwd(
     Args:
         q: [num_tokens, num_heads, head_size].
         k, v: keys and values of the new tokens [num_tokens, num_kv_heads, head_size]; they need not be in the cache.
+            None for both if they are.
         o: like q, or fp8 with fp8_out_scale; written.
         kv_cache_dtype: a name of `CACHE_DTYPES` but "int8".
         k_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], or [num_blocks, num_kv_heads, block_size,
@@ -51,28 +53,35 @@ def context_attention_fwd(
         skip_decode: leave the rows of single new tokens alone.
         fp8_out_scale: dequantisation scale of an fp8 output.
         is_block_table_ptr: must be False.
+        interleaved_v_pack_factor: must be 0.
         causal: hide keys after the query.
 
     Raises:
-        Unsupported: tables of pointers, another kv_cache_dtype.
+        InvalidInput: only one of k and v is None.
+        Unsupported: tables of pointers, interleaved values, another kv_cache_dtype.
     """
-    k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale, is_block_table_ptr)
+    refuse_option("is_block_table_ptr", is_block_table_ptr, False, "pass block numbers")
+    refuse_option("interleaved_v_pack_factor", interleaved_v_pack_factor, 0, "values are not interleaved here")
+    if (k is None) != (v is None):
+        raise InvalidInput("k" if k is None else "v", value=None, wanted="give both, or None for both")
+    k_cache, v_cache, scales = _as_blocks(kv_cache_dtype, k_cache, v_cache, k_scale, v_scale)
     if q.shape[0] == 0 or b_seq_len.shape[0] == 0:
         return
     starts, seq_lens = as_int32("b_start_loc", b_start_loc), as_int32("b_seq_len", b_seq_len)
-    context = seq_lens - starts.diff()
+    cached = seq_lens if k is None else seq_lens - starts.diff()
     block_size = k_cache.shape[1]
-    room = -(-int(max_input_len) // block_size)
+    room = 0 if k is None else -(-int(max_input_len) // block_size)
     keys, values = (
-        _context(cache, b_loc, context, room, scale, q.dtype)
+        _context(cache, b_loc, cached, room, scale, q.dtype)
         for cache, scale in zip((k_cache, v_cache), scales, strict=True)
     )
     tables = torch.arange(keys.shape[0], dtype=torch.int32, device=q.device).view(seq_lens.shape[0], -1)
-    tokens = torch.arange(q.shape[0], device=q.device)
-    sequence = sequence_of_token(starts, q.shape[0])
-    slots = sequence * (tables.shape[1] * block_size) + context[sequence] + tokens - starts[sequence]
-    slots = torch.where(tokens < starts[-1], slots, -1).to(torch.int32)
-    run(WriteCall(key=k, value=v, key_cache=keys, value_cache=values, slot_mapping=slots))
+    if k is not None and v is not None:
+        tokens = torch.arange(q.shape[0], device=q.device)
+        sequence = sequence_of_token(starts, q.shape[0])
+        slots = sequence * (tables.shape[1] * block_size) + cached[sequence] + tokens - starts[sequence]
+        slots = torch.where(tokens < starts[-1], slots, -1).to(torch.int32)
+        run(WriteCall(key=k, value=v, key_cache=keys, value_cache=values, slot_mapping=slots))
     _attend(
         q, keys, values, o, tables, starts, seq_lens, int(max_input_len), (2 if skip_decode else 1, None), (None, None),
         sm_scale, causal, sliding_window, alibi_slopes=alibi_slopes, sinks=sinks, out_scale=fp8_out_scale,
@@ -84,21 +93,23 @@ def chunked_prefill_paged_decode(
     value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int,
     max_query_len: int, k_scale: Scale, v_scale: Scale, alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None, sm_scale: float | None = None, output_scale: Scale = None,
-    sinks: Tensor | None = None, is_block_table_ptr: bool = False, causal: bool = True,
+    sinks: Tensor | None = None, is_block_table_ptr: bool = False, use_interleaved_v_cache: bool = False,
+    causal: bool = True,
 ) -> None:  # fmt: skip
     """Attends chunks of prompts as `context_attention_fwd` does, and single new tokens to the cache, which has them.
 
-    Args as there, by the names of vLLM; key and value may be None when max_query_len is 1.
+    Args as there, by the names of vLLM; use_interleaved_v_cache must be False.
     """
+    refuse_option("is_block_table_ptr", is_block_table_ptr, False, "pass block numbers")
+    refuse_option("use_interleaved_v_cache", use_interleaved_v_cache, False, "values are not interleaved here")
     shared: dict[str, Any] = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    if max_query_len > 1 and key is not None and value is not None:
+    if max_query_len > 1:
         context_attention_fwd(
             query, key, value, output, kv_cache_dtype, key_cache, value_cache, block_table, query_start_loc, seq_lens,
             max_seq_len, max_query_len, k_scale, v_scale, sliding_window=sliding_window, sm_scale=sm_scale,
-            skip_decode=True, fp8_out_scale=output_scale, is_block_table_ptr=is_block_table_ptr, causal=causal,
-            **shared,
+            skip_decode=True, fp8_out_scale=output_scale, causal=causal, **shared,
         )  # fmt: skip
-    keys, values, scales = _as_blocks(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale, is_block_table_ptr)
+    keys, values, scales = _as_blocks(kv_cache_dtype, key_cache, value_cache, k_scale, v_scale)
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
         return
     starts, tables = as_int32("query_start_loc", query_start_loc), as_int32("block_table", block_table)
@@ -118,11 +129,9 @@ def chunked_prefill_paged_decode(
 
 
 def _as_blocks(
-    kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, k_scale: Scale, v_scale: Scale, pointers: bool
+    kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor, k_scale: Scale, v_scale: Scale
 ) -> tuple[Tensor, Tensor, tuple[Scale, Scale]]:
     """Returns views [num_blocks, block_size, num_kv_heads, head_size (k: or two axes)], and the scales in use."""
-    if pointers:
-        raise Unsupported("is_block_table_ptr: a table of addresses is not served; pass block numbers.")
     dtype = stored_dtype(kv_cache_dtype)
     scales: tuple[Scale, Scale] = (None, None)
     if dtype is not None:
