@@ -64,6 +64,39 @@ def test_the_streamed_pieces_join_to_the_answer_and_end_with_the_usage(client, s
     assert events[-1].usage.completion_tokens == 16
 
 
+def test_every_event_has_the_key_of_the_usage_where_the_last_one_has_the_counts(client) -> None:
+    ask = functools.partial(client.chat.completions.create, messages=MESSAGES, stream=True, **GREEDY)
+
+    *events, last = ask(stream_options={"include_usage": True, "include_obfuscation": False})
+    without = list(ask())
+
+    assert all(event.usage is None and "usage" in event.model_fields_set for event in events)
+    assert (last.choices, last.usage.completion_tokens) == ([], 8)
+    assert not any("usage" in event.model_fields_set for event in without)
+
+
+def test_what_clients_send_and_nothing_needs_is_accepted(client) -> None:
+    more: Any = {
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "modalities": ["text"],
+        "functions": [],
+        "top_logprobs": 0,
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "user": "x",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "extra_body": {"use_beam_search": False, "parallel_tool_calls": False},
+    }
+
+    answers = [client.chat.completions.create(messages=MESSAGES, **each, **GREEDY) for each in ({}, more)]
+
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
+
 def test_embeddings_are_the_models_vectors(client, server) -> None:
     texts = ["A list", "A tuple of numbers"]
 

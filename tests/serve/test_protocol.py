@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
+from jattn.llm.serve import bodies
+from jattn.llm.serve.bodies import UNUSED, DetokenizeBody, EmbeddingsBody, TokenizeBody, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.protocol import parse_chat, parse_completion
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -77,3 +81,56 @@ def test_a_called_tool_that_is_none_is_refused(messages, refusal) -> None:
         parse_chat({"messages": messages})
     assert str(caught.value).startswith(refusal)
     assert caught.value.param == "messages[0]"
+
+
+READERS = {
+    "completion": lambda more: parse_completion({"prompt": "x", **more}).params,
+    "chat": lambda more: parse_chat({"messages": MESSAGES, **more}).params,
+    "embeddings": lambda more: read_body(EmbeddingsBody, {"input": "x", **more}),
+    "tokenize": lambda more: read_body(TokenizeBody, {"prompt": "x", **more}),
+    "detokenize": lambda more: read_body(DetokenizeBody, {"tokens": [1], **more}),
+}
+
+
+@pytest.mark.parametrize("endpoint", READERS)
+def test_a_field_that_asks_for_nothing_changes_nothing(endpoint) -> None:
+    read = READERS[endpoint]
+    for name, values in UNUSED.items():
+        for value in ("low",) if values is None else values:
+            assert read({name: value}) == read({}), name
+
+
+@pytest.mark.parametrize("name", [name for name, values in UNUSED.items() if values is not None])
+def test_a_field_that_would_change_the_answer_is_refused_by_name(name) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        READERS["embeddings"]({name: [{"name": "x"}]})
+
+    assert caught.value.argument == name
+
+
+def test_a_field_that_changes_no_answer_is_logged_once(caplog) -> None:
+    bodies._note_unused.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jattn.llm.serve"):
+        for _ in range(3):
+            READERS["chat"]({"verbosity": "low", "store": False})
+
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "clients send store, which changes no answer of this server",
+        "clients send verbosity, which changes no answer of this server",
+    ]
+
+
+def test_no_most_likely_tokens_need_no_log_probabilities() -> None:
+    assert READERS["chat"]({"top_logprobs": 0}) == READERS["chat"]({})
+
+
+def test_the_effort_is_a_variable_of_the_template() -> None:
+    kwargs = [
+        parse_chat({"messages": MESSAGES, "reasoning_effort": "high", "chat_template_kwargs": more}).template
+        for more in ({}, {"reasoning_effort": "low"})
+    ]
+
+    assert [each["chat_template_kwargs"] for each in kwargs if each] == [
+        {"reasoning_effort": "high"},
+        {"reasoning_effort": "low"},
+    ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
+from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices, Limits, check_fields
+
+_log = logging.getLogger("jattn.llm.serve")
 
 #: Fields that have SamplingParams' names and meaning, which checks them.
 _SAMPLING = frozenset({
@@ -15,10 +20,38 @@ _SAMPLING = frozenset({
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "prompt_logprobs"),
     *("allowed_token_ids", "bad_words", "skip_special_tokens", "truncate_prompt_tokens", "logits_processors"),
 })  # fmt: skip
-#: Fields that clients send and that do not change the answer.
-_IGNORED = frozenset(
-    {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
-)
+_ANY = None
+#: Fields of other servers that clients send: the values that ask for nothing, which are accepted, or `_ANY` for a field
+#: that changes no answer of this server, which is accepted and logged once. Any other value is refused. An endpoint
+#: that has the field itself reads it instead.
+UNUSED: dict[str, tuple[Any, ...] | None] = {
+    # For the client's own books, or for the operator of the server.
+    **dict.fromkeys(("user", "safety_identifier", "metadata", "store", "request_id"), _ANY),
+    # Price, speed and caches.
+    **dict.fromkeys(("service_tier", "prediction"), _ANY),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _ANY),
+    # For models that were trained on them; a call of a tool is text here.
+    **dict.fromkeys(("verbosity", "reasoning_effort", "parallel_tool_calls"), _ANY),
+    # Older and other ways to ask for tools, documents, sounds and searches.
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "modalities": (["text"],),
+    # Searches other than sampling.
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1, 1.0),
+    "best_of": (1,),
+    # Other forms of a prompt and of an answer.
+    "echo": (False,),
+    "suffix": ("",),
+    "continue_final_message": (False,),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_token_strs"), (False,)),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs", "kv_transfer_params"), ({},)),
+}
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _FORMATS = ("text", "json_object", "json_schema")
 _B = TypeVar("_B", bound="Body")
 
@@ -35,7 +68,9 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _is_stream_options(value: Any) -> bool:
-    return value.keys() <= {"include_usage"} and set(map(type, value.values())) <= {bool}
+    # Obfuscation pads the events and changes no text.
+    known = value.keys() <= {"include_usage", "include_obfuscation", "continuous_usage_stats"}
+    return known and set(map(type, value.values())) <= {bool} and not value.get("continuous_usage_stats")
 
 
 _Flag = Annotated[bool, Limits(wanted="true or false")]
@@ -52,7 +87,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cache_salt": (lambda given: 0 < len(given) <= 64, "it must be 1 to 64 characters"),
     "response_format": (lambda given: given.get("type") in _FORMATS, f"its type must be one of {', '.join(_FORMATS)}"),
     "stream_options": (_is_stream_options, "it must be an object with include_usage, true or false"),
-    "suffix": (lambda given: False, "this server does not fill in the middle: leave it out"),
     "dimensions": (lambda given: False, "vectors have the model's own size: leave it out"),
 }
 
@@ -100,12 +134,14 @@ class CompletionBody(GenerationBody):
     logprobs: _Whole | None = None
     best_of: _Whole | None = None
     echo: _Flag = False
-    suffix: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(GenerationBody):
-    """The body of `/v1/chat/completions`: `max_completion_tokens` is the newer name of `max_tokens`."""
+    """The body of `/v1/chat/completions`: `max_completion_tokens` is the newer name of `max_tokens`.
+
+    `reasoning_effort` is a variable of the template, as in vLLM.
+    """
 
     messages: _List
     max_completion_tokens: _Whole | None = None
@@ -113,6 +149,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int | None, Limits(0, 20, also="")] = None
     tools: _List | None = None
     tool_choice: Annotated[str | None, Choices("auto", "none")] = None
+    reasoning_effort: Annotated[str | None, Choices(*_EFFORTS)] = None
     chat_template: _Text | None = None
     chat_template_kwargs: _Object = field(default_factory=dict)
     add_generation_prompt: _Flag = True
@@ -147,11 +184,9 @@ class EmbeddingsBody(Body):
 def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> _B:
     """Returns a body with its fields checked; `defaults` has values of fields that the JSON object does not have."""
     given = dict(defaults or {}) | {name: each for name, each in body.items() if each is not None}
-    given = {name: each for name, each in given.items() if name not in _IGNORED}
     passed = _SAMPLING & given.keys() if issubclass(kind, GenerationBody) else set()
-    for name in given.keys() - passed:
-        if name == "sampling" or name not in kind.__dataclass_fields__:
-            raise InvalidInput(name, "is not a field of this request")
+    for name in given.keys() - passed - kind.__dataclass_fields__.keys() | given.keys() & {"sampling"}:
+        _check_unused(name, given.pop(name))
     for each in fields(kind):
         if each.name not in given and each.default is MISSING and each.default_factory is MISSING:
             raise InvalidInput(each.name, "is missing")
@@ -166,3 +201,21 @@ def prompts_of(name: str, value: Any, most: int) -> list[Any]:
     if len(prompts) > most:
         raise InvalidInput(name, f"has {len(prompts)} entries", f"it must have {most} at most")
     return prompts
+
+
+def _check_unused(name: str, value: Any) -> None:
+    """Refuses a field that no endpoint reads, unless it asks for nothing."""
+    if name not in UNUSED:
+        raise InvalidInput(name, "is not a field of this request")
+    values = UNUSED[name]
+    if values is None:
+        _note_unused(name)
+    elif not any(type(value) is type(each) and value == each for each in values):
+        wanted = " or ".join(map(shown, values))
+        raise InvalidInput(name, value=value, wanted=f"this server takes only {wanted} here, which asks for nothing")
+
+
+@functools.cache
+def _note_unused(name: str) -> None:
+    """Logs once that clients send a field."""
+    _log.info("clients send %s, which changes no answer of this server", name)

@@ -93,7 +93,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
     asked = read_body(ChatBody, body, defaults)
     if not asked.messages:
         raise InvalidInput("messages", "is empty", "give at least one message")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise InvalidInput("top_logprobs", "is given without logprobs: true")
     check_template_kwargs(asked.chat_template_kwargs)
     changes: dict[str, Any] = {"max_tokens": asked.max_tokens, **asked.sampling}
@@ -102,8 +102,9 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         changes["max_tokens"], aliases = asked.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
     if asked.logprobs:
         changes["logprobs"] = asked.top_logprobs or 0
+    effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
     template = {
-        "chat_template_kwargs": asked.chat_template_kwargs,
+        "chat_template_kwargs": effort | asked.chat_template_kwargs,
         "tools": None if asked.tool_choice == "none" else asked.tools,
         "add_generation_prompt": asked.add_generation_prompt,
     }

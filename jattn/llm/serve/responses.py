@@ -80,17 +80,19 @@ class Answer:
             chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})
             logprobs = _chat_logprobs(new, self.request.params.logprobs)
         else:
-            chunk = self._frame("text_completion", [{"index": index, "text": new.text}])
+            chunk = self._event("text_completion", [{"index": index, "text": new.text}])
             logprobs = _completion_logprobs(new.token_ids, new.logprobs, start=start)
         chunk["choices"][0] |= {"logprobs": logprobs, "finish_reason": _reason(new), "stop_reason": new.stop_reason}
         return chunk
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the events after the last token."""
-        if not (self.request.body.stream_options or {}).get("include_usage"):
-            return []
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return [self._frame(kind, []) | {"usage": usage(outputs)}]
+        return [self._event(kind, []) | {"usage": usage(outputs)}] if self._ends_with_usage else []
+
+    @property
+    def _ends_with_usage(self) -> bool:
+        return bool((self.request.body.stream_options or {}).get("include_usage"))
 
     def _best(self, output: RequestOutput) -> Sequence[CompletionOutput]:
         """Returns the choices: of more samples than that, those of the highest log-probability per token."""
@@ -133,7 +135,11 @@ class Answer:
         return {"prompt_logprobs": found}
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return self._frame("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None}])
+        return self._event("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None}])
+
+    def _event(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        # As OpenAI: every event has the key if the last one has the counts.
+        return self._frame(kind, choices) | ({"usage": None} if self._ends_with_usage else {})
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
