@@ -13,9 +13,10 @@ from jattn.pool.kv_pool import KVPool
 from jattn.pool.plan import host_memory
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 
 
-class HostBlocks:
+class HostBlocks(Owner):
     """Whole blocks of a pool, kept in host memory; the other half of `CacheManager.swap_out` and `swap_in`.
 
     Args:

@@ -29,6 +29,7 @@ from jattn.pool.checks import (
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 from torch_core.base.specs import CacheSpec
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class SwapExecutor(Protocol):
     def execute(self, swaps: Sequence[Any]) -> None: ...
 
 
-class KVPool:
+class KVPool(Owner):
     """Owns the cache arrays of a model; JAX allocates them and every step consumes and returns them.
 
     A step is a function `step(kv_caches, *args) -> (result, kv_caches)` jitted with `donate_argnums=0`. `run` passes it

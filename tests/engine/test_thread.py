@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,14 +16,17 @@ from pathlib import Path
 import pytest
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.thread import EngineThread
 from jattn.llm.load import TextTokenizer
+from jattn.pool import HostBlocks, KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
-from torch_core.base.errors import InvalidInput, PoolLost
+from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.base.specs import KVCacheSpec
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +141,41 @@ def test_a_listener_gets_every_token_and_then_no_more(engine, seed) -> None:
     assert not engine.runs_for(outbox)
 
 
+ENDS = [asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit]
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_listener_or_a_reply_that_raises_anything_leaves_the_thread_alive(engine, seed, kind) -> None:
+    (prompt,) = prompts_of(seed, 5)
+    (expected,) = run(engine, [prompt])
+    called = threading.Event()
+
+    def fail(news: object) -> None:
+        called.set()
+        raise kind
+
+    listened, replied = Outbox(), Outbox()
+    engine.add(prompt, GREEDY, outbox=listened)
+    engine.subscribe(listened, fail)
+    engine.notify(replied, fail)
+    assert called.wait(60)
+    engine.abandon(listened)
+
+    assert run(engine, [prompt]) == [expected]
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_idle_core_that_raises_anything_leaves_the_thread_alive(engine, seed, monkeypatch, kind) -> None:
+    def fail(core: EngineCore) -> None:
+        monkeypatch.undo()
+        raise kind
+
+    monkeypatch.setattr(EngineCore, "settle", fail)
+    engine.settle()
+
+    assert run(engine, prompts_of(seed, 5)[:1])
+
+
 def test_a_step_that_fails_is_raised_in_one_caller_and_the_next_goes_on(engine, seed, monkeypatch) -> None:
     prompts = prompts_of(seed, 5, 9)
     expected = run(engine, prompts)
@@ -171,6 +212,23 @@ def test_a_closed_engine_refuses_commands_and_gives_what_it_has(decoder, seed) -
     for call in (engine.step, engine.sleep, engine.cache_stats, lambda: engine.wait(outbox)):
         with pytest.raises(InvalidInput, match="the engine is closed; build another one"):
             call()
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_owns_a_thread_or_device_memory_is_not_copied(engine, take) -> None:
+    pool = KVPool(KVCacheSpec(num_kv_heads=1, head_size=8, block_size=4, dtype="float32"), num_layers=1, num_blocks=2)
+    owners = [
+        engine,
+        engine._thread,
+        engine._thread.core,
+        pool,
+        HostBlocks(pool, 1),
+        TextStream(engine, None, Outbox(), []),
+    ]
+
+    for owner in owners:
+        with pytest.raises(Unsupported, match=f"^an object of {type(owner).__name__} cannot be copied or pickled; "):
+            take(owner)
 
 
 def test_an_engine_thread_without_a_core_reports_the_error() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from jattn.llm.engine import LLM, EngineConfig, RequestOutputKind, SamplingParam
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.serve import AsyncLLM
 from tests.support.tiny_models import write_tiny_model
-from torch_core.base.errors import InvalidInput, PoolLost
+from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
 
 CONFIG = EngineConfig(
     block_size=8, max_num_seqs=4, max_num_batched_tokens=64, num_scheduler_steps=1, batch_invariant=True
@@ -130,14 +132,39 @@ def test_of_several_prompts_one_bad_one_starts_none(llm) -> None:
     assert is_idle(llm)
 
 
-def test_an_error_on_the_way_to_one_caller_ends_its_request_alone(llm, expected) -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, asyncio.CancelledError, KeyboardInterrupt, SystemExit])
+def test_an_error_on_the_way_to_one_caller_ends_its_request_alone(llm, expected, kind) -> None:
     def deliver(update: Any) -> None:
-        raise ZeroDivisionError
+        raise kind
 
     llm.add("broken", params_of(max_tokens=200), deliver=deliver)
 
     assert asyncio.run(outputs_of(llm, PROMPTS[2]))[-1].outputs[0].text == expected[2]
     assert is_idle(llm)
+
+
+def test_every_caller_learns_of_the_end_where_one_of_them_raises(folder) -> None:
+    llm, told = AsyncLLM(LLM(folder, config=CONFIG)), []
+
+    def deliver(update: Any) -> None:
+        if isinstance(update, Exception):
+            told.append(update)
+            raise asyncio.CancelledError
+
+    for _ in range(3):
+        llm.add("long", params_of(max_tokens=200), deliver=deliver)
+    with contextlib.suppress(asyncio.CancelledError):
+        llm.close()
+
+    assert [str(error) for error in told] == ["the AsyncLLM was closed before the request ended."] * 3
+    assert llm.llm.engine.closed
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_llm_is_not_copied(llm, take) -> None:
+    for owner in (llm, llm.llm):
+        with pytest.raises(Unsupported, match=f"^an object of {type(owner).__name__} cannot be copied or pickled; "):
+            take(owner)
 
 
 def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tried_again(

@@ -21,10 +21,11 @@ from jattn.llm.reports import LOGGER, event
 from jattn.pool import check_room
 from torch_core.base.checks import shown
 from torch_core.base.errors import CacheCorruption, EngineAsleep, InvalidInput, PoolLost
+from torch_core.base.owners import Owner
 from torch_core.cache import CacheConfig, CacheManager, CacheStats
 
 
-class EngineCore:
+class EngineCore(Owner):
     """Continuous batching over one model and one pool: requests come in, deltas go to their outboxes.
 
     One thread owns it; `EngineThread` is that thread. Only the tokens and the finish reason of a request are kept.

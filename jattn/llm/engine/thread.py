@@ -17,6 +17,7 @@ from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.reports import LOGGER
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -32,7 +33,7 @@ _LOOK_SECONDS = 5.0
 _all_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-class EngineThread:
+class EngineThread(Owner):
     """One thread and the `EngineCore` that it owns. Any thread may call any method.
 
     Steps run while a caller waits for an outbox. An interrupt reaches the caller's thread alone: its command is still
@@ -158,7 +159,7 @@ class _Loop:
                 self._step()
             else:
                 if self._commands.empty():
-                    with contextlib.suppress(Exception):
+                    with contextlib.suppress(BaseException):
                         self._core.settle()
                 command = self._commands.get()
                 if command is None:
@@ -184,7 +185,7 @@ class _Loop:
             if is_once and not outbox:
                 self._core.check_awake()
         except Exception as error:
-            tell(Outcome(error=error))
+            _tell(tell, Outcome(error=error))
             return
         self._readers[outbox] = _Reader(tell, is_once)
         if outbox or not self._core.runs_for(outbox):
@@ -207,9 +208,9 @@ class _Loop:
             if reader.is_once or not self._core.runs_for(outbox):
                 del self._readers[outbox]
             if reader.is_once:
-                reader.tell(Outcome())
+                _tell(reader.tell, Outcome())
             elif outbox:
-                _tell(reader, outbox.take())
+                _tell(reader.tell, outbox.take())
         if self._core.asleep:
             for outbox in [outbox for outbox, reader in self._readers.items() if reader.is_once]:
                 try:
@@ -221,15 +222,14 @@ class _Loop:
         reader = self._readers[outbox]
         if reader.is_once:
             del self._readers[outbox]
-            reader.tell(Outcome(error=error))
-        else:
-            _tell(reader, error)
+        _tell(reader.tell, Outcome(error=error) if reader.is_once else error)
 
 
-def _tell(reader: _Reader, news: list[TokenDelta] | BaseException) -> None:
+def _tell(tell: Callable[[Any], object], news: Outcome | list[TokenDelta] | BaseException) -> None:
+    """Calls a caller's function; nothing that it raises, not even asyncio's CancelledError, ends the thread."""
     try:
-        reader.tell(news)
-    except Exception:
+        tell(news)
+    except BaseException:
         LOGGER.exception("a listener failed")
 
 

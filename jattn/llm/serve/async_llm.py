@@ -15,6 +15,7 @@ from jattn.llm.engine.request.outputs import TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
 from torch_core.base.errors import InvalidInput, JattnError, PoolLost
+from torch_core.base.owners import Owner
 
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
@@ -41,7 +42,7 @@ class Update:
 Deliver: TypeAlias = Callable[[Update | BaseException], None]
 
 
-class AsyncLLM(contextlib.AbstractContextManager):
+class AsyncLLM(Owner, contextlib.AbstractContextManager):
     """An `LLM` for asyncio and for threads. Any method may be called from any task or thread.
 
     Args:
@@ -199,15 +200,19 @@ class AsyncLLM(contextlib.AbstractContextManager):
         """Ends every request with an error and closes the engine."""
         if not self._closed:
             self._closed = True
-            self._end_all(InvalidInput(_CLOSED))
-            self.llm.close()
+            try:
+                self._end_all(InvalidInput(_CLOSED))
+            finally:
+                self.llm.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _end_all(self, error: BaseException) -> None:
-        for entry in list(self._entries.values()):
-            self.end(entry, error)
+        # All are told, also where one of them raises more than an Exception.
+        with contextlib.ExitStack() as ends:
+            for entry in list(self._entries.values()):
+                ends.callback(self.end, entry, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +233,8 @@ class _Entry:
         try:
             for delta in news:
                 self._update(delta)
-        except Exception as error:
-            # A tokenizer that fails or a loop that is gone: this request ends, the others go on.
+        except BaseException as error:
+            # A tokenizer that fails, a loop that is gone or a cancelled task: this request ends, the others go on.
             self.llm.end(self, error)
 
     def _update(self, delta: TokenDelta) -> None:

@@ -11,9 +11,10 @@ import uvicorn
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 
 
-class BackgroundServer(contextlib.AbstractContextManager):
+class BackgroundServer(Owner, contextlib.AbstractContextManager):
     """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.
 
     Args:

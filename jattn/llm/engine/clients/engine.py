@@ -30,10 +30,11 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 from torch_core.cache import CacheStats
 
 
-class Engine(contextlib.AbstractContextManager):
+class Engine(Owner, contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a

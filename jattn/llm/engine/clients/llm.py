@@ -31,12 +31,13 @@ from jattn.llm.text.messages import as_messages
 from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
 from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 from torch_core.base.specs import LARGEST_CODE
 
 Conversation = Sequence[Mapping[str, Any]]
 
 
-class LLM(contextlib.AbstractContextManager):
+class LLM(Owner, contextlib.AbstractContextManager):
     """A model that generates text, for any number of threads and of open streams at once.
 
     As a context manager, it closes its engine at the end.

@@ -28,10 +28,11 @@ from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
+from torch_core.base.owners import Owner
 from torch_core.cache import CacheStats
 
 
-class DataParallelEngine(contextlib.AbstractContextManager):
+class DataParallelEngine(Owner, contextlib.AbstractContextManager):
     """Several engines with the interface of one. Any thread may call any method.
 
     Each copy has its own thread. A request stays with its first copy: the one with the fewest tokens to compute before

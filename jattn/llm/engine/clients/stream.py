@@ -11,6 +11,7 @@ from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, 
 from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.detokenize import Detokenizer
+from torch_core.base.owners import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class TextDelta:
     finish_reason: str | None = None
 
 
-class TextStream(Iterator[TextDelta]):
+class TextStream(Owner, Iterator[TextDelta]):
     """Iterates over the deltas of some requests. Closing or dropping it cancels those that have not finished.
 
     Any number of streams of one engine may be open, each read by one thread at a time. Steps run while one is read.
