@@ -246,11 +246,9 @@ class Engine(Owner, contextlib.AbstractContextManager):
         """Queues a request; nothing runs until `step` or `wait`.
 
         Args:
-            prompt_token_ids: at least one token id below the model's vocab_size; the encoder's input if the model has
-                one.
+            prompt_token_ids: at least one token id below the model's vocab_size; the input of its encoder, if any.
             params: sampling parameters; None for `SamplingParams()`.
-            request_id: id that is unique among unfinished requests and does not begin with "#"; None for "#" and a
-                number.
+            request_id: unique among unfinished requests, without a "#" at its start; None for "#" and a number.
             prompt: text of the prompt, for the result.
             salt: 1 to 64 bytes; only requests with equal salts share cached prefixes. None for the engine's own salt.
             priority: requests with a lower value run first and are preempted last. For each level at most 64 later
