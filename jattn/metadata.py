@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_core.base.errors import InvalidInput
-from torch_core.metadata import CommonAttentionMetadata, EncoderRow, SequenceRowLike, build_common_metadata
+from torch_core.metadata import (
+    CommonAttentionMetadata,
+    EncoderRow,
+    SequenceRowLike,
+    build_common_metadata,
+    group_fields,
+)
 
 _ARRAYS = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping")
 
@@ -87,6 +93,30 @@ class AttentionMetadata:
         """The arrays of an attention op about the sequences, by its keywords."""
         names = ("block_tables", "seq_lens", "query_start_loc", "max_query_len")
         return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of_fields(
+        cls, fields: Mapping[str, jax.Array], *, max_query_len: int, cache_group: int = 0, cross: bool = False
+    ) -> AttentionMetadata:
+        """Returns a step's metadata from its uploaded arrays, which have the names of `metadata_layout`.
+
+        Args:
+            fields: the arrays of the packed buffer, by name.
+            max_query_len: an upper bound on every query length.
+            cache_group: the cache group whose tables and slots are taken.
+            cross: take the arrays of cross attention, too.
+        """
+        tables, slots = group_fields(cache_group)
+        return cls(
+            block_tables=fields[tables],
+            seq_lens=fields["seq_lens"],
+            query_start_loc=fields["query_start_loc"],
+            slot_mapping=fields[slots],
+            max_query_len=max_query_len,
+            cross=CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
+            if cross
+            else None,
+        )
 
     @classmethod
     def build(

@@ -19,7 +19,7 @@ from jattn.llm.engine.device.sampler import Rows, SamplingKind, VocabShards, tok
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
-from jattn.metadata import AttentionMetadata, CrossMetadata, GroupedMetadata, PrefixGroups
+from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
 from torch_core.metadata import group_fields
@@ -59,22 +59,15 @@ class _Batch:
     def metadata(self) -> Any:
         """One record if the model has one cache group, and otherwise one for each."""
         fields, bucket, layers = self.fields, self.bucket, self.layers
-        cross = None
-        if bucket.num_encoder_blocks and not bucket.encodes:
-            cross = CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
+        cross = bucket.num_encoder_blocks > 0 and not bucket.encodes
         groups = tuple(
-            AttentionMetadata(
-                block_tables=fields[tables],
-                seq_lens=fields["seq_lens"],
-                query_start_loc=fields["query_start_loc"],
-                slot_mapping=fields[slots],
-                max_query_len=bucket.max_query_len,
+            replace(
+                AttentionMetadata.of_fields(fields, max_query_len=bucket.max_query_len, cache_group=index, cross=cross),
                 # Found in the tables of the first group.
                 groups=_groups(fields, bucket) if index == 0 else None,
-                cross=cross,
                 peers=self.peers,
             )
-            for index, (tables, slots) in enumerate(map(group_fields, range(len(layers.groups))))
+            for index in range(len(layers.groups))
         )
         if len(groups) == 1:
             return groups[0]
