@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import re
+import resource
 from typing import Any
 
 import jax
@@ -126,6 +129,64 @@ def written_tokenizer(folder, **changes):
     described = json.loads(byte_tokenizer().to_str()) | changes
     (folder / "tokenizer.json").write_text(json.dumps(described))
     return folder
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "BPE"])
+def test_a_token_id_far_outside_the_vocabulary_is_refused_before_memory_is_taken_for_it(tmp_path, kind):
+    model = {"type": kind, "vocab": {"a": 0, "b": 10**9}, "unk_token": "a", "merges": []}
+    model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9} if kind == "WordPiece" else {}
+    tokenizer = load_tokenizer(written_tokenizer(tmp_path, model=model, added_tokens=[]))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidInput, match=r"^tokenizer\.json has token ids up to 1000000000; vocab_size is 257\.$"):
+        tokenizer.within(257)
+
+    # In KiB: the library takes 4 GiB to write such a vocabulary.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+def _replace(old: str | None, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": "."} if old is None else {"String": old}, "content": new}
+
+
+def _times(count: int, part: dict[str, Any], name: str) -> dict[str, Any]:
+    return {"type": "Sequence", name: [part] * count}
+
+
+_TWICE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+    "pair": [{"Sequence": {"id": each, "type_id": 0}} for each in "AB"],
+    "special_tokens": {},
+}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most", "more"),
+    [
+        ("normalizer", _times(8, _replace("a", "aa"), "normalizers"), _times(9, _replace("a", "aa"), "normalizers")),
+        ("normalizer", _replace("ab", "a" * 512), _replace("ab", "a" * 513)),
+        ("normalizer", _replace(None, "a" * 255), _replace(None, "a" * 256)),
+        ("pre_tokenizer", _times(4, _BYTES, "pretokenizers"), _times(5, _BYTES, "pretokenizers")),
+        ("post_processor", _times(8, _TWICE, "processors"), _times(9, _TWICE, "processors")),
+        ("decoder", _times(8, _replace("a", "aa"), "decoders"), _times(9, _replace("a", "aa"), "decoders")),
+    ],
+    ids=["sequence", "text", "regex", "pre-tokenizer", "template", "decoder"],
+)
+def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_refused(tmp_path, name, at_most, more):
+    load_tokenizer(written_tokenizer(tmp_path, **{name: at_most}))
+    message = rf"^tokenizer\.json: {name} lets a text grow; it must become 256 times as long at most\.$"
+    with pytest.raises(InvalidInput, match=message):
+        load_tokenizer(written_tokenizer(tmp_path, **{name: more}))
+
+
+def test_a_map_of_characters_counts_by_its_longest_text(tmp_path):
+    for longest, is_refused in ((256, False), (257, True)):
+        blob = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + b"b" * longest + b"\0"
+        normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
+        with pytest.raises(InvalidInput, match="normalizer lets") if is_refused else contextlib.nullcontext():
+            load_tokenizer(written_tokenizer(tmp_path, normalizer=normalizer))
 
 
 def test_truncation_and_padding_of_the_tokenizer_are_switched_off(tmp_path):

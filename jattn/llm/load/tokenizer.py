@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from jattn.llm.load.folder import check_folder, member, read_object, read_text
+from jattn.llm.load.text_growth import check_growth
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -55,6 +56,10 @@ class TextTokenizer:
         """Returns the tokenizer without the added tokens beyond the model's vocabulary, which have no embedding."""
         if self.vocab_size <= vocab_size:
             return self
+        largest = max(self.tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+        if largest >= vocab_size:
+            # Before the library writes the vocabulary, which takes memory for each id up to the largest.
+            raise InvalidInput(_NAME, f"has token ids up to {largest}", f"vocab_size is {vocab_size}")
         described = json.loads(self.tokenizer.to_str())
         added = described["added_tokens"]
         described["added_tokens"] = [token for token in added if token["id"] < vocab_size]
@@ -100,7 +105,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
     Truncation and padding, which would change prompts, are switched off.
 
     Raises:
-        InvalidInput: there is none, or it is broken.
+        InvalidInput: there is none, it is broken, or a part of it lets a text grow without bound.
         Unsupported: the folder has a sentencepiece model only.
     """
     path = check_folder(folder)
@@ -118,6 +123,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
+    try:
+        check_growth(tokenizer)
+    except InvalidInput as error:
+        raise error.under(_NAME) from None
     templates = _chat_templates(path)
     return TextTokenizer(tokenizer, templates.get("default"), _special_tokens(path), templates.get("tool_use"))
 
