@@ -56,7 +56,7 @@ def test_overrides_stand_in_the_place_of_the_folders_config(folder, tmp_path, ca
 
     assert [cli.main([*command, *more]) for more in ([], ["--hf-overrides", '{"zeta": null}'])] == [2, 0]
     assert capsys.readouterr().err.startswith(
-        "jattn: config.json has unknown keys: 'zeta'; hf_overrides={'zeta': None}"
+        "jattn: config.json has the unknown key 'zeta'; hf_overrides={'zeta': None} loads"
     )
 
 

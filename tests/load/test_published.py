@@ -116,7 +116,7 @@ def test_overrides_stand_in_the_place_of_the_files_values(tmp_path, seed):
     raw = raw_config(folder) | {"zeta": 1}
     (folder / "config.json").write_text(json.dumps(raw))
 
-    with pytest.raises(InvalidInput, match=r"unknown keys: 'zeta'; hf_overrides=\{'zeta': None\} loads without"):
+    with pytest.raises(InvalidInput, match=r"the unknown key 'zeta'; hf_overrides=\{'zeta': None\} loads without"):
         load_model(folder)
     _, config, _ = load_model(folder, hf_overrides={"zeta": None, "rope_theta": 5000.0})
     assert config.rope_theta == 5000.0

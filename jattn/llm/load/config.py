@@ -122,9 +122,8 @@ def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
         found = [name for name in fields if getattr(again, name) != getattr(wanted, name)]
         differing = min(differing or found, found, key=len)
     asked = ", ".join(f"{name}={shown(getattr(config, name))}" for name in differing) or "options"
-    raise Unsupported(
-        "config", f"has {asked}", f"no supported architecture of {', '.join(f.architecture for f in tried)} stores that"
-    )
+    which = f"{tried[0].architecture} does not store" if len(tried) == 1 else "no supported architecture stores"
+    raise Unsupported("config", f"has {asked}", f"{which} that")
 
 
 def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:

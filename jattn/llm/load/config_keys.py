@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from jattn.llm.load.families import Family, known_families, nearest_family
+from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.rope import ROPE_NAMES
 from jattn.llm.models.config import SIZE_LIMITS
 from jattn.llm.models.parts import LatentConfig, MoEConfig
@@ -41,12 +41,11 @@ _STRUCTURE = (
 )
 #: Keys of Hugging Face's and other writers that never change the results of inference.
 _IGNORED = """
-_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels activation_dropout
-add_bias_logits attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_implementation
-attn_pdrop auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bias_dropout_fusion cache_implementation
-chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size custom_pipelines
-decoder_layerdrop dense_act_fn diversity_penalty do_sample dropout dropout_rate early_stopping embd_pdrop
-embedding_dropout encoder_layerdrop encoder_no_repeat_ngram_size ep_size exponential_decay_length_penalty
+activation_dropout add_bias_logits attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32
+attn_implementation attn_pdrop auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bias_dropout_fusion
+cache_implementation chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size
+custom_pipelines decoder_layerdrop dense_act_fn diversity_penalty do_sample dropout dropout_rate early_stopping
+embd_pdrop embedding_dropout encoder_layerdrop encoder_no_repeat_ngram_size ep_size exponential_decay_length_penalty
 extra_pos_embeddings finetuning_task force_bos_token_to_be_generated forced_bos_token_id gradient_checkpointing
 hidden_dropout hidden_dropout_prob id2label init_std initial_context_length initializer_factor initializer_range
 is_decoder is_gated_act is_llama_config label2id length_penalty masked_softmax_fusion max_length max_sequence_length
@@ -54,11 +53,10 @@ max_window_layers min_length model_max_length n_ctx no_repeat_ngram_size num_bea
 num_nextn_predict_layers num_return_sequences offset_alibi output_attentions output_hidden_states output_past
 output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type qk_head_dim remove_invalid_values
 reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
-router_aux_loss_coef router_jitter_noise sep_token_id seq_aux seq_length skip_bias_add skip_bias_add_qkv
-slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torchscript
-transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
-use_cache
+router_aux_loss_coef router_jitter_noise sep_token_id seq_aux seq_length skip_bias_add skip_bias_add_qkv slow_but_exact
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torchscript transformers.js_config
+transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 IGNORED = tuple(_IGNORED.split())
 #: Keys of a composite model that apply to its language model.
@@ -89,12 +87,9 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     wholes = {family.whole.architecture: family for family in known.values() if family.whole is not None}
     also = wholes | {name: family for family in known.values() for name in family.also}
     if not isinstance(named[0], str) or named[0] not in known | also:
-        nearest = nearest_family(str(named[0])[:200], lambda family: len(_unread(raw, family)))
-        unread = sorted(_unread(raw, nearest))
-        missing = f"which has no {', '.join(map(shown, unread[:8]))}" if unread else "which reads each key of this file"
+        # No other family is named: equal keys do not say that two architectures compute the same.
         wanted = (
-            f"the nearest that this build has is {nearest.architecture}, {missing}. It has "
-            f"{', '.join(known)}. jattn.llm.load.register_family adds another"
+            "this build has those of jattn.llm.load.known_families(), and jattn.llm.load.register_family adds another"
         )
         raise Unsupported("architectures[0]", value=named[0], wanted=wanted).under(FILE)
     family = (also | known)[named[0]]
@@ -135,15 +130,12 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
             known = str(expected).lower() if isinstance(expected, bool) else repr(expected)
             raise Unsupported(key, value=value, wanted=f"this build has {known}").under(FILE)
     known = {*allowed, *IGNORED, *family.ignored, *inert}
-    unknown = sorted(key for key, value in raw.items() if value is not None and key not in known)
+    # Keys that begin with an underscore are the writer's own notes.
+    unknown = [key for key, value in raw.items() if value is not None and key not in known and not key.startswith("_")]
     if unknown:
-        named = ", ".join(map(shown, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
-        wanted = (
-            f"hf_overrides={{{shown(unknown[0])}: None}} loads without one. Keys that are read: "
-            f"{', '.join(sorted(allowed))}. Keys that are ignored: "
-            f"{', '.join((*IGNORED, *family.ignored))}. Keys of one value: {', '.join(inert)}"
-        )
-        raise InvalidInput(FILE, f"has unknown keys: {named}", wanted)
+        key, more = shown(min(unknown)), f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        wanted = f"hf_overrides={{{key}: None}} loads without it, if the model is the same without"
+        raise InvalidInput(FILE, f"has the unknown key {key}{more}", wanted)
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
         if alias in given:
@@ -168,10 +160,6 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     except InvalidInput as error:
         raise error.under(FILE) from None
     return given
-
-
-def _unread(raw: dict[str, Any], family: Family) -> set[str]:
-    return set(raw) - _allowed(family) - {*IGNORED, *family.ignored, *_INERT, *family.inert}
 
 
 def _check_quantization(given: Any) -> None:

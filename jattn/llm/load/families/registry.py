@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable
-
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
@@ -30,8 +26,6 @@ _ORDER = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
-# Qwen3Next is a Qwen3 by name, and a Qwen3Moe by the content of its files.
-_AS_LIKE = 0.1
 
 
 def known_families() -> dict[str, Family]:
@@ -58,16 +52,3 @@ def register_family(family: Family) -> None:
     if family.architecture in _FAMILIES:
         raise InvalidInput("family.architecture", f"is {family.architecture!r}, which is known already")
     _FAMILIES[family.architecture] = family
-
-
-def nearest_family(architecture: str, unread: Callable[[Family], int]) -> Family:
-    """Returns the family that is spelled like an unknown one; of several, the one with fewest keys `unread`."""
-    stem = _stem(architecture)
-    likeness = {name: difflib.SequenceMatcher(None, stem, _stem(name)).ratio() for name in _FAMILIES}
-    least = max(likeness.values()) - _AS_LIKE
-    return min((_FAMILIES[name] for name, found in likeness.items() if found >= least), key=unread)
-
-
-def _stem(architecture: str) -> str:
-    """Returns the family's part of the name: "qwen3" of "Qwen3ForCausalLM"."""
-    return re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)$", "", architecture).lower()
