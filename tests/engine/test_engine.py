@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.scheduler import ScheduledStep
 from jattn.llm.models import Decoder
 from tests.engine.conftest import greedy_kind, tiny_decoder
 from torch_core.base.errors import InvalidInput, RequestTooLong
@@ -117,22 +119,36 @@ def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
     assert [run(engine, [prompt], params)[0] for prompt in prompts] == together
 
 
-def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(seed) -> None:
+def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(
+    seed, monkeypatch
+) -> None:
     prompts = prompts_of(seed, 6, 21, 11)
     config = EngineConfig(
         block_size=4, max_num_seqs=8, max_num_batched_tokens=64, batch_invariant=True, enable_prefix_caching=False
     )
-    contents = []
-    for batch in (prompts[:1], prompts):
-        other = Engine(tiny_decoder(implementation="xla"), config)
-        requests = [other.add(prompt, GREEDY) for prompt in batch]
-        while requests[0].num_sampled_tokens < 5:
-            other.step()
-        # The first request took blocks 1 and 2: its prompt and two decoded tokens.
-        contents.append([layer[1:3].cpu().numpy().copy() for layer in other._core.device.pool.as_torch()])
+    other = Engine(tiny_decoder(implementation="xla"), config)
+    runner, blocks = other._core.device.runner, {}
+    dispatch = runner.dispatch
 
-    for alone, beside in zip(*contents, strict=True):
-        np.testing.assert_array_equal(alone, beside)
+    def watched(step: ScheduledStep) -> Any:
+        blocks.update((row.seq_id, row.block_ids) for row in step.committed.rows)
+        return dispatch(step)
+
+    monkeypatch.setattr(runner, "dispatch", watched)
+    contents = []
+    for batch in (prompts[:1], prompts, prompts[::-1]):
+        requests = [other.add(prompt, GREEDY) for prompt in batch]
+        mine = requests[batch.index(prompts[0])]
+        while other.num_unfinished:
+            other.step()
+        # Its prompt, and the generated tokens but for the last.
+        places = list(blocks[mine.request_id])
+        rows = [layer[places].cpu().numpy() for layer in other._core.device.pool.as_torch()]
+        contents.append([np.moveaxis(row, 2, 1).reshape(-1, *row.shape[3:])[:32] for row in rows])
+
+    for alone, before, behind in zip(*contents, strict=True):
+        np.testing.assert_array_equal(alone, before)
+        np.testing.assert_array_equal(alone, behind)
 
 
 def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(decoder, seed) -> None:

@@ -193,6 +193,15 @@ def test_a_long_prompt_and_running_requests_take_turns_where_bits_must_not_depen
     assert [list(bench.step()) for _ in range(6)] == [["short"], ["long"]] * 3
 
 
+def test_the_last_token_of_a_prompt_is_decoded_where_another_prompt_leaves_it_alone_as_the_docs_say() -> None:
+    # The limit of batch_invariant: which program computes it depends on the other prompt.
+    bench = Bench(max_num_batched_tokens=32, batch_invariant=True)
+    bench.add("first", 11)
+    bench.add("second", 22)
+
+    assert [bench.step(), bench.step()] == [{"first": 11, "second": 21}, {"first": 1, "second": 1}]
+
+
 def test_the_newest_request_is_preempted_when_blocks_run_out_and_comes_back_first() -> None:
     # Four usable blocks: both prompts fit, neither can grow beside the other.
     bench = Bench(num_blocks=5)

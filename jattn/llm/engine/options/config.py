@@ -51,9 +51,11 @@ class EngineConfig:
             has passed them.
         scrub_on_free: fill a block with zeros on the device as soon as no request and no cached prefix uses its
             content, before another request gets it.
-        batch_invariant: run every step in the one shape of a full batch, so that no bit of a request's results depends
-            on other requests. Without it the last bits can depend on them, because XLA rounds the programs of different
-            padded sizes differently. A small batch then costs as much as a full one.
+        batch_invariant: run all steps with prompts in one shape and all steps that decode in another, those of a full
+            batch. In steps of one program no bit of a request's results depends on the others; without it the last bits
+            can, because XLA rounds the programs of different padded sizes differently. The others still decide which
+            program computes a token if they split its prompt, preempt it, share its prefix, or need more of the
+            sampler (docs/limits.md). A small batch then costs as much as a full one.
         enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode.
             None does so if it should be faster on a GPU, True for all shared blocks, False never. Not with
             batch_invariant, and not with masks that depend on the distance to the prefix (windows, ALiBi).
