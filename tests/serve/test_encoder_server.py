@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from jattn.llm.engine import LLM
 from jattn.llm.load import TextTokenizer
@@ -14,6 +15,7 @@ from jattn.llm.serve import AsyncLLM
 from jattn.llm.serve.app import ServeConfig
 from jattn.llm.serve.background import BackgroundServer
 from tests.support.tiny_models import byte_tokenizer, tiny_config, tiny_model
+from torch_core.base.errors import InvalidInput
 
 NAME = "encoder"
 
@@ -64,3 +66,18 @@ def test_all_else_that_needs_no_engine_is_served(client: httpx.Client) -> None:
     assert client.post("/tokenize", json={"model": NAME, "prompt": "ab"}).json()["count"] == 2
     assert client.get("/health").status_code == 200
     assert "jattn_refused_requests" in client.get("/metrics").text
+
+
+def test_an_empty_text_has_the_vector_of_its_special_tokens_and_none_without(llm: LLM, client: httpx.Client) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    with LLM(llm.model, tokenizer=TextTokenizer(tokenizer)) as other:
+        empty, alone = other.embed(["", [0]])
+
+    assert empty.prompt_token_ids == (0,)
+    np.testing.assert_array_equal(empty.outputs.embedding, alone.outputs.embedding)
+    with pytest.raises(InvalidInput, match=r"^prompts\[1\] is empty; it needs at least one token\.$"):
+        llm.embed(["A list", ""])
+    assert client.post("/v1/embeddings", json={"model": NAME, "input": ["A list", ""]}).status_code == 400

@@ -38,15 +38,17 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [listed]
 
 
-def encoded(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[Sequence[int], str | None]:
-    """Returns a prompt's token ids and its text, if it came as text."""
+def encoded(
+    prompt: Prompt, tokenizer: TextTokenizer | None, *, may_be_empty: bool = False
+) -> tuple[Sequence[int], str | None]:
+    """Returns a prompt's token ids and its text, if it came as text; an empty one has special tokens alone, or none."""
     if isinstance(prompt, Mapping):
         if set(prompt) == {"prompt", "prompt_token_ids"}:
             return prompt["prompt_token_ids"], prompt["prompt"]
         prompt = _unwrapped(prompt)
     if not isinstance(prompt, str):
         return prompt, None
-    if not prompt:
+    if not prompt and not may_be_empty:
         raise InvalidInput(
             "a prompt is an empty string; give it at least one character, or pass token ids (the model's "
             "beginning-of-sequence token, to start from nothing).",

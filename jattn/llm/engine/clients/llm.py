@@ -271,13 +271,13 @@ class LLM(Owner, contextlib.AbstractContextManager):
         """Returns a vector for each prompt, from an encoder such as BERT, or from a decoder's last hidden states.
 
         Args:
-            prompts: as in `generate`.
+            prompts: as in `generate`; an empty text is the special tokens that the tokenizer adds to every text.
             pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; the model's card says which
                 one it was trained for.
             normalize: scale every vector to length 1, so that a dot product is the cosine.
 
         Raises:
-            InvalidInput: an empty prompt, a token outside the vocabulary, or another pooling.
+            InvalidInput: a prompt without tokens, a token outside the vocabulary, or another pooling.
             RequestTooLong: a prompt is longer than the model's context.
             Unsupported: the model is a module of your own, or has an encoder before its decoder.
 
@@ -287,7 +287,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
             >>> bool(first @ second < 1.0)
             True
         """
-        token_ids = [encoded(prompt, self.tokenizer)[0] for prompt in as_prompts(prompts)]
+        token_ids = [encoded(prompt, self.tokenizer, may_be_empty=True)[0] for prompt in as_prompts(prompts)]
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
