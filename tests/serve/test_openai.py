@@ -116,7 +116,7 @@ def test_embeddings_are_the_models_vectors(client, server) -> None:
     ("changes", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [""]}, "input"),
+        ({"input": [[]]}, "input"),
         ({"input": [[10**9]]}, "input"),
         ({"input": ["a"] * 25}, "input"),
         ({"dimensions": 5}, "dimensions"),
@@ -168,14 +168,33 @@ def test_logprobs_come_with_tokens_and_offsets_also_of_an_echoed_prompt(client) 
     (choice,) = client.completions.create(prompt="The list of", logprobs=2, echo=True, **GREEDY).choices
 
     found = choice.logprobs
-    assert "".join(found.tokens) == choice.text
+    # The special token at the beginning is no part of the text.
+    assert found.tokens[0] == "<|endoftext|>"
+    assert "".join(found.tokens[1:]) == choice.text
     assert choice.text.startswith("The list of")
     assert found.token_logprobs[0] is None
     assert all(value <= 0 for value in found.token_logprobs[1:])
     assert all(2 <= len(each) <= 3 for each in found.top_logprobs[1:])
-    assert [choice.text[at : at + len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)] == (
-        found.tokens
-    )
+    places = zip(found.text_offset[1:], found.tokens[1:], strict=True)
+    assert [choice.text[at : at + len(token)] for at, token in places] == found.tokens[1:]
+    assert found.text_offset[0] == 0
+
+
+def test_logprobs_of_parts_of_characters_have_their_bytes_and_their_places(client, server) -> None:
+    text = "\u00e9\U0001f600\u4e2d"
+    asked: dict[str, Any] = {"logprobs": 20, "echo": True, **GREEDY, "max_tokens": 0}
+    part = server.llm.llm.tokenizer.tokenizer.token_to_id("\u00c3")
+    likely: dict[str, Any] = {"logit_bias": {str(part): 100}, "logprobs": True}
+
+    (choice,) = client.completions.create(prompt=text, **asked).choices
+    chat = client.chat.completions.create(messages=MESSAGES, **likely, **GREEDY).choices[0]
+
+    found = choice.logprobs
+    assert (choice.text, found.text_offset) == (text, [0, 0, 0, 1, 1, 1, 1, 2, 2, 2])
+    assert found.tokens[1:3] == ["bytes:\\xc3", "bytes:\\xa9"]
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top is None or (top[token] == logprob and 20 <= len(top) <= 21)
+    assert all((each.token, each.bytes) == ("bytes:\\xc3", [0xC3]) for each in chat.logprobs.content)
 
 
 def test_offsets_of_a_stream_are_those_of_the_whole_answer(client) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,9 @@ from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, num_characters, usage
+from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, usage
 from jattn.llm.text.prompts import chat_prompt, encoded
+from jattn.llm.text.tokens import TextOffsets
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 
@@ -261,14 +262,12 @@ class _Server:
         # Starlette closes the iterator when the client is gone.
         with submission:
             try:
-                outputs, starts = [], Counter[tuple[int, int]]()
+                outputs, offsets = [], defaultdict[tuple[int, int], TextOffsets | None](answer.offsets)
                 for body in answer.opening():
                     yield event(body)
                 async for prompt, update in submission:
                     if update.new.text or update.new.logprobs or update.new.finish_reason is not None:
-                        sample = prompt, update.new.index
-                        yield event(answer.part(prompt, update.new, starts[sample]))
-                        starts[sample] += num_characters(update.new)
+                        yield event(answer.part(prompt, update.new, offsets[prompt, update.new.index]))
                     if update.output is not None:
                         outputs.append(update.output)
                         self._metrics.finished(update.output)

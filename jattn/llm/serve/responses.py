@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from jattn.llm.engine import CompletionOutput, Logprob, RequestOutput
 from jattn.llm.load import TextTokenizer
 from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
+from jattn.llm.text.tokens import TextOffsets, TokenBytes
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -41,13 +42,17 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts that are echoed."""
+    """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens."""
 
     request: Generation
     answer_id: str
     model: str
     created: int
     tokenizer: TextTokenizer | None = None
+    tokens: TokenBytes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", None if self.tokenizer is None else TokenBytes(self.tokenizer))
 
     @property
     def is_chat(self) -> bool:
@@ -73,15 +78,20 @@ class Answer:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
 
-    def part(self, prompt: int, new: CompletionOutput, start: int) -> dict[str, Any]:
-        """Returns the event for the new text of one sample, after `start` characters of its tokens."""
+    def offsets(self) -> TextOffsets | None:
+        """Returns the places of the tokens of a sample, none of which has come; None without a tokenizer."""
+        return None if self.tokens is None else TextOffsets(self.tokens)
+
+    def part(self, prompt: int, new: CompletionOutput, offsets: TextOffsets | None) -> dict[str, Any]:
+        """Returns the event for the new text of one sample, whose earlier tokens `offsets` has."""
         index = prompt * self.request.params.n + new.index
         if self.is_chat:
             chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})
-            logprobs = _chat_logprobs(new, self.request.params.logprobs)
+            logprobs = self._chat_logprobs(new)
         else:
             chunk = self._event("text_completion", [{"index": index, "text": new.text}])
-            logprobs = _completion_logprobs(new.token_ids, new.logprobs, start=start)
+            places = [0] * len(new.token_ids) if offsets is None else offsets.add(new.token_ids, new.text)
+            logprobs = None if new.logprobs is None else self._completion_logprobs(new.token_ids, new.logprobs, places)
         chunk["choices"][0] |= {"logprobs": logprobs, "finish_reason": _reason(new), "stop_reason": new.stop_reason}
         return chunk
 
@@ -104,25 +114,57 @@ class Answer:
     def _content(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         if self.is_chat:
             message = {"role": "assistant", "content": completion.text}
-            return {"message": message, "logprobs": _chat_logprobs(completion, self.request.params.logprobs)}
+            return {"message": message, "logprobs": self._chat_logprobs(completion)}
         token_ids, logprobs, text = completion.token_ids, completion.logprobs, completion.text
-        first = ""
+        offsets, places, prompt = self.offsets(), [], self._prompt(output) if self.request.echo else ""
+        if logprobs is None:
+            return {"text": prompt + text, "logprobs": None}
         if self.request.echo:
-            text = self._prompt(output) + text
-            first = self._decoded(output.prompt_token_ids[:1])
+            logprobs = (*(output.prompt_logprobs or ()), *logprobs)
+            if offsets is not None:
+                places = offsets.add(output.prompt_token_ids, prompt)
+                offsets.begin(prompt)
             token_ids = (*output.prompt_token_ids, *token_ids)
-            logprobs = None if logprobs is None else (*(output.prompt_logprobs or ()), *logprobs)
-        return {"text": text, "logprobs": _completion_logprobs(token_ids, logprobs, first=first)}
+        places += [0] * len(token_ids) if offsets is None else offsets.add(token_ids[len(places) :], text)
+        return {"text": prompt + text, "logprobs": self._completion_logprobs(token_ids, logprobs, places)}
 
     def _prompt(self, output: RequestOutput) -> str:
         """Returns a prompt's text, as much of it as was read."""
         if output.prompt is not None and self.request.params.truncate_prompt_tokens is None:
             return output.prompt
-        return self._decoded(output.prompt_token_ids)
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
         skip = self.request.params.skip_special_tokens
-        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=skip)
+        return (
+            "" if self.tokenizer is None else self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        )
+
+    def _chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        count = self.request.params.logprobs
+        if completion.logprobs is None or count is None:
+            return None
+        content = []
+        for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+            others = sorted((each for each in found.items() if each[1].rank <= count), key=lambda each: each[1].rank)
+            top = [self._chat_logprob(*each) for each in others]
+            content.append(self._chat_logprob(token, found[token]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chat_logprob(self, token: int, found: Logprob) -> dict[str, Any]:
+        own = b"" if self.tokens is None else self.tokens.of(token)
+        return {"token": found.decoded_token or "", "logprob": found.logprob, "bytes": list(own)}
+
+    def _completion_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        tokens, own, top = [], [], []
+        for token, found in zip(token_ids, logprobs, strict=True):
+            if found is None:
+                # The first token of a prompt has none.
+                tokens.append("" if self.tokens is None else self.tokens.text(token))
+            else:
+                tokens.append(found[token].decoded_token or "")
+            own.append(None if found is None else found[token].logprob)
+            top.append(None if found is None else _by_text(found))
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(offsets)}
 
     def _of_prompt(self, output: RequestOutput, *, chat: bool) -> dict[str, Any]:
         """Returns the log-probabilities of a prompt's tokens in vLLM's form, if they are wanted and stand here."""
@@ -144,12 +186,6 @@ class Answer:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices}
-
-
-def num_characters(new: CompletionOutput) -> int:
-    """Returns the characters of the tokens that have log-probabilities, each token by itself."""
-    found = zip(new.token_ids, new.logprobs or (), strict=False)
-    return sum(len(each[token].decoded_token or "") for token, each in found)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -175,36 +211,14 @@ def _reason(completion: CompletionOutput) -> str | None:
     return "abort" if completion.finish_reason == "cancelled" else completion.finish_reason
 
 
-def _chat_logprobs(completion: CompletionOutput, count: int | None) -> dict[str, Any] | None:
-    if completion.logprobs is None or count is None:
-        return None
-    content = []
-    for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
-        others = sorted((each for each in found.values() if each.rank <= count), key=lambda each: each.rank)
-        content.append(_chat_logprob(found[token]) | {"top_logprobs": [_chat_logprob(each) for each in others]})
-    return {"content": content, "refusal": None}
-
-
-def _chat_logprob(found: Logprob) -> dict[str, Any]:
-    text = found.decoded_token or ""
-    return {"token": text, "logprob": found.logprob, "bytes": list(text.encode())}
-
-
-def _completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None, *, start: int = 0, first: str = ""
-) -> dict[str, Any] | None:
-    if logprobs is None:
-        return None
-    tokens, offsets, own, top = [], [], [], []
-    for token, found in zip(token_ids, logprobs, strict=True):
-        # The first token of a prompt has none.
-        text = first if found is None else found[token].decoded_token or ""
-        offsets.append(start)
-        start += len(text)
-        tokens.append(text)
-        own.append(None if found is None else found[token].logprob)
-        top.append(None if found is None else {each.decoded_token or "": each.logprob for each in found.values()})
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+def _by_text(found: dict[int, Logprob]) -> dict[str, float]:
+    """Returns log-probabilities by the tokens' texts; of equal texts only the first one is not spelled by its id."""
+    values: dict[str, float] = {}
+    for token, each in found.items():
+        text = each.decoded_token or ""
+        # vLLM's spelling.
+        values[f"token_id:{token}" if text in values else text] = each.logprob
+    return values
 
 
 def _base64(vector: np.ndarray) -> str:

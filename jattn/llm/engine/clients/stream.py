@@ -11,6 +11,7 @@ from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, 
 from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.detokenize import Detokenizer
+from jattn.llm.text.tokens import TokenBytes
 from torch_core.base.owners import Owner
 
 
@@ -111,7 +112,7 @@ class PromptReader:
 
     def __init__(self, engine: AnyEngine, tokenizer: TextTokenizer | None, request: Request) -> None:
         self._engine = engine
-        self._decode = None if tokenizer is None else tokenizer.decode_plainly
+        self._text_of = None if tokenizer is None else TokenBytes(tokenizer).text
         self._request = request
         self._samples = {sample.request_id: _Sample(sample, tokenizer) for sample in request.samples}
 
@@ -130,7 +131,8 @@ class PromptReader:
         sample.finish_reason = delta.finish_reason
         if detokenizer is not None:
             # The token that ended the text is no part of it.
-            ended = delta.finish_reason in ("stop", "error") and not request.params.include_stop_str_in_output
+            include_stop = request.params.include_stop_str_in_output
+            ended = delta.finish_reason == "error" or (delta.finish_reason == "stop" and not include_stop)
             before = detokenizer.num_tokens
             text = detokenizer.push(token_ids[:-1] if ended else token_ids, finished=delta.finish_reason is not None)
             if detokenizer.stopped:
@@ -191,7 +193,7 @@ class PromptReader:
         if wanted is None:
             return None
         found = request.logprobs[start : start + len(token_ids)]
-        return tuple(as_dict(token, each, wanted, self._decode) for token, each in zip(token_ids, found, strict=True))
+        return tuple(as_dict(token, each, wanted, self._text_of) for token, each in zip(token_ids, found, strict=True))
 
     def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
         request = self._request
@@ -202,7 +204,7 @@ class PromptReader:
         # Looked up, and not iterated: the engine's thread may add to them.
         found = ChainMap(*(sample.prompt_logprobs for sample in request.samples))
         return tuple(
-            as_dict(token, found[place], wanted, self._decode) if place in found else None
+            as_dict(token, found[place], wanted, self._text_of) if place in found else None
             for place, token in enumerate(request.prompt_token_ids)
         )
 

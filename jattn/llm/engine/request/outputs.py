@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability, as the model has it.
         rank: 1 for the likeliest token.
-        decoded_token: its text; None without a tokenizer.
+        decoded_token: its text, as `jattn.llm.text.tokens.TokenBytes.text` spells it; None without a tokenizer.
     """
 
     logprob: float
@@ -155,16 +155,14 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
 
-def as_dict(
-    token: int, found: Logprobs, num_logprobs: int, decode: Callable[[Sequence[int]], str] | None
-) -> dict[int, Logprob]:
+def as_dict(token: int, found: Logprobs, num_logprobs: int, text_of: Callable[[int], str] | None) -> dict[int, Logprob]:
     """Returns vLLM's mapping for one position: the token itself first, then the likeliest in order.
 
     Args:
         token: the sampled token or the prompt's.
         found: values of this position, without leading axes.
         num_logprobs: number of the likeliest tokens; -1 for all.
-        decode: token ids to text, or None.
+        text_of: function from a token id to the token's text, or None.
     """
     count = len(found.top_ids) if num_logprobs < 0 else num_logprobs
     entries = {token: (float(found.logprob), int(found.rank))}
@@ -172,6 +170,6 @@ def as_dict(
     for rank, (each, value) in enumerate(best, 1):
         entries.setdefault(each, (value, rank))
     return {
-        each: Logprob(value, rank, None if decode is None else decode([each]))
+        each: Logprob(value, rank, None if text_of is None else text_of(each))
         for each, (value, rank) in entries.items()
     }
