@@ -58,11 +58,7 @@ def table_of(token_ids: list[int], **changes: Any) -> SlotTables:
     row.token_ids[: len(token_ids)] = token_ids
     for name, value in changes.items():
         field = getattr(row, name)
-        if name == "bad_words":
-            for index, word in enumerate(value):
-                field[index, -len(word) :] = word
-        else:
-            field[: len(value)] = value
+        field[: len(value)] = value
     return row
 
 
@@ -117,10 +113,6 @@ def kept_by_filters(tempered: np.ndarray, params: SamplingParams) -> set[int]:
     return kept
 
 
-def has_bad_end(output: list[int], token: int, words: list[list[int]]) -> bool:
-    return any([*output, token][-len(word) :] == word for word in words if len(word) <= len(output) + 1)
-
-
 tokens_of = st.lists(st.integers(0, 7), min_size=2, max_size=12)
 
 
@@ -144,21 +136,6 @@ def test_penalties_are_those_of_the_rule(tokens, num_prompt, penalties, seed) ->
         rtol=1e-6,
         atol=1e-6,
     )
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    tokens=tokens_of,
-    num_prompt=st.integers(1, 6),
-    words=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), max_size=5),
-)
-def test_a_token_is_banned_where_it_would_complete_a_bad_word_of_the_output(tokens, num_prompt, words) -> None:
-    num_prompt = min(num_prompt, len(tokens))
-
-    out = result_of(np.zeros(VOCAB), SamplingParams(), tokens, num_prompt, bad_words=words)
-
-    output = tokens[num_prompt:]
-    assert [bool(value == -np.inf) for value in out] == [has_bad_end(output, token, words) for token in range(VOCAB)]
 
 
 @settings(deadline=None, max_examples=100)
@@ -256,7 +233,9 @@ def test_of_logits_that_outgrow_a_float_one_is_taken(temperature) -> None:
 
 
 def test_a_row_with_nothing_left_keeps_its_masks_alone() -> None:
-    out = result_of(np.zeros(VOCAB), SamplingParams(), [1, 2], 1, allowed=mask_of([3], 2), bad_words=[[3]])
+    out = result_of(
+        np.zeros(VOCAB), SamplingParams(), [1, 2], 1, allowed=mask_of([3], 2), min_tokens=[9], stop_tokens=[3]
+    )
 
     assert list(np.flatnonzero(out > -np.inf)) == [3]
 

@@ -329,14 +329,15 @@ class ModelRunner:
         """Assigns the slot of each row that samples, and uploads the values that only the host has."""
         slots = layout["slot"].of(buffer)
         slots[:] = self._slots.neutral
-        grammars: list[tuple[int, np.ndarray]] = []
+        masks: list[tuple[int, np.ndarray]] = []
         for index, row in enumerate(rows):
             request = row.request
             if row.num_samples and request.needs_slot:
                 slots[index] = self._slots.of(request)
-            if row.num_samples and request.grammar is not None:
-                grammars.append((index, request.grammar.mask(request.output_token_ids, request.params)))
-        return SamplerState(self._slots.tables, self._slots.masks(len(slots), grammars))
+            mask = request.mask() if row.num_samples else None
+            if mask is not None:
+                masks.append((index, mask))
+        return SamplerState(self._slots.tables, self._slots.masks(len(slots), masks))
 
     def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array) -> list[PromptPart]:
         """Starts the prompt log-probabilities that the step's rows ask for."""

@@ -208,7 +208,7 @@ def sample_fully(
         num_tokens: int32[rows]; tokens of each sequence before the one that is sampled.
         slots: int32[rows]; where a row's tables and tokens are; the last slot is that of rows without any.
         tables: tables of the slots.
-        masks: int32[rows, ceil(vocab / 32)], a bit for each token that a grammar allows.
+        masks: int32[rows, ceil(vocab / 32)], a bit for each token that grammar and bad words allow.
         num_logprobs: number of the likeliest tokens to report.
         processors: processors of the engine; a row takes part if its table has a number for it.
 
@@ -233,7 +233,7 @@ def processed(
 ) -> jax.Array:
     """Returns the logits that a greedy row takes the largest of, in vLLM's order.
 
-    Masks of the grammar and of allowed tokens, bad words, min_tokens, logit_bias, the engine's processors, penalties. A
+    Masks of the host and of allowed tokens, min_tokens, logit_bias, the engine's processors, penalties. A
     row that this leaves nothing to choose from keeps its masks alone.
 
     Args:
@@ -241,7 +241,7 @@ def processed(
         table: one row for each of the logits'.
     """
     masked = jnp.where(_bits(masks & table.allowed, logits.shape[-1]), logits, -jnp.inf)
-    changed = _forbid(masked, table, rows.num_prompt_tokens, num_tokens, sample_index)
+    changed = _forbid(masked, table, sample_index)
     changed = changed.at[jnp.arange(len(logits))[:, None], table.bias_tokens].add(table.bias, mode="drop")
     for index, processor in enumerate(processors):
         value = table.processor_values[:, index]
@@ -343,26 +343,10 @@ def _bits(words: jax.Array, vocab_size: int) -> jax.Array:
     return bits.reshape(len(words), -1)[:, :vocab_size] == 1
 
 
-def _forbid(
-    logits: jax.Array, table: SlotTables, num_prompt_tokens: jax.Array, num_tokens: jax.Array, sample_index: jax.Array
-) -> jax.Array:
-    """Bans the last tokens of bad words whose others the output ends with, and stop tokens before min_tokens."""
-    # A word is padded on the left, and its last token is the one to ban.
-    *_, width = table.bad_words.shape
-    places = num_tokens[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)
-    before = jnp.where(
-        places >= num_prompt_tokens[:, None], jnp.take_along_axis(table.token_ids, jnp.maximum(places, 0), axis=1), -1
-    )
-    begun = table.bad_words[:, :, :-1]
-    completes = jnp.all((begun == SlotTables.PAD) | (begun == before[:, None]), axis=-1)
+def _forbid(logits: jax.Array, table: SlotTables, sample_index: jax.Array) -> jax.Array:
+    """Bans stop tokens before min_tokens."""
     too_early = sample_index < table.min_tokens[:, 0]
-    banned = jnp.concatenate(
-        [
-            jnp.where(completes, table.bad_words[:, :, -1], SlotTables.PAD),
-            jnp.where(too_early[:, None], table.stop_tokens, SlotTables.PAD),
-        ],
-        axis=1,
-    )
+    banned = jnp.where(too_early[:, None], table.stop_tokens, SlotTables.PAD)
     return logits.at[jnp.arange(len(logits))[:, None], banned].set(-jnp.inf, mode="drop")
 
 

@@ -25,7 +25,6 @@ class _Fields(NamedTuple):
     stop_tokens: Any
     bias_tokens: Any
     bias: Any
-    bad_words: Any
     processor_values: Any
 
 
@@ -38,7 +37,6 @@ class SlotTables(_Fields):
         min_tokens: int32[slots, 1].
         stop_tokens: int32[slots, n], to be banned before min_tokens; PAD elsewhere, as in all of these.
         bias_tokens, bias: int32 and float32[slots, n].
-        bad_words: int32[slots, words, tokens], padded on the left.
         processor_values: float32[slots, processors or 1]; NaN if a request does not take part.
     """
 
@@ -54,7 +52,6 @@ class SlotTables(_Fields):
             np.full(LIMITS.stop_tokens, cls.PAD, np.int32),
             np.full(LIMITS.logit_bias, cls.PAD, np.int32),
             np.zeros(LIMITS.logit_bias, np.float32),
-            np.full((LIMITS.bad_words, LIMITS.bad_word_tokens), cls.PAD, np.int32),
             # At least one: see `Placement.mapped`.
             np.full(max(num_processors, 1), np.nan, np.float32),
         )
@@ -65,7 +62,7 @@ class SamplerState(NamedTuple):
 
     Attributes:
         tables: tables of the slots; a full step adds the tokens that it samples.
-        masks: int32[rows, ceil(vocab / 32)] of this step, a bit for each token that a grammar allows.
+        masks: int32[rows, ceil(vocab / 32)] of this step, a bit for each token that grammar and bad words allow.
     """
 
     tables: SlotTables | None
@@ -149,12 +146,12 @@ class Slots:
         """Drops the state of earlier steps."""
         self._tables, self._slot_of = None, {}
 
-    def masks(self, num_rows: int, grammars: Sequence[tuple[int, np.ndarray]]) -> Any:
+    def masks(self, num_rows: int, given: Sequence[tuple[int, np.ndarray]]) -> Any:
         """Returns int32[num_rows, ceil(vocab / 32)]: the given rows' masks, and all bits elsewhere."""
         shape = (num_rows, len(self._neutral.allowed))
-        if grammars:
+        if given:
             masks = np.full(shape, -1, np.int32)
-            for row, mask in grammars:
+            for row, mask in given:
                 masks[row] = mask
             return masks
         if num_rows not in self._no_masks:
@@ -182,16 +179,14 @@ class Slots:
         params = request.params
         row = SlotTables(*(each.copy() for each in self._neutral))
         row.token_ids[: request.num_known_tokens] = request.token_ids(0, request.num_known_tokens)
-        # A grammar's masks see to these two themselves: they know when nothing but the end is left.
-        if params.allowed_token_ids is not None and request.grammar is None:
+        # The host's masks have these: they know when nothing but the end is left.
+        if params.allowed_token_ids is not None and not request.needs_mask:
             row.allowed[:] = mask_of(params.allowed_token_ids, len(row.allowed))
         row.min_tokens[0] = params.min_tokens if request.grammar is None else 0
         row.stop_tokens[: len(request.eos_token_ids)] = sorted(request.eos_token_ids)
         if params.logit_bias:
             row.bias_tokens[: len(params.logit_bias)] = list(params.logit_bias)
             row.bias[: len(params.logit_bias)] = list(params.logit_bias.values())
-        for index, word in enumerate(request.bad_words):
-            row.bad_words[index, -len(word) :] = word
         for name, value in (params.logits_processors or {}).items():
             row.processor_values[self._processors.index(name)] = value
         return row

@@ -24,6 +24,7 @@ _MAX_STOP_STRINGS = 16
 #: The largest float32: logits are divided by the temperature on the device.
 _MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 _MAX_CHOICES = 1024
+_MAX_BAD_WORDS, _MAX_BAD_WORD_CHARACTERS = 64, 256
 _MAX_GRAMMAR_CHARACTERS = 1 << 17
 
 
@@ -32,8 +33,6 @@ class LIMITS:
 
     stop_tokens = 128
     logit_bias = 512
-    bad_words = 128
-    bad_word_tokens = 16
 
 
 class RequestOutputKind(enum.Enum):
@@ -144,7 +143,10 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
         logit_bias: mapping from token id to a number that is added to its logit.
         allowed_token_ids: the only tokens that may be sampled. Stored as a tuple.
-        bad_words: texts that are not generated. Stored as a tuple.
+        bad_words: texts that the output's text does not contain, whatever tokens they would come by; also not within a
+            word, or behind a space. White space at their beginning does not count (vLLM), upper and lower case do. A
+            token that would complete one is not sampled. If that leaves none, the request ends with the reason
+            "error". Stored as a tuple.
         structured_outputs: required format of the text.
         logits_processors: mapping from the name of one of the engine's processors to the number it is called with.
         skip_special_tokens: leave special tokens out of the text.
@@ -209,7 +211,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         converted = {
             "stop": _strings("stop", stop, _MAX_STOP_STRINGS),
-            "bad_words": _strings("bad_words", self.bad_words, LIMITS.bad_words // 2),
+            "bad_words": _bad_words(self.bad_words),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "logit_bias": _numbers("logit_bias", self.logit_bias),
             "logits_processors": _numbers("logits_processors", self.logits_processors),
@@ -247,6 +249,7 @@ def is_plain(params: SamplingParams) -> bool:
         filters
         or needs_slot(params)
         or params.structured_outputs is not None
+        or bool(params.bad_words)
         or params.logprobs is not None
         or params.prompt_logprobs is not None
     )
@@ -258,7 +261,7 @@ def needs_slot(params: SamplingParams) -> bool:
         params.repetition_penalty != 1
         or params.presence_penalty != 0
         or params.frequency_penalty != 0
-        or bool(params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors)
+        or bool(params.min_tokens or params.logit_bias or params.logits_processors)
         or params.allowed_token_ids is not None
     )
 
@@ -297,6 +300,20 @@ def _strings(name: str, values: Any, most: int) -> tuple[str, ...]:
     if len(strings) > most or not all(isinstance(text, str) and text for text in strings):
         raise InvalidInput(name, f"must hold at most {most} strings, none of them empty")
     return strings
+
+
+def _bad_words(values: Any) -> tuple[str, ...]:
+    words = _strings("bad_words", values, _MAX_BAD_WORDS)
+    if (longest := max(map(len, words), default=0)) > _MAX_BAD_WORD_CHARACTERS:
+        wanted = f"a text must have {_MAX_BAD_WORD_CHARACTERS} at most"
+        raise InvalidInput("bad_words", f"has a text of {longest} characters", wanted)
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            "bad_words", value=error.object[error.start], wanted="UTF-8 has no lone surrogates"
+        ) from None
+    return words
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:

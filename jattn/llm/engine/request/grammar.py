@@ -48,7 +48,9 @@ class Grammar:
         twin._num_read = -1
         return twin
 
-    def mask(self, output_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+    def mask(
+        self, output_token_ids: Sequence[int], params: SamplingParams, allowed: np.ndarray | None = None
+    ) -> np.ndarray:
         """Returns int32[num_words], a bit for each token that may come next; ends only, where the text is complete.
 
         Ends only, too, where there is an `error`.
@@ -58,6 +60,7 @@ class Grammar:
             params: min_tokens, before which nothing that ends a text is allowed, as long as anything else is, and
                 ignore_eos, with which that holds of the end always; and allowed_token_ids, no others but for the end of
                 a text that can only end.
+            allowed: a mask of which the same holds as of allowed_token_ids.
         """
         # After an interrupt here, the text is read again from its start.
         done, self._num_read = self._num_read, -1
@@ -76,6 +79,8 @@ class Grammar:
         may_end = np.any(mask & self._end)
         if params.allowed_token_ids is not None:
             mask &= mask_of(params.allowed_token_ids, len(mask))
+        if allowed is not None:
+            mask &= allowed
         if not np.any(mask):
             if not may_end:
                 self._dead_end = "no token is allowed that the text could go on with"

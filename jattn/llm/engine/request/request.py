@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jattn.llm.engine.options.params import PACKED_SEED, SamplingParams
-from jattn.llm.engine.request.grammar import Grammar
+from jattn.llm.engine.request.bad_words import BadWords
+from jattn.llm.engine.request.grammar import Grammar, mask_of
 from jattn.llm.engine.request.outputs import Logprobs, Outbox, RequestMetrics, TokenDelta
 from torch_core.base.errors import InvalidInput
 
@@ -48,7 +49,7 @@ class Request:
         forced_eos_token_id: its last token if it reaches max_tokens, instead of the sampled one; None for none.
         is_plain: whether it needs only a temperature of the sampler.
         needs_slot: whether its tokens or tables must be on the device.
-        bad_words: tokens of the words that are not generated.
+        bad_words: texts that are not generated, or None.
         grammar: required format of the text, or None.
         index: index of the sample among those of its prompt.
         samples: all of them in order, itself included.
@@ -60,6 +61,7 @@ class Request:
         outbox: queue of its outputs.
         num_delivered: generated tokens that were put there.
         end_is_delivered: its finish reason was put there.
+        stuck_at: number of generated tokens after which its bad words allowed no other; None as long as they do.
         num_computed_tokens: tokens whose keys and values were written or will be by a dispatched step; negative while
             the encoder has not run: the slots that it still has to fill.
         num_pending_tokens: tokens sampled on the device and not seen yet.
@@ -79,7 +81,7 @@ class Request:
     metrics: RequestMetrics
     is_plain: bool = True
     needs_slot: bool = False
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords | None = None
     grammar: Grammar | None = None
     index: int = 0
     forced_eos_token_id: int | None = None
@@ -88,6 +90,7 @@ class Request:
     outbox: Outbox = field(default_factory=Outbox)
     num_delivered: int = 0
     end_is_delivered: bool = False
+    stuck_at: int | None = None
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -136,9 +139,14 @@ class Request:
 
     @property
     def num_wanted_tokens(self) -> int:
-        """Tokens that may still be sampled for it now: with a grammar one, when all before it are known."""
+        """Tokens that may still be sampled for it now: with a mask one, when all before it are known."""
         wanted = self.max_tokens - len(self.output_token_ids) - self.num_pending_tokens
-        return wanted if self.grammar is None else min(wanted, int(not self.num_pending_tokens))
+        return min(wanted, int(not self.num_pending_tokens)) if self.needs_mask else wanted
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the host says which tokens may come next."""
+        return self.grammar is not None or self.bad_words is not None
 
     @property
     def awaits_fork(self) -> bool:
@@ -150,12 +158,28 @@ class Request:
     def end_reason(self) -> str | None:
         """The reason why its tokens are complete: "stop", "error" or "length"; None if they are not."""
         last = self.output_token_ids[-1] if self.output_token_ids else None
+        if self.stuck_at is not None and len(self.output_token_ids) > self.stuck_at:
+            return "error"
         # A grammar lets the end come where nothing else can, also where the end is to be ignored.
         if self.grammar is not None and last in self.grammar.eos_token_ids:
             return "stop" if self.grammar.error is None else "error"
         if last in self.eos_token_ids:
             return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
+
+    def mask(self) -> np.ndarray | None:
+        """Returns int32[ceil(vocab / 32)], a bit for each token that may come next; None if it needs no mask."""
+        allowed = None if self.bad_words is None else self.bad_words.allowed(self.output_token_ids)
+        if self.grammar is not None:
+            return self.grammar.mask(self.output_token_ids, self.params, allowed)
+        if self.bad_words is None or allowed is None:
+            return None
+        if self.params.allowed_token_ids is not None:
+            allowed = allowed & mask_of(self.params.allowed_token_ids, len(allowed))
+        if np.any(allowed):
+            return allowed
+        self.stuck_at = len(self.output_token_ids)
+        return self.bad_words.end
 
     def take_number(self, number: int) -> None:
         """Takes the number of its arrival: for its order, and for its id and its seed if the caller gave none."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import LIMITS, SamplingParams, is_plain, needs_slot, pack_sampling
+from jattn.llm.engine.request.bad_words import BadWords, BadWordsFinder
 from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
 from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
 from jattn.llm.engine.request.request import AUTOMATIC, Request
@@ -56,6 +57,7 @@ class Validator:
         self._config = config
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+        self._words = None if tokenizer is None else BadWordsFinder(tokenizer, model.vocab_size, model.eos_token_ids)
 
     def grammar(self, params: SamplingParams | None) -> Grammar | None:
         """Compiles the grammar of a request, if it has one.
@@ -232,27 +234,12 @@ class Validator:
                     f"this engine has {', '.join(known) or 'none'} (EngineConfig.logits_processors)",
                 )
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of each bad word, at the beginning of a text and after a space, as vLLM finds them."""
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words:
-            return ()
-        if self._tokenizer is None:
+            return None
+        if self._words is None:
             raise InvalidInput("bad_words", "is given, but there is no tokenizer to find their tokens")
-        found: list[tuple[int, ...]] = []
-        for word in params.bad_words:
-            first, spaced = (
-                tuple(self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
-            )
-            is_another = first and spaced[0] != first[0] and len(spaced) == len(first)
-            for tokens in (first, spaced) if is_another else (first,):
-                if not 1 <= len(tokens) <= LIMITS.bad_word_tokens:
-                    raise InvalidInput(
-                        "bad_words",
-                        f"has {shown(word)}, which is {len(tokens)} tokens",
-                        f"a word must be 1 to {LIMITS.bad_word_tokens}",
-                    )
-                found.append(tokens)
-        return tuple(found)
+        return self._words.find(params)
 
     def _tokens(self, whose: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         try:
