@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torch_core.state.call import StateCall
 from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 
 
 def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
@@ -21,8 +23,7 @@ def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     inputs[rows] = call.x[:total].float()
     window = torch.arange(past)
     if call.conv_states is not None:
-        slots = seqs if call.cache_indices is None else call.cache_indices.long()
-        known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+        slots, known = _slots(call)
         inputs[first[known, None] + window] = call.conv_states[slots[known]].float()
         kept = (slots >= 0) & (lens > 0)
         call.conv_states[slots[kept]] = inputs[(first + lens)[kept, None] + window].to(call.conv_states.dtype)
@@ -38,3 +39,40 @@ def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     out[:total] = found
     out[total:] = 0
     return {"out": out}
+
+
+def gated_delta_rule(call: GatedDeltaCall[Tensor]) -> dict[str, Tensor]:
+    """Updates the states of all sequences together, token by token, in float32; replaces them in place."""
+    starts, group = call.query_start_loc.long(), call.num_heads // call.num_kv_heads
+    lens = starts.diff()
+    query, key, value, beta = (x.float() for x in (call.query, call.key, call.value, call.beta))
+    if call.use_qk_l2norm_in_kernel:
+        query, key = (x * (x.square().sum(-1, keepdim=True) + L2NORM_EPSILON).rsqrt() for x in (query, key))
+    query, key = (x.repeat_interleave(group, 1) for x in (query * call.scale, key))
+    gate = call.gk if call.g is None else call.g[..., None]
+    decay = None if gate is None else gate.float().exp()
+    out = torch.zeros_like(call.value) if call.out is None else call.out.zero_()
+    states = torch.zeros(call.num_seqs, *value.shape[1:], key.shape[2])
+    slots, known = _slots(call)
+    if call.states is not None:
+        states[known] = call.states[slots[known]].float()
+    for step in range(int(lens.max())):
+        seqs = (lens > step).nonzero()[:, 0]
+        rows = starts[seqs] + step
+        held = states[seqs]
+        if decay is not None:
+            held *= decay[rows, :, None]
+        error = (value[rows] - (held * key[rows, :, None]).sum(-1)) * beta[rows, :, None]
+        held += error[..., None] * key[rows, :, None]
+        out[rows] = (held * query[rows, :, None]).sum(-1).to(out.dtype)
+        states[seqs] = held
+    if call.states is not None:
+        kept = (slots >= 0) & (lens > 0)
+        call.states[slots[kept]] = states[kept].to(call.states.dtype)
+    return {"out": out}
+
+
+def _slots(call: StateCall[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the slot of each sequence, and whether it starts from the state there."""
+    slots = torch.arange(call.num_seqs) if call.cache_indices is None else call.cache_indices.long()
+    return slots, slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state

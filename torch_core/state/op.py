@@ -9,6 +9,9 @@ from torch_core.launch.call import Call
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
 from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.delta_call import GatedDeltaCall
+
+_SLOTS = ("query_start_loc", "cache_indices", "has_initial_state")
 
 register(
     Op(
@@ -18,8 +21,19 @@ register(
         plan="torch_core.state.kernels.conv.plan:plan_causal_conv",
         serves=(
             compute_dtype("x"),
-            strides(contiguous=("query_start_loc", "cache_indices", "has_initial_state", "bias"), free=("weight",)),
+            strides(contiguous=(*_SLOTS, "bias"), free=("weight",)),
             Served("short convolutions (causal_conv1d): widths 2 to 4, states, silu, prompts and decoded tokens", ALL),
+        ),
+    ),
+    Op(
+        call=GatedDeltaCall,
+        reference="torch_core.state.reference:gated_delta_rule",
+        cpu="torch_core.state.cpu:gated_delta_rule",
+        plan="torch_core.state.kernels.delta.plan:plan_gated_delta",
+        serves=(
+            compute_dtype("query"),
+            strides(contiguous=_SLOTS),
+            Served("gated delta rule (gated_delta_rule): gates of heads or key channels (KDA), states, norms", ALL),
         ),
     ),
 )
@@ -28,12 +42,14 @@ register(
 def calls_in_use() -> dict[str, Call[ArraySpec]]:
     """Returns calls of specs by label, which names the op and the differences from its most frequent use.
 
-    Representative calls of Qwen3-Next's convolution: 8192 channels, width 4.
+    Representative calls of Qwen3-Next: a convolution of 8192 channels, 32 states of 128 x 128 for 16 heads of keys.
     """
     return {
         "causal conv": _conv(8192, 8),
         "causal conv decode": _conv(64, 64),
         "causal conv without states": _conv(8192, 8, conv_states=None, cache_indices=None, has_initial_state=None),
+        "gated delta decode": _delta(64, g=ArraySpec((64, 32), "float32")),
+        "gated delta decode by channel": _delta(64, gk=ArraySpec((64, 32, 128), "float32")),
     }
 
 
@@ -48,3 +64,21 @@ def _conv(num_tokens: int, num_seqs: int, **changes: Any) -> CausalConvCall[Arra
         "activation": "silu",
     }
     return CausalConvCall(**{**fields, **changes})
+
+
+def _delta(num_seqs: int, **gates: Any) -> GatedDeltaCall[ArraySpec]:
+    heads = ArraySpec((num_seqs, 16, 128), "bfloat16")
+    return GatedDeltaCall(
+        query=heads,
+        key=heads,
+        value=ArraySpec((num_seqs, 32, 128), "bfloat16"),
+        beta=ArraySpec((num_seqs, 32), "bfloat16"),
+        states=ArraySpec((256, 32, 128, 128), "float32"),
+        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
+        cache_indices=ArraySpec((num_seqs,), "int32"),
+        has_initial_state=ArraySpec((num_seqs,), "bool"),
+        max_query_len=1,
+        scale=128**-0.5,
+        use_qk_l2norm_in_kernel=True,
+        **gates,
+    )

@@ -7,7 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from torch_core.state.call import StateCall
 from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 
 
 def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
@@ -27,11 +29,11 @@ def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = 
     call.check()
     call.check_values()
     out = torch.zeros(call.x.shape, dtype=compute_dtype)
-    weight = call.weight.to(compute_dtype)
+    weight, past = call.weight.to(compute_dtype), (call.width - 1, call.x.shape[1])
     for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         if start == end:
             continue
-        inputs = torch.cat([_history(call, seq), call.x[start:end]]).to(compute_dtype)
+        inputs = torch.cat([_initial(call, seq, past), call.x[start:end]]).to(compute_dtype)
         for token in range(end - start):
             total = (weight * inputs[token : token + call.width].T).sum(1)
             if call.bias is not None:
@@ -43,14 +45,55 @@ def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = 
     return out
 
 
-def _history(call: CausalConvCall[Tensor], seq: int) -> Tensor:
+def gated_delta_rule(call: GatedDeltaCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
+    """Returns `[num_tokens, num_heads, value_size]`, and replaces the states in place.
+
+    Raises:
+        InvalidInput: the call is inconsistent, or a slot is beyond the states or belongs to two sequences.
+
+    Example:
+        >>> one = torch.ones(1, 1, 1)
+        >>> call = GatedDeltaCall(query=one, key=one, value=3 * one, beta=torch.tensor([[0.5]]), scale=1.0,
+        ...                       query_start_loc=torch.tensor([0, 1], dtype=torch.int32), states=one[None].clone(),
+        ...                       max_query_len=1)
+        >>> gated_delta_rule(call).item(), call.states.item()  # halfway from 1 to the value
+        (2.0, 2.0)
+    """
+    call.check()
+    call.check_values()
+    out = torch.zeros(call.value.shape, dtype=compute_dtype)
+    beta = call.beta.to(compute_dtype)
+    group = call.num_heads // call.num_kv_heads
+    for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
+        if start == end:
+            continue
+        first = _initial(call, seq, (call.num_heads, call.value.shape[2], call.key.shape[2]))
+        states = list(first.to(compute_dtype, copy=True))
+        for token in range(start, end):
+            for head in range(call.num_heads):
+                query, key = (x[token, head // group].to(compute_dtype) for x in (call.query, call.key))
+                if call.use_qk_l2norm_in_kernel:
+                    query, key = (x / (x @ x + L2NORM_EPSILON).sqrt() for x in (query, key))
+                state, gate = states[head], call.gk if call.g is None else call.g
+                if gate is not None:
+                    state = state * gate[token, head].to(compute_dtype).exp()
+                error = beta[token, head] * (call.value[token, head].to(compute_dtype) - state @ key)
+                states[head] = state + torch.outer(error, key)
+                out[token, head] = call.scale * states[head] @ query
+        slot = _slot(call, seq)
+        if slot >= 0:
+            call.states[slot] = torch.stack(states).to(call.states.dtype)  # type: ignore[index, union-attr]
+    return out
+
+
+def _initial(call: StateCall[Tensor], seq: int, shape: tuple[int, ...]) -> Tensor:
     slot = _slot(call, seq)
     if slot < 0 or (call.has_initial_state is not None and not call.has_initial_state[seq]):
-        return torch.zeros(call.width - 1, call.x.shape[1])
-    return call.conv_states[slot]  # type: ignore[index]
+        return torch.zeros(shape)
+    return getattr(call, call.states_in)[slot]
 
 
-def _slot(call: CausalConvCall[Tensor], seq: int) -> int:
-    if call.conv_states is None:
+def _slot(call: StateCall[Tensor], seq: int) -> int:
+    if getattr(call, call.states_in) is None:
         return -1
     return seq if call.cache_indices is None else int(call.cache_indices[seq])

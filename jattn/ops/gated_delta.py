@@ -1,0 +1,191 @@
+"""The gated delta rule on JAX arrays: by keywords, and in jnp, chunk by chunk."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.arguments import documented, refuse_traced
+from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
+from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
+
+# Tokens of a chunk. With a gate for each channel a chunk has that many squared weights for each one.
+_CHUNK, _CHUNK_BY_CHANNEL = 64, 16
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+@documented(GatedDeltaCall)
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    max_query_len: int,
+    g: jax.Array | None = None,
+    gk: jax.Array | None = None,
+    states: jax.Array | None = None,
+    cache_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Updates the state of each head by the gated delta rule, token by token, and reads it with the queries.
+
+    The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
+    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, by jnp, with sums
+    in a fixed order. Heads can be split over devices.
+
+    Args:
+        scale: factor of the results; `key_size**-0.5` when None.
+
+    Returns:
+        The results, float[num_tokens, num_heads, value_size], 0 in rows of padding; and the states with the new ones
+        in them, None without states.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
+            a slot of two sequences with tokens.
+        Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> one, starts, states = jnp.ones((1, 1, 1)), jnp.array([0, 1]), jnp.ones((1, 1, 1, 1))
+        >>> out, states = gated_delta_rule(one, one, 3 * one, 0.5 * one[0], starts, states=states, max_query_len=1)
+        >>> out.item(), states.item()  # halfway from 1 to the value
+        (2.0, 2.0)
+    """
+    refuse_traced({"scale": scale})
+    call = GatedDeltaCall(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        query_start_loc=query_start_loc,
+        g=g,
+        gk=gk,
+        states=states,
+        cache_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        max_query_len=max_query_len,
+        scale=key.shape[-1] ** -0.5 if scale is None else scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )
+    results = run(call, implementation)
+    return results["out"], results.get("states")
+
+
+def _gated_delta_rule(call: GatedDeltaCall[jax.Array]) -> dict[str, jax.Array]:
+    """Computes a checked call: sequences of one chunk all together, longer ones chunk after chunk."""
+    num_tokens, num_seqs = call.num_tokens, call.num_seqs
+    wide = jnp.float64 if call.query.dtype == jnp.float64 else jnp.float32
+    size = min(_CHUNK if call.gk is None else _CHUNK_BY_CHANNEL, call.max_query_len)
+    starts, lens = call.query_start_loc, jnp.diff(call.query_start_loc)
+    is_short = call.max_query_len <= size
+    if is_short:
+        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
+    else:
+        counts = -(-lens // size)
+        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
+        # Places after the last chunk are of no sequence: number num_seqs.
+        seqs = jnp.searchsorted(ends, places, side="right")
+        chunk = places - (ends - counts).at[seqs].get(mode="clip")
+    steps = chunk[:, None] * size + jnp.arange(size)
+    is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
+    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
+    rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
+
+    def chunks(x: jax.Array) -> jax.Array:
+        # Unique indices: the transpose is a write, never a sum whose order could vary.
+        found = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True).astype(wide)
+        return jnp.moveaxis(found, 2, 1)
+
+    query, key, value, beta = map(chunks, (call.query, call.key, call.value, call.beta))
+    if call.use_qk_l2norm_in_kernel:
+        query, key = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPSILON) for x in (query, key))
+    query, key = (jnp.repeat(x, call.num_heads // call.num_kv_heads, axis=1) for x in (query * call.scale, key))
+    gate = call.gk if call.g is None else call.g[..., None]
+    gate = jnp.zeros((*beta.shape, 1), wide) if gate is None else chunks(gate)
+    each = (query, key, value, beta, jnp.cumsum(gate, axis=2))
+    first, slots = _initial_states(call, wide)
+    if is_short:
+        out, last = jax.vmap(_chunk)(first, *each)
+    else:
+        out, last = _in_order(first, seqs, chunk == 0, each)
+    result = jnp.zeros(call.value.shape, call.value.dtype)
+    out = jnp.moveaxis(out, 1, 2).astype(result.dtype)
+    found = {"out": result.at[rows].set(out, mode="drop", unique_indices=True)}
+    if call.states is not None:
+        kept = jnp.where((slots >= 0) & (lens > 0), slots, call.states.shape[0] + jnp.arange(num_seqs))
+        new = last.astype(call.states.dtype)
+        found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
+    return found
+
+
+def _initial_states(call: GatedDeltaCall[jax.Array], wide: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns the state that each sequence starts from, and its slot."""
+    seqs = jnp.arange(call.num_seqs)
+    slots = seqs if call.cache_indices is None else call.cache_indices
+    if call.states is None:
+        return jnp.zeros((call.num_seqs, *call.value.shape[1:], call.key.shape[2]), wide), slots
+    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+    read = jnp.where(known, slots, call.states.shape[0] + seqs)
+    return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
+
+
+def _in_order(
+    first: jax.Array, seqs: jax.Array, is_first: jax.Array, each: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of chunks that follow each other, and the last state of each sequence."""
+
+    def step(carry: tuple[jax.Array, jax.Array], chunk: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        state, last = carry
+        seq, begins, *arrays = chunk
+        state = jnp.where(begins, first.at[seq].get(mode="clip"), state)
+        out, state = _chunk(state, *arrays)
+        return (state, last.at[seq].set(state, mode="drop")), out
+
+    (_, last), out = jax.lax.scan(step, (jnp.zeros_like(first[0]), first), (seqs, is_first, *each))
+    return out, last
+
+
+def _chunk(
+    state: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of a chunk and the state after it, by the WY form (Yang et al. 2024, arXiv:2406.06484).
+
+    Args:
+        state: `[heads, value_size, key_size]`.
+        query, key, value: `[heads, tokens, size]`.
+        beta: `[heads, tokens]`.
+        decay: logarithms of the decay from the chunk's start, `[heads, tokens, 1 or key_size]`.
+    """
+    through, last = jnp.exp(decay), decay[:, -1:]
+    # Each token corrects what the state and the corrections of earlier tokens of the chunk hold for its key.
+    errors = beta[..., None] * (value - _einsum("htk,hvk->htv", key * through, state))
+    overlap = beta[..., None] * _decayed_products(key, key, decay)
+    corrections = jax.lax.linalg.triangular_solve(overlap, errors, left_side=True, lower=True, unit_diagonal=True)
+    out = _einsum("htk,hvk->htv", query * through, state)
+    out += _einsum("hti,hiv->htv", _decayed_products(query, key, decay), corrections)
+    state = state * jnp.exp(last) + _einsum("htv,htk->hvk", corrections, key * jnp.exp(last - decay))
+    return out, state
+
+
+def _decayed_products(left: jax.Array, right: jax.Array, decay: jax.Array) -> jax.Array:
+    """Returns `sum over k of left[t, k] * exp(decay[t, k] - decay[i, k]) * right[i, k]` for i <= t, and 0 elsewhere."""
+    tokens = jnp.arange(left.shape[1])
+    is_past = (tokens[:, None] >= tokens)[None, :, :, None]
+    # Of later tokens the difference would be positive without a bound.
+    weights = jnp.exp(jnp.where(is_past, decay[:, :, None] - decay[:, None], -jnp.inf))
+    if decay.shape[-1] == 1:
+        return _einsum("htk,hik->hti", left, right) * weights[..., 0]
+    return _einsum("htk,htik,hik->hti", left, weights, right)
+
+
+register(JaxOp(call=GatedDeltaCall, jnp=_gated_delta_rule, jnp_derivative=True))

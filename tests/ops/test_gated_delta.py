@@ -1,0 +1,147 @@
+"""The gated delta rule in plain torch and in JAX: against the reference, its gradients, its refusals, its splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import PartitionSpec
+
+from jattn import ops
+from tests.bridge.test_partition import assert_close, each_way, run_opaque
+from tests.ops.runner import QUICK_COMPILE, arrays_of
+from tests.support.attention_cases import to_torch
+from tests.support.delta_cases import assert_as_exact_as_torch, delta_call
+from tests.support.devices import collectives, mesh, on_four_devices, place
+from torch_core import ops as torch_ops
+from torch_core import reference
+from torch_core.base.errors import InvalidInput
+from torch_core.launch.call import Call
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16"},
+    {"lens": (5, 1, 0, 70), "gates": "gk"},
+    {"lens": (5, 1, 0, 130), "gates": None, "states": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_plain_torch_is_as_exact_as_the_reference(options, seed):
+    call = delta_call(seed, **options)
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, torch_ops.run(given)["out"], given.states)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
+    call = delta_call(seed, **options)
+    statics = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True, "implementation": implementation}
+    run = jax.jit(lambda given: ops.gated_delta_rule(**given, **statics), compiler_options=QUICK_COMPILE)
+    out, states = run(arrays_of(call))
+    assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
+
+
+def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):
+    call = delta_call(seed, (9,), padding=0)
+    whole = call.map(torch.clone)
+    expected, found = torch_ops.run(whole)["out"], []
+    for part in (slice(0, 4), slice(4, 9)):
+        rows = {name: getattr(call, name)[part] for name in ("query", "key", "value", "beta", "g")}
+        starts = torch.tensor([0, len(rows["query"])], dtype=torch.int32)
+        found.append(torch_ops.run(call.with_arrays({**rows, "query_start_loc": starts}))["out"])
+    assert torch.equal(torch.cat(found), expected)
+    assert torch.equal(call.states[call.cache_indices], whole.states[call.cache_indices])
+
+
+@pytest.mark.parametrize(("gates", "lens"), [("g", (5, 1, 0, 3)), ("gk", (20, 1, 2))])
+def test_gradients_are_those_of_autograd(gates, lens, seed):
+    call = delta_call(seed, lens, sizes=(4, 3), heads=(2, 1), gates=gates, padding=0)
+    call = call.map(lambda array: torch.nan_to_num(array) if array.is_floating_point() else array)
+    given: dict[str, Any] = arrays_of(call)
+    moved = {name: given.pop(name) for name in ("query", "key", "value", "beta", gates, "states")}
+    rng = np.random.default_rng(seed)
+    d_out, d_states = (rng.normal(size=moved[name].shape).astype(np.float32) for name in ("value", "states"))
+
+    def total(moved: dict[str, jax.Array]) -> jax.Array:
+        out, states = ops.gated_delta_rule(
+            **moved, **given, max_query_len=call.max_query_len, use_qk_l2norm_in_kernel=True
+        )
+        assert states is not None
+        return (out * d_out).sum() + (states * d_states).sum()
+
+    found = jax.jit(jax.grad(total), compiler_options=QUICK_COMPILE)(moved)
+
+    wide = {name: getattr(call, name).double().requires_grad_() for name in moved}
+    copies = call.with_arrays({name: array.clone() for name, array in wide.items()})
+    loss = (reference.gated_delta_rule(copies) * torch.from_numpy(d_out)).sum()
+    gradients = torch.autograd.grad(loss + (copies.states * torch.from_numpy(d_states)).sum(), list(wide.values()))
+    for name, gradient in zip(wide, gradients, strict=True):
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gk": torch.zeros(31, 4, 8)}, "gk is given together with g; give one of them"),
+        ({"value": torch.zeros(31, 3, 6)}, "beta has shape .31, 4.; it must be .* with num_heads = 3, that of value"),
+        ({"states": None}, "cache_indices is given without states; give both or neither"),
+        ({"states": torch.zeros(8, 4, 8, 6)}, "states has shape .8, 4, 8, 6.; it must be .* with value_size = 6"),
+        ({"states": torch.zeros(8, 4, 6, 8).double()}, "states is float64; it must be float32, bfloat16 or float16"),
+        ({"cache_indices": torch.tensor([0, 1, 2, 3, 8, 5]).int()}, "cache_indices.4. is 8; states has slots 0 to 7"),
+        ({"query_start_loc": torch.tensor([0, 5, 6, 6, 26, 27, 28]).int()}, "sequence 3 has 20 rows in query_start_lo"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message, seed):
+    call = delta_call(seed)
+    before = call.states.clone()
+    with pytest.raises(InvalidInput, match=message):
+        torch_ops.run(call.with_arrays(change))
+    torch.testing.assert_close(call.states, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_value_heads_that_no_key_head_serves_are_refused(seed):
+    call = delta_call(seed, heads=(4, 2))
+    call = replace(call, query=torch.zeros(31, 3, 8), key=torch.zeros(31, 3, 8))
+    with pytest.raises(InvalidInput, match="value has 4 heads; they must be a multiple of the 3 heads of key"):
+        torch_ops.run(call)
+
+
+@each_way
+@on_four_devices
+def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name: str) -> None:
+    call: Call[Any] = delta_call(7, (5, 1, 0, 3), heads=(8, 4)).map(lambda array: np.nan_to_num(array.numpy()))
+    expected = ops.run(call.map(jnp.asarray), "xla")
+    on, heads = mesh(kind), PartitionSpec(None, "tp")
+    names = ("query", "key", "value", "beta", "g", "states")
+    given = call.with_arrays(
+        {k: place(x, on, heads if k in names else PartitionSpec()) for k, x in call.arrays().items()}
+    )
+    program = jax.jit(lambda call: run_opaque(call, name) if name == "opaque" else ops.run(call, name))
+
+    assert collectives(program, given) == []
+    for key, array in program(given).items():
+        assert array.sharding.spec[1] == "tp"
+        assert_close(array, expected[key])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["g", "gk"])
+@pytest.mark.parametrize("lens", [(100, 1, 0, 5), (1,) * 70], ids=["mixed", "one"])
+def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, gates, seed):
+    call = delta_call(seed, lens, heads=(4, 2), sizes=(128, 128), gates=gates, dtype="bfloat16")
+    given = call.map(torch.Tensor.cuda)
+    theirs = torch_ops.run(given)["out"].cpu()
+    assert_as_exact_as_torch(call, theirs, given.states.cpu())
+    statics = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True, "implementation": "triton"}
+
+    out, states = jax.jit(lambda given: ops.gated_delta_rule(**given, **statics))(arrays_of(call))
+
+    assert torch.equal(to_torch(np.array(out)), theirs)
+    held = to_torch(np.array(states))
+    torch.testing.assert_close(held, given.states.cpu(), rtol=0, atol=0, equal_nan=True)

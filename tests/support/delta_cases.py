@@ -1,0 +1,68 @@
+"""Seeded gated delta rules over ragged sequences, with poison in all that must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_core import reference
+from torch_core.state.delta_call import GatedDeltaCall
+
+__all__ = ["assert_as_exact_as_torch", "delta_call"]
+
+
+def delta_call(
+    seed: int, lens: Sequence[int] = (5, 1, 0, 19, 1, 2), *, heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (8, 6), dtype: str = "float32", gates: str | None = "g", states: bool = True,
+    padding: int = 3, **options: Any,
+) -> Any:  # fmt: skip
+    """Draws a GatedDeltaCall: the second sequence has no slot, the fourth has one that it does not start from.
+
+    Padded tokens, the slot that is not read and slots of no sequence hold NaN.
+    """
+    torch.manual_seed(seed)
+    kind, total, num_seqs = getattr(torch, dtype), sum(lens), len(lens)
+    (num_heads, num_kv_heads), (key_size, value_size) = heads, sizes
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.cat([torch.randn(total, *shape), torch.full((padding, *shape), torch.nan)])
+
+    fields: dict[str, Any] = {
+        "query": rows(num_kv_heads, key_size).to(kind),
+        "key": rows(num_kv_heads, key_size).to(kind),
+        "value": rows(num_heads, value_size).to(kind),
+        "beta": rows(num_heads).sigmoid().to(kind),
+        "query_start_loc": torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+        "max_query_len": max(1, *lens),
+    }
+    if gates is not None:
+        shape = (num_heads,) if gates == "g" else (num_heads, key_size)
+        fields[gates] = torch.nn.functional.logsigmoid(rows(*shape) + 2)
+    if states:
+        slots, known = torch.randperm(num_seqs + 2)[:num_seqs].int(), torch.ones(num_seqs, dtype=torch.bool)
+        if num_seqs > 3:
+            slots[1], known[3] = -1, False
+        held = torch.full((num_seqs + 2, num_heads, value_size, key_size), torch.nan)
+        read = slots[known & (slots >= 0)].long()
+        held[read] = torch.randn(len(read), *held.shape[1:])
+        fields |= {"states": held, "cache_indices": slots, "has_initial_state": known}
+    return GatedDeltaCall(**fields, **{"scale": key_size**-0.5, "use_qk_l2norm_in_kernel": True, **options})
+
+
+def assert_as_exact_as_torch(call: Any, out: torch.Tensor, states: torch.Tensor | None) -> None:
+    """Errors are at most twice those of the reference in float32, and some roundings of the largest value."""
+    expected, narrow = call.map(torch.clone), call.map(torch.clone)
+    exact = reference.gated_delta_rule(expected)
+    rounded = reference.gated_delta_rule(narrow, compute_dtype=torch.float32).to(call.value.dtype).double()
+    # A state is a sum over all tokens before it.
+    eps = torch.finfo(torch.float32).eps * call.max_query_len**0.5
+    allowed = 2 * ((rounded - exact).abs().max() + eps * exact.abs().max())
+    assert out.dtype == call.value.dtype
+    assert (out.double() - exact).abs().max() <= allowed
+    if expected.states is not None:
+        assert states is not None
+        scale = expected.states.nan_to_num().abs().max()
+        allowed = 2 * ((narrow.states - expected.states).nan_to_num().abs().max() + eps * scale)
+        torch.testing.assert_close(states, expected.states, rtol=0, atol=float(allowed), equal_nan=True)
