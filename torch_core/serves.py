@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 
 from torch_core.launch.op import Served, registered_ops
 from torch_core.launch.serves import IMPLEMENTATIONS
 
-_FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py"))
+_HERE = Path(__file__).parent
+_FOLDERS = [
+    room.name
+    for room in iter_modules([str(_HERE)])
+    if "op" in {each.name for each in iter_modules([str(_HERE / room.name)])}
+]
 
 #: The rooms that have ops: their folder has an `op.py`. That of `launch` defines the record.
 ROOMS: tuple[ModuleType, ...] = tuple(import_module(f"torch_core.{name}") for name in _FOLDERS if name != "launch")

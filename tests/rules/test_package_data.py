@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,3 +33,19 @@ def test_every_folder_with_modules_is_a_package(package: str) -> None:
     folders = {path.parent for path in (ROOT / package).rglob("*.py")}
 
     assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_packages_find_their_names_and_rooms_in_a_zip_archive(tmp_path: Path) -> None:
+    archive = tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in [ROOT / "jattn" / "__init__.py", *(ROOT / "torch_core").rglob("*.py")]:
+            packed.write(path, path.relative_to(ROOT))
+    numbers = "len(s.ROOMS), len(s.SERVES)"
+    code = f"import jattn, torch_core.serves as s; print(s.__file__, jattn.OutOfBlocks.__name__, {numbers})"
+    environment = {**os.environ, "PYTHONPATH": str(archive)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    from torch_core.serves import ROOMS, SERVES
+
+    assert done.stderr == ""
+    assert done.stdout.split() == [f"{archive}/torch_core/serves.py", "OutOfBlocks", str(len(ROOMS)), str(len(SERVES))]
