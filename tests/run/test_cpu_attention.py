@@ -262,6 +262,16 @@ def test_numpy_and_torch_gather_the_same(monkeypatch):
     assert torch.equal(case.run(ops.paged_attention), expected)
 
 
+@pytest.mark.parametrize("sink", [-np.inf, np.nan])
+def test_a_sink_of_minus_infinity_is_none_and_one_of_nan_is_seen(sink, seed):
+    case = dense_case(seed, key_lens=[3], query_lens=[5], num_heads=2)
+    plain = case.run(ops.attention_with_lse)
+    found = case.run(ops.attention_with_lse, sinks=torch.full((2,), sink))
+    for with_sink, without in zip(found, plain, strict=True):
+        assert torch.equal(with_sink[:2], without[:2])
+        assert torch.equal(with_sink[2:], without[2:]) if sink == -np.inf else with_sink[2:].isnan().all()
+
+
 def test_operands_are_not_changed():
     case = random_paged_case(12)
     tensors = case.tensors()

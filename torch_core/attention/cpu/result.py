@@ -38,8 +38,10 @@ class ResultRows:
         """
         if self.sinks is not None:
             weight, with_sinks = merge_lse(lse, self.sinks)
-            output = output * weight[..., None]
-            lse = torch.where(lse == -torch.inf, lse, with_sinks)
+            unseen = lse == -torch.inf
+            # A sink of -inf is none: two empty parts have no weight.
+            output = (output * weight[..., None]).masked_fill(unseen[..., None], 0)
+            lse = torch.where(unseen, lse, with_sinks)
         if self.factor != 1.0:
             output = output * self.factor
         if self.out.dtype.itemsize == 1:
@@ -86,7 +88,8 @@ def merge_lse(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     part_a, part_b = (lse.detach().double().numpy() for lse in (lse_a, lse_b))
     with np.errstate(invalid="ignore", over="ignore"):
         weight = 1 / (1 + np.exp(part_b - part_a))
-    return torch.from_numpy(weight).float(), torch.from_numpy(np.logaddexp(part_a, part_b)).float()
+        total = np.logaddexp(part_a, part_b)
+    return torch.from_numpy(weight).float(), torch.from_numpy(total).float()
 
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
