@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jattn.bridge.calls import array_spec
 from jattn.bridge.kernel_cache import KernelCache, KernelImage, TensorMap, default_directory
@@ -52,6 +53,7 @@ def run_native(call: Call[jax.Array]) -> dict[str, jax.Array]:
     # Imports Triton; this module must load without it.
     from torch_core.launch.planner import plan_call
 
+    call = call.for_kernels(jnp)
     name, array = next(iter(call.arrays().items()))
     arrays = {**call.arrays(), name: _not_on_a_cpu(array)}
     return call_operation(plan_call(call.map(array_spec), device_limits()), arrays)

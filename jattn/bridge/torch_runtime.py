@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from jattn.bridge.calls import array_spec
 from torch_core.base.specs import ArraySpec
@@ -23,6 +24,7 @@ _ONE_THREAD_BELOW = 1 << 24
 
 def run_torch(call: Call[jax.Array]) -> dict[str, jax.Array]:
     """Runs a call by torch: its kernels' launch plan on CUDA, plain torch on a CPU; in place, on XLA's memory alone."""
+    call = call.for_kernels(jnp)
     specs = call.map(array_spec)
     if jax.default_backend() == "gpu":
         from jattn.bridge.native import device_limits

@@ -24,6 +24,7 @@ from jattn.ops.xla import Backward, JaxOp, Pullback, register
 from torch_core.attention.backward_call import DenseBackwardCall, forward_of
 from torch_core.attention.call import BIAS_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall
 from torch_core.attention.dropout import keep_factor, keep_mask
+from torch_core.attention.segments import marked_sinks, segment_offsets
 
 #: Scores are float32, and tiles of float64 biases need more memory than a kernel has.
 NARROWED = (*BIAS_FIELDS, "sinks")
@@ -98,9 +99,13 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
     context = key_lens - jnp.diff(call.query_start_loc)
     positions = context[:, None] + jnp.arange(call.max_query_len)
     key_positions = jnp.arange(max_key_len)
+    pairs = None
+    if call.segment_ids is not None:
+        call, (positions, key_positions, pairs) = _segmented(call, call.segment_ids, max_key_len)
     keys = _by_sequence(call.key, call.key_start_loc, max_key_len).astype(dtype)
     values = _by_sequence(call.value, call.key_start_loc, max_key_len).astype(dtype)
     mask, bias = softmax.visible(call, positions, key_positions, key_lens, context)
+    mask = mask if pairs is None else mask & pairs
     scores = jnp.einsum("sqhgd,skhd->shgqk", _queries(call, dtype), keys)
     scores = softmax.modified_scores(call, scores, positions, key_positions, mask, bias)
     dropout = None
@@ -111,6 +116,19 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
         dropout = dropout.reshape(scores.shape) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
     state = softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values, dropout)
     return _results(call, state)
+
+
+def _segmented(
+    call: DenseCall[jax.Array], ids: jax.Array, max_key_len: int
+) -> tuple[DenseCall[jax.Array], softmax.Segments]:
+    """Returns a call with zeros as padding, and positions and pairs by segments."""
+    key_ids = ids if call.key_segment_ids is None else call.key_segment_ids
+    # Padding may hold anything, and 0 times NaN is NaN, in a derivative too.
+    real = {"query": ids > 0, "key": key_ids > 0, "value": key_ids > 0}
+    arrays = {name: jnp.where(tokens[:, None, None], getattr(call, name), 0) for name, tokens in real.items()}
+    arrays["sinks"] = marked_sinks(call, segment_offsets(call, jnp).fit, jnp)
+    starts = ((ids, call.query_start_loc, call.max_query_len), (key_ids, call.key_start_loc, max_key_len))
+    return call.with_arrays(arrays), softmax.segments(*(_by_sequence(*side) for side in starts))
 
 
 def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Array]:
@@ -171,7 +189,8 @@ def _by_sequence(packed: jax.Array, start_loc: jax.Array, max_len: int) -> jax.A
     """Returns packed rows as `[num_seqs, max_len, ...]`, zeros past a sequence's end: a neighbour's NaN lies there."""
     rows = start_loc[:-1, None] + jnp.arange(max_len)
     own = rows < start_loc[1:, None]
-    return jnp.where(own[:, :, None, None], packed.at[rows].get(mode="fill", fill_value=0), 0)
+    own = own.reshape(*own.shape, *(1,) * (packed.ndim - 1))
+    return jnp.where(own, packed.at[rows].get(mode="fill", fill_value=0), 0)
 
 
 def _by_operand(gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -36,6 +36,26 @@ def first_visible(call: AttentionCall[jax.Array], first_positions: jax.Array) ->
     return first
 
 
+class Segments(NamedTuple):
+    """Queries and keys by segments, whose positions are aligned bottom-right."""
+
+    positions: jax.Array  # int32[num_seqs, queries]
+    key_positions: jax.Array  # int32[num_seqs, keys]
+    pairs: jax.Array  # bool[num_seqs, queries, keys]: both are in one segment
+
+
+def segments(query_ids: jax.Array, key_ids: jax.Array) -> Segments:
+    """Returns the segments of ids int32[num_seqs, queries] and int32[num_seqs, keys]; 0 and below is padding."""
+
+    def ranks(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alike = ids[:, :, None] == ids[:, None, :]
+        return jnp.tril(alike, -1).sum(-1, dtype=jnp.int32), alike.sum(-1, dtype=jnp.int32)
+
+    pairs = (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids > 0)[:, :, None]
+    position, length = ranks(query_ids)
+    return Segments(pairs.sum(-1, dtype=jnp.int32) - length + position, ranks(key_ids)[0], pairs)
+
+
 def visible(
     call: AttentionCall[jax.Array],
     query_positions: jax.Array,
@@ -48,7 +68,7 @@ def visible(
     Args:
         call: the conditions.
         query_positions: int32[num_seqs, queries].
-        key_positions: int32[keys].
+        key_positions: int32[keys], or int32[num_seqs, keys].
         key_lens: int32[num_seqs]; keys from here on do not exist.
         context: int32[num_seqs], the position of each sequence's first query.
 
@@ -57,7 +77,7 @@ def visible(
         -inf hides.
     """
     spec = call.spec
-    queries, keys = query_positions[:, :, None], key_positions[None, None, :]
+    queries, keys = query_positions[:, :, None], jnp.atleast_2d(key_positions)[:, None, :]
     exists = keys < key_lens[:, None, None]
     mask = exists
     if call.seq_causal is not None:
@@ -76,7 +96,7 @@ def visible(
         inside &= (keys[:, None] >= first) & (keys[:, None] <= last)
         mask |= inside.any(1) & exists
     if call.qq_bias is None:
-        return jnp.broadcast_to(mask, (*query_positions.shape, key_positions.shape[0])), None
+        return jnp.broadcast_to(mask, (*query_positions.shape, key_positions.shape[-1])), None
     rows, columns, size = queries - context[:, None, None], keys - context[:, None, None], call.qq_bias.shape[0]
     new = (rows >= 0) & (rows < size) & (columns >= 0) & (columns < size)
     bias = jnp.where(new, call.qq_bias[jnp.clip(rows, 0, size - 1), jnp.clip(columns, 0, size - 1)], 0)
@@ -97,18 +117,19 @@ def modified_scores(
         call: the options.
         scores: float[num_seqs, num_kv_heads, group, queries, keys].
         query_positions: int32[num_seqs, queries].
-        key_positions: int32[keys].
+        key_positions: int32[keys], or int32[num_seqs, keys].
         mask: see `visible`.
         bias: see `visible`.
     """
     spec = call.spec
+    key_positions = jnp.atleast_2d(key_positions)[:, None, :]
     scores = scores * jnp.asarray(spec.scale, scores.dtype)
     if spec.logits_soft_cap is not None:
         cap = jnp.asarray(spec.logits_soft_cap, scores.dtype)
         scores = cap * jnp.tanh(scores / cap)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.astype(scores.dtype).reshape(call.num_kv_heads, -1, 1, 1)
-        distance = (key_positions - query_positions[:, None, None, :, None]).astype(scores.dtype)
+        distance = (key_positions - query_positions[..., None])[:, None, None].astype(scores.dtype)
         if spec.use_alibi_sqrt:
             distance = jnp.where(distance <= 0, -jnp.sqrt(jnp.abs(distance)), 0)
         scores = scores + slopes * distance

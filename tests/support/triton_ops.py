@@ -44,8 +44,9 @@ def run_triton(call: Call[torch.Tensor]) -> dict[str, torch.Tensor]:
     if call.is_empty:
         call.map(array_spec).check()
         return empty_results(call, arrays, device)
+    call = call.for_kernels(torch)
     plan = plan_call(call.map(array_spec), _INTERPRETED)
-    results = run_interpreted_operation(plan, arrays)
+    results = run_interpreted_operation(plan, call.arrays())
     return {**results, **{name: arrays[name] for name in call.written if name in ("out", "lse")}}
 
 

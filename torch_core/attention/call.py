@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Shaped
 from torch_core.attention.checks import check_caches, check_static, check_token_scales
 from torch_core.attention.dropout import check_rate
 from torch_core.attention.options import MASK_OPTIONS, attention_spec
+from torch_core.attention.segments import SegmentFields
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -405,7 +406,7 @@ class PagedCall(TableCall[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseCall(AttentionCall[A]):
+class DenseCall(SegmentFields[A], AttentionCall[A]):
     """Attention of packed queries to packed keys and values, sequence by sequence.
 
     The numbers of keys and queries may differ (cross attention); the mask is aligned bottom-right.
@@ -460,9 +461,10 @@ class DenseCall(AttentionCall[A]):
         return "key", "value"
 
     def check_values(self, *, more_queries: bool = False) -> None:
-        """Checks offsets."""
+        """Checks offsets, then segments."""
         check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
         check_starts("key_start_loc", self.key_start_loc, self.key.shape[0], self.max_key_len)
+        super().check_values(more_queries=more_queries)
 
     def check_statics(self) -> None:
         """Checks that the bounds on the lengths are ints, the rate of dropout a number, `deterministic` a bool."""

@@ -55,6 +55,10 @@ class _CacheOptions(TypedDict, Generic[A], total=False):
 class DenseOptions(_SpecOptions, _CommonOptions[A], _BiasOptions[A], total=False):
     """Keywords of `attention`."""
 
+    segment_ids: A | None
+    key_segment_ids: A | None
+    max_segments: int | None
+    max_segment_len: int | None
     dropout_rate: float
     dropout_seeds: A | None
     deterministic: bool

@@ -101,6 +101,7 @@ EVERYWHERE = (
     Served("causal flag per sequence (seq_causal), bidirectional ranges (mm_prefix_range)", ALL),
     Served("biases by distance (ALiBi, its root form, relative_bias) and between new tokens (qq_bias)", ALL),
     Served("logits_soft_cap, sinks, together too", ALL),
+    Served("segments of packed rows (segment_ids), dense; without dropout and arrays of whole sequences", ALL),
     Served("dropout of dense attention, forward and backward, the same weights in all", ALL),
     Served("log-sum-exp output, float32, natural logarithm", ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", ALL),

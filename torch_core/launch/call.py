@@ -121,6 +121,14 @@ class Call(Generic[A]):
         """Returns the element types that kernels load and store, by array, of a call of specs."""
         return {name: spec.dtype for name, spec in {**self.arrays(), **self.outputs()}.items()}
 
+    def for_kernels(self, library: Any) -> Any:
+        """Returns the call as kernels and CPU functions take it; by default itself.
+
+        Args:
+            library: `torch` or `jax.numpy`, whose arrays the call has; None for a call of specs.
+        """
+        return self
+
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks the values of index arrays, once shapes and dtypes are checked; the arrays are in the host's memory.
 

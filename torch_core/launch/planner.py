@@ -28,6 +28,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
         Unsupported: the Triton kernels do not serve it; the message names an alternative.
     """
     call.check()
+    call = call.for_kernels(None)
     refuse_unserved(call, "triton")
     if call.is_empty:
         raise InvalidInput(f"{call.name} of nothing has nothing to launch: return empty outputs without a plan.")

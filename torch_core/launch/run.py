@@ -48,10 +48,11 @@ def run(call: Call[Tensor], *, workspace: Workspace | None = None) -> dict[str, 
     arrays = call.arrays()
     device = _device(call, arrays)
     if device.type == "cuda":
+        call = call.for_kernels(torch)
         # Imported here: nothing on the CPU's way imports Triton.
-        return import_module("torch_core.launch.launcher").run_planned(call, arrays, device, workspace)
+        return import_module("torch_core.launch.launcher").run_planned(call, call.arrays(), device, workspace)
     _check_on_cpu(call, device)
-    return empty_results(call, arrays, device) if call.is_empty else run_on_cpu(call)
+    return empty_results(call, arrays, device) if call.is_empty else run_on_cpu(call.for_kernels(torch))
 
 
 def scratch_of(call: Call[ArraySpec], device: torch.device) -> list[ShapeAndDtype]:

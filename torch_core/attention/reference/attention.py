@@ -72,7 +72,8 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
 
     Sequence `s` owns query rows `query_start_loc[s]:query_start_loc[s + 1]` and key rows
     `key_start_loc[s]:key_start_loc[s + 1]`. The two lengths may differ (cross attention, a query against a longer
-    past); the mask is aligned bottom-right, as in `AttentionSpec`.
+    past); the mask is aligned bottom-right, as in `AttentionSpec`. With segment ids, each segment of a sequence attends
+    to its own keys, as a sequence of its own; padding gives zeros and -inf.
 
     Args:
         call: the call.
@@ -82,7 +83,8 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
         The output and the lse; padding rows give zeros and -inf. See `torch_core.attention.reference.sequence`.
 
     Raises:
-        InvalidInput: offsets that fall, that do not start at 0, or that exceed their tensor or the stated maximum.
+        InvalidInput: offsets that fall, that do not start at 0, or that exceed their tensor or the stated maximum;
+            segments that are not one run of tokens.
 
     Example:
         >>> from torch_core.base.specs import AttentionSpec
@@ -102,11 +104,24 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
         )
     output, lse, compute_dtype = empty_results(call, compute_dtype)
     for seq in range(call.num_seqs):
-        rows = slice(query_starts[seq], query_starts[seq + 1])
-        keys = slice(key_starts[seq], key_starts[seq + 1])
-        query, key, value = (x.cpu().to(compute_dtype) for x in (call.query[rows], call.key[keys], call.value[keys]))
-        output[rows], lse[rows] = attend(call, seq, query, key, value)
+        every_row, every_key = (torch.arange(*starts[seq : seq + 2]) for starts in (query_starts, key_starts))
+        for rows, keys in _segments(call, every_row, every_key):
+            query, key, value = (
+                x.cpu().to(compute_dtype) for x in (call.query[rows], call.key[keys], call.value[keys])
+            )
+            output[rows], lse[rows] = attend(call, seq, query, key, value)
     return store_output(call, output), lse.to(call.query.device)
+
+
+def _segments(call: DenseCall[Tensor], rows: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Returns the rows and keys of each segment of a sequence; all of them without segment ids."""
+    if call.segment_ids is None:
+        return [(rows, keys)]
+    ids, key_ids = (
+        call.segment_ids[rows],
+        (call.segment_ids if call.key_segment_ids is None else call.key_segment_ids)[keys],
+    )
+    return [(rows[ids == segment], keys[key_ids == segment]) for segment in ids[ids > 0].unique()]
 
 
 def _gather(
