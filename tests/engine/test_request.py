@@ -57,8 +57,8 @@ from torch_core.base.errors import InvalidInput
             "logit_bias has 513 entries; it must have 512 at most.",
         ),
         ({"bad_words": "word"}, "bad_words is a string; pass a tuple of strings."),
-        ({"bad_words": ["a" * 257]}, "bad_words has a text of 257 characters; a text must have 256 at most."),
-        ({"bad_words": ["a\ud800"]}, "bad_words is '\\ud800'; UTF-8 has no lone surrogates."),
+        ({"bad_words": ["a" * 1025]}, "bad_words has a text of 1025 bytes; a text must have 1024 at most."),
+        ({"bad_words": ["a\ud800"]}, "bad_words has 'a\\ud800'; UTF-8 has no lone surrogates."),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty; name at least one token, or pass None for all."),
         (
             {"stop": "x", "detokenize": False},

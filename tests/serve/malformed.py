@@ -58,7 +58,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
     ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
     ({"prompt": "x", "bad_words": "x"}, "bad_words"),
-    ({"prompt": "x", "bad_words": ["seed " * 99]}, "bad_words"),
+    ({"prompt": "x", "bad_words": ["seed " * 299]}, "bad_words"),
     ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
     ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
     ({"prompt": "x", "structured_outputs": {"regexp": "x"}}, "structured_outputs"),

@@ -24,7 +24,9 @@ _MAX_STOP_STRINGS = 16
 #: The largest float32: logits are divided by the temperature on the device.
 _MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 _MAX_CHOICES = 1024
-_MAX_BAD_WORDS, _MAX_BAD_WORD_CHARACTERS = 64, 256
+_MAX_BAD_WORDS = 64
+#: In UTF-8.
+MAX_BAD_WORD_BYTES = 1024
 _MAX_GRAMMAR_CHARACTERS = 1 << 17
 
 
@@ -304,15 +306,14 @@ def _strings(name: str, values: Any, most: int) -> tuple[str, ...]:
 
 def _bad_words(values: Any) -> tuple[str, ...]:
     words = _strings("bad_words", values, _MAX_BAD_WORDS)
-    if (longest := max(map(len, words), default=0)) > _MAX_BAD_WORD_CHARACTERS:
-        wanted = f"a text must have {_MAX_BAD_WORD_CHARACTERS} at most"
-        raise InvalidInput("bad_words", f"has a text of {longest} characters", wanted)
-    try:
-        "".join(words).encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(
-            "bad_words", value=error.object[error.start], wanted="UTF-8 has no lone surrogates"
-        ) from None
+    for word in words:
+        try:
+            size = len(word.encode())
+        except UnicodeEncodeError:
+            raise InvalidInput("bad_words", f"has {shown(word)}", "UTF-8 has no lone surrogates") from None
+        if size > MAX_BAD_WORD_BYTES:
+            wanted = f"a text must have {MAX_BAD_WORD_BYTES} at most"
+            raise InvalidInput("bad_words", f"has a text of {size} bytes", wanted)
     return words
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.params import MAX_BAD_WORD_BYTES, SamplingParams
 from jattn.llm.engine.request.grammar import mask_of
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.tokens import TokenBytes
@@ -40,7 +40,7 @@ class BadWords:
         for word in words:
             for size in range(1, len(word)):
                 self._rests.setdefault(word[:size], []).append(word[size:])
-        self._never = mask_of([token for word in words for token in tokens.containing(word)], num_words)
+        self._never = mask_of(np.concatenate([tokens.containing(word) for word in words]), num_words)
         self._masks: dict[tuple[bytes, ...], np.ndarray] = {}
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
@@ -103,6 +103,9 @@ class _SortedTokens:
         self._bytes = [b"" if token in left_out else tokens.of(token) for token in range(vocab_size)]
         self._order = sorted(range(vocab_size), key=self._bytes.__getitem__)
         self._sorted = [self._bytes[token] for token in self._order]
+        # A byte that no UTF-8 has lies between two tokens, and behind the last as often as a word has bytes.
+        self._joined = np.frombuffer(b"\xff".join(self._bytes) + b"\xff" * MAX_BAD_WORD_BYTES, np.uint8)
+        self._starts = np.cumsum([0, *(len(own) + 1 for own in self._bytes)])
 
     def of(self, token: int) -> bytes:
         return self._bytes[token]
@@ -112,5 +115,9 @@ class _SortedTokens:
         behind = start[:-1] + bytes([start[-1] + 1])
         return self._order[bisect_left(self._sorted, start) : bisect_left(self._sorted, behind)]
 
-    def containing(self, part: bytes) -> list[int]:
-        return [token for token, own in enumerate(self._bytes) if part in own]
+    def containing(self, part: bytes) -> np.ndarray:
+        """Returns int[tokens], those that contain UTF-8 bytes; a loop over the vocabulary takes ten times as long."""
+        places = np.flatnonzero(self._joined == part[0])
+        for offset, byte in enumerate(part[1:], 1):
+            places = places[self._joined[places + offset] == byte]
+        return np.searchsorted(self._starts, places, side="right") - 1
