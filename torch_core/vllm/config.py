@@ -86,7 +86,7 @@ class BuilderConfig:
         context_parallel: this rank's place.
         cache_group: the allocator's group of layers.
         cascade_costs: cost model of cascade attention; None for the rates of an H200.
-        batch_invariant: a sequence's result may not depend on the rest of the batch, bit for bit; no cascade then.
+        batch_invariant: no cascade attention, whose bits depend on the rest of the batch.
         mla_dims: the sizes of latent attention; None without it.
         workspace: memory of latent attention's partial results; reserved for `max_num_seqs` decodes.
         max_num_seqs, max_model_len: the largest batch, and the longest sequence.

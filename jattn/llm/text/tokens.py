@@ -94,14 +94,17 @@ class TextOffsets:
         self._text, self._at = text, len(text)
 
     def _num_characters(self, token_id: int) -> int:
-        own, rest = self._tokens.of(token_id), self._text[self._at :]
-        if token_id in self._tokens.special_token_ids and not rest.startswith(own.decode(errors="replace")):
+        own, at = self._tokens.of(token_id), self._at
+        is_special = token_id in self._tokens.special_token_ids
+        if is_special and not self._text.startswith(own.decode(errors="replace"), at):
             return 0
         new = self._decoder.decode(own)
-        without_space = new.removeprefix(" ")
+        shown = self._text[at : at + len(new)]
+        if new.startswith(shown):
+            return len(new)
         # A decoder may drop the space at the beginning of a text.
-        is_dropped = not new.startswith(rest[: len(new)]) and without_space.startswith(rest[: len(without_space)])
-        return len(without_space if is_dropped else new)
+        without_space = new.removeprefix(" ")
+        return len(without_space if without_space.startswith(shown[: len(without_space)]) else new)
 
 
 def _steps(described: Mapping[str, Any]) -> list[Callable[[str], str | bytes]] | None:

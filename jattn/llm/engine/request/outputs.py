@@ -109,8 +109,8 @@ class CompletionOutput:
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
         token_ids: the generated tokens, a final stop token included.
-        finish_reason: "length", "stop", "cancelled", or "error" if the grammar grew too large or allows no token; None
-            while it runs.
+        finish_reason: "length", "stop", "cancelled", or "error" if the grammar grew too large, or grammar and bad words
+            allow no token; None while it runs.
         index: index of the sample, below n.
         logprobs: log-probabilities of each token, as `SamplingParams.logprobs` asks for; None without.
         cumulative_logprob: sum of the log-probabilities of the tokens.
