@@ -166,7 +166,10 @@ def test_a_cut_below_a_later_step_is_refused():
     first = cache.step([("a", 4)])
     cache.step([("a", 4)])
     before = snapshot(cache)
-    with pytest.raises(InvalidInput, match="cannot keep 2 of its 4 tokens of step 1: step 2, which continues behind"):
+    with pytest.raises(
+        InvalidInput,
+        match="num_kept_tokens of sequence 'a' is 2, less than the 4 tokens of step 1; step 2, which continues behind",
+    ):
         cache.retire(first.step_id, {"a": 2})
     assert snapshot(cache) == before
 
@@ -176,7 +179,7 @@ def test_a_cut_below_the_known_tokens_is_refused():
     step = cache.step([("a", 4)])
     cache.append_tokens("a", [7, 8])
     before = snapshot(cache)
-    with pytest.raises(InvalidInput, match="'a' has 8 known tokens, and keeping 2 of step 1 leaves 7; append the ids"):
+    with pytest.raises(InvalidInput, match="'a' is 2, and leaves 7 of its 8 known tokens; append the ids"):
         cache.retire(step.step_id, {"a": 2})
     assert snapshot(cache) == before
 

@@ -344,5 +344,5 @@ def test_a_double_finish_is_refused():
     model = make()
     prefill(model, "a", PROMPT)
     model.cache.finish("a")
-    with pytest.raises(InvalidInput, match="sequence 'a' is unknown: it was never added, or it has finished"):
+    with pytest.raises(InvalidInput, match="seq_id is 'a'; it is unknown: it was never added, or it has finished"):
         model.cache.finish("a")

@@ -44,7 +44,12 @@ def foreign_plan(cache: CacheManager) -> None:
 
 
 REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]] = [
-    ("add a known id", lambda c: c.add("run", [1]), InvalidInput, "sequence 'run' exists already; finish it first"),
+    (
+        "add a known id",
+        lambda c: c.add("run", [1]),
+        InvalidInput,
+        "seq_id is 'run'; it exists already: finish it first",
+    ),
     ("add an empty id", lambda c: c.add("", [1]), InvalidInput, "seq_id has 0 characters; it must be a string of 1 to"),
     ("add a huge id", lambda c: c.add("x" * 2000, [1]), InvalidInput, "seq_id has 2000 characters"),
     ("add an id of bytes", lambda c: c.add(b"a", [1]), InvalidInput, "seq_id is a bytes; it must be a string"),  # type: ignore[arg-type]
@@ -62,15 +67,25 @@ REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]
     ("append a negative", lambda c: c.append_tokens("run", [-1]), InvalidInput, r"token_ids\[0\] is negative"),
     ("append a huge one", lambda c: c.append_tokens("run", (2**31,)), InvalidInput, "does not fit into 32 bits"),
     ("append partly bad", lambda c: c.append_tokens("run", [1, -1]), InvalidInput, r"token_ids\[1\] is negative"),
-    ("append to unknown", lambda c: c.append_tokens("x", [1]), InvalidInput, "sequence 'x' is unknown"),
-    ("plan unknown", lambda c: c.plan([("x", 1)]), InvalidInput, "sequence 'x' is unknown: it was never added, or it"),
+    ("append to unknown", lambda c: c.append_tokens("x", [1]), InvalidInput, "seq_id is 'x'; it is unknown"),
+    (
+        "plan unknown",
+        lambda c: c.plan([("x", 1)]),
+        InvalidInput,
+        "seq_id is 'x'; it is unknown: it was never added, or it",
+    ),
     ("plan twice", lambda c: c.plan([("run", 1), ("run", 1)]), InvalidInput, "work names sequence 'run' twice"),
     ("plan zero", lambda c: c.plan([("run", 0)]), InvalidInput, "num_new_tokens of sequence 'run' is 0; it must be"),
     ("plan negative", lambda c: c.plan([("run", -1)]), InvalidInput, "num_new_tokens of sequence 'run' is -1"),
     ("plan a bool", lambda c: c.plan([("run", True)]), InvalidInput, "num_new_tokens of sequence 'run' is True"),
     ("plan a float", lambda c: c.plan([("run", 1.0)]), InvalidInput, r"num_new_tokens of sequence 'run' is 1\.0"),  # type: ignore[list-item]
-    ("plan preempted", lambda c: c.plan([("old", 1)]), InvalidInput, r"'old' is preempted; call resume\('old'\)"),
-    ("plan swapped", lambda c: c.plan([("host", 1)]), InvalidInput, r"'host' is swapped out; call swap_in\('host'\)"),
+    ("plan preempted", lambda c: c.plan([("old", 1)]), InvalidInput, "seq_id is 'old'; it is preempted: call resume"),
+    (
+        "plan swapped",
+        lambda c: c.plan([("host", 1)]),
+        InvalidInput,
+        "seq_id is 'host'; it is swapped out: call swap_in",
+    ),
     ("plan no pairs", lambda c: c.plan(["run"]), InvalidInput, "work must be a sequence of pairs"),  # type: ignore[list-item]
     ("plan an int", lambda c: c.plan(3), InvalidInput, "work must be a sequence of pairs"),  # type: ignore[arg-type]
     ("plan ragged", lambda c: c.plan([("run", 1), ("x",)]), InvalidInput, "work must be a sequence of pairs"),  # type: ignore[list-item]
@@ -79,11 +94,11 @@ REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]
         "overflow a table",
         lambda c: c.plan([("run", 9)]),
         RequestTooLong,
-        r"would have 26 tokens \(7 blocks\); its block",
+        r"num_new_tokens of sequence 'run' leads to 26 tokens \(7 blocks\); its block",
     ),
     ("commit a stale plan", stale_plan, InvalidInput, r"plan was made on state \d+ of the cache, which is now at"),
-    ("commit another's plan", foreign_plan, InvalidInput, "the plan was not made by this cache manager"),
-    ("commit no plan", lambda c: c.commit(None), InvalidInput, "the plan was not made by this cache manager"),  # type: ignore[arg-type]
+    ("commit another's plan", foreign_plan, InvalidInput, "plan was not made by this cache manager"),
+    ("commit no plan", lambda c: c.commit(None), InvalidInput, "plan was not made by this cache manager"),  # type: ignore[arg-type]
     (
         "retire unknown",
         lambda c: c.retire(9),
@@ -92,23 +107,33 @@ REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]
     ),
     ("retire twice", lambda c: c.retire(0), InvalidInput, "step_id is 0; steps in flight are 2"),
     ("retire a name", lambda c: c.retire("2"), InvalidInput, "step_id is '2'"),  # type: ignore[arg-type]
-    ("finish unknown", lambda c: c.finish("x"), InvalidInput, "sequence 'x' is unknown"),
-    ("cancel unknown", lambda c: c.cancel("x"), InvalidInput, "sequence 'x' is unknown"),
-    ("finish an int", lambda c: c.finish(1), InvalidInput, "sequence 1 is unknown"),  # type: ignore[arg-type]
+    ("finish unknown", lambda c: c.finish("x"), InvalidInput, "seq_id is 'x'; it is unknown"),
+    ("cancel unknown", lambda c: c.cancel("x"), InvalidInput, "seq_id is 'x'; it is unknown"),
+    ("finish an int", lambda c: c.finish(1), InvalidInput, "seq_id is 1; it is unknown"),  # type: ignore[arg-type]
     (
         "preempt preempted",
         lambda c: c.preempt("old"),
         InvalidInput,
-        "'old' cannot be preempted: it is preempted and has",
+        "seq_id is 'old'; it is preempted, has no blocks on the device and cannot be preempted",
     ),
-    ("preempt swapped", lambda c: c.preempt("host"), InvalidInput, "'host' cannot be preempted: it is swapped out"),
-    ("resume running", lambda c: c.resume("run"), InvalidInput, "'run' is not preempted; only preempt"),
-    ("resume swapped", lambda c: c.resume("host"), InvalidInput, r"'host' is swapped out, not preempted; call swap_in"),
-    ("fork unknown", lambda c: c.fork("x", "y"), InvalidInput, "sequence 'x' is unknown"),
-    ("fork preempted", lambda c: c.fork("old", "y"), InvalidInput, "'old' cannot be forked: it is preempted"),
-    ("fork to known", lambda c: c.fork("run", "old"), InvalidInput, "sequence 'old' exists already"),
-    ("swap out preempted", lambda c: c.swap_out("old"), InvalidInput, "'old' cannot be swapped out: it is preempted"),
-    ("swap in running", lambda c: c.swap_in("run"), InvalidInput, "'run' is not swapped out; only swap_out"),
+    ("preempt swapped", lambda c: c.preempt("host"), InvalidInput, "'host'; it is swapped out, has no blocks"),
+    ("resume running", lambda c: c.resume("run"), InvalidInput, "'run'; it is not preempted: only preempt"),
+    (
+        "resume swapped",
+        lambda c: c.resume("host"),
+        InvalidInput,
+        "'host'; it is swapped out, not preempted: call swap_in",
+    ),
+    ("fork unknown", lambda c: c.fork("x", "y"), InvalidInput, "seq_id is 'x'; it is unknown"),
+    ("fork preempted", lambda c: c.fork("old", "y"), InvalidInput, "'old'; it is preempted, .* cannot be forked"),
+    ("fork to known", lambda c: c.fork("run", "old"), InvalidInput, "seq_id is 'old'; it exists already"),
+    (
+        "swap out preempted",
+        lambda c: c.swap_out("old"),
+        InvalidInput,
+        "'old'; it is preempted, .* cannot be swapped out",
+    ),
+    ("swap in running", lambda c: c.swap_in("run"), InvalidInput, "'run'; it is not swapped out: only swap_out"),
     ("swap out too much", lambda c: c.swap_out("run"), OutOfBlocks, "needs 5 host blocks; 0 of 2 are free"),
 ]
 
@@ -199,7 +224,7 @@ def test_admission_numbers_are_checked(cache, prompt, new, message):
         ({"model_fingerprint": "abc"}, "model_fingerprint is a str; it must be bytes"),
         ({"cache_dtype": None}, "cache_dtype is None; it must be the name of a dtype"),
         ({"sliding_window": 0}, "sliding_window of cache group 'all' is 0"),
-        ({"sliding_window": 4, "attention_chunk": 4}, "has both sliding_window 4 and attention_chunk 4"),
+        ({"sliding_window": 4, "attention_chunk": 4}, "sliding_window of cache group 'all' is 4 and attention_chunk 4"),
         ({"groups": ["full"]}, "groups must be a tuple of CacheGroup"),
         ({"groups": (CacheGroup(name="a"),), "sliding_window": 4}, "put the window into a group"),
         ({"groups": (CacheGroup(name="a"), CacheGroup(name="a"))}, "groups has two groups of one name"),
@@ -211,7 +236,7 @@ def test_bad_sizes_are_refused(options, message):
 
 
 def test_bad_groups_and_configs_are_refused():
-    with pytest.raises(InvalidInput, match="the name of a cache group is ''"):
+    with pytest.raises(InvalidInput, match="name is ''; the name of a cache group must"):
         CacheGroup(name="")
     with pytest.raises(InvalidInput, match="block_size of cache group 'a' is 0"):
         CacheGroup(name="a", block_size=0)

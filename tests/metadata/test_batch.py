@@ -76,7 +76,7 @@ def test_padding_rows_count_for_no_part():
 
 def test_a_decode_behind_a_prefill_is_refused():
     message = (
-        "row 1 has a query of 1 tokens after row 0 with 4; decodes (at most 1) come first. Order the rows with "
+        "query_lens[1] is 1 after 4 of row 0; decodes (at most 1) come first. Order the rows with "
         "reorder_batch_to_split_decodes_and_prefills."
     )
     with refuses(message):

@@ -244,15 +244,18 @@ BAD = {
         {},
         InvalidInput,
         (
-            "block 9 would be written by sequence 'r12' and sequence 'r15' in one step; copy the tail before a fork "
-            "writes it."
+            "slot_mapping[1] is in block 9, which sequence 'r12' and sequence 'r15' would write in one step; copy the "
+            "tail before a fork writes it."
         ),
     ),
     "two writers of one block in a prefill": (
         [SequenceRow([8, 9], 0, 6), SequenceRow([9], 2, 1)],
         {},
         InvalidInput,
-        "block 9 would be written by sequence 0 and sequence 1 in one step; copy the tail before a fork writes it.",
+        (
+            "slot_mapping[6] is in block 9, which sequence 0 and sequence 1 would write in one step; copy the tail "
+            "before a fork writes it."
+        ),
     ),
     "one block twice in a table": (
         [SequenceRow([9, 9], 0, 8)],
@@ -294,7 +297,7 @@ BAD = {
         [SequenceRow([9], (1 << 31) - 1, 2)],
         {},
         InvalidInput,
-        "sequence length is 2147483649; int32 metadata allow at most 2147483647.",
+        "num_new_tokens and num_computed_tokens of a sequence are 2147483649; int32 metadata allow 2147483647.",
     ),
     "float ids": (
         [SequenceRow(cast(Any, [9.0]), 0, 2)],
@@ -393,10 +396,7 @@ BAD = {
         [SequenceRow((5,), 0, 3)],
         {"table_cache": BlockTableCache()},
         InvalidInput,
-        (
-            "0 of 1 rows have a seq_id of their own; a table cache needs one for each row. Leave table_cache out "
-            "otherwise."
-        ),
+        ("seq_ids of 1 rows are 0 names; a table cache needs one for each. Leave table_cache out otherwise."),
     ),
     "a float id in a cached table": (
         [SequenceRow(cast(Any, (5.0,)), 0, 3, "a")],
@@ -412,21 +412,21 @@ BAD = {
         {"layout": metadata_layout(num_seqs=2, num_tokens=4, max_blocks=1)},
         InvalidInput,
         (
-            "The layout is for 2 sequences, 4 tokens and 1 blocks; the step is padded to 1, 2 and 1. Pass those sizes "
-            "as num_seqs, num_tokens and max_blocks."
+            "layout is for 2 sequences, 4 tokens and 1 blocks; the step is padded to 1, 2 and 1. Pass its sizes as "
+            "num_seqs, num_tokens and max_blocks."
         ),
     ),
     "short buffer": (
         [SequenceRow([9], 0, 2)],
         {"buffer": np.zeros(3, np.int32)},
         InvalidInput,
-        "The packed buffer is int32[3]; this layout needs int32[160].",
+        "buffer is int32[3]; this layout needs int32[160].",
     ),
     "read-only buffer": (
         [SequenceRow([9], 0, 2)],
         {"buffer": np.broadcast_to(np.int32(0), (160,))},
         InvalidInput,
-        "The packed buffer is strided or read-only; give a contiguous, writeable array.",
+        "buffer is strided or read-only; give a contiguous, writeable array.",
     ),
 }
 

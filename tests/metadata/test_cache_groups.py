@@ -79,7 +79,7 @@ ROW = StepRow("a", (5, 2, 7), 8, 2, ((5, 2, 7), (0, 6, 3)))
                 "cache groups."
             ),
         ),
-        (ROW, {"cache_group": 3}, "The packed layout has no field 'block_tables 3'; it has "),
+        (ROW, {"cache_group": 3}, "name is 'block_tables 3'; the packed layout has "),
         (
             ROW._replace(group_block_ids=((5, 2, 7), (0, 6, 200))),
             {"cache_group": 1, "window_left": 3},

@@ -154,7 +154,7 @@ def test_a_block_that_another_sequence_reads_may_not_be_written():
     rows = [SequenceRow([5, 6], 4, 2, "a"), SequenceRow([6, 7], 4, 1, "b")]
     step = build_common_metadata(rows, block_size=4, num_blocks=16)
 
-    message = "block 6 is written by sequence 'a' and read by sequence 'b' (block_tables[1, 0]) in one step"
+    message = "block_tables[1, 0] is block 6, which sequence 'a' writes and sequence 'b' reads in one step"
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}; copy the block first.$"):
         check_metadata(step, seq_ids=["a", "b"])
 
@@ -201,6 +201,8 @@ def test_padding_tokens_write_nothing_and_clash_with_nothing():
     slots, lens = np.array([-1, -1, 36, 37, 36], np.int32), np.array([2, 2, 1])
     check_written_blocks(slots[:4], np.array([2, 2]), block_size=4)
 
-    message = r"^block 9 would be written by sequence 1 and sequence 2 in one step; copy the tail before a fork"
+    message = (
+        r"^slot_mapping\[4\] is in block 9, which sequence 1 and sequence 2 would write in one step; copy the tail"
+    )
     with pytest.raises(InvalidInput, match=message):
         check_written_blocks(slots, lens, block_size=4)

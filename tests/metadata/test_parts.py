@@ -47,11 +47,11 @@ def test_a_negative_value_is_refused():
 
 
 def test_bucket_lists_must_increase():
-    with refuses("Bucket 1 of x is 2 after 2; sizes must be ints that are positive and strictly increasing."):
+    with refuses("sizes[1] of x is 2 after 2; sizes must be ints that are positive and strictly increasing."):
         Buckets("x", (2, 2))
-    with refuses("Bucket 0 of x is True after 0; sizes must be ints that are positive and strictly increasing."):
+    with refuses("sizes[0] of x is True after 0; sizes must be ints that are positive and strictly increasing."):
         Buckets("x", (True,))
-    with refuses("The buckets of x are empty; give at least one size."):
+    with refuses("sizes is (); the buckets of x must be at least one."):
         Buckets("x", ())
 
 
@@ -90,14 +90,14 @@ def test_one_layout_unpacks_numpy_and_torch_alike():
 
 
 def test_layout_mistakes_are_refused():
-    with refuses("The packed layout has two fields named 'a'; names must differ."):
+    with refuses("shapes names 'a' twice; names must differ."):
         PackedLayout.of_shapes([("a", (1,)), ("a", (2,))])
-    with refuses("Field 'a' has shape (-1,); sizes cannot be negative."):
+    with refuses("shapes gives 'a' the shape (-1,); sizes cannot be negative."):
         PackedLayout.of_shapes([("a", (-1,))])
     layout = PackedLayout.of_shapes([("a", (1,)), ("b", (1,))])
-    with refuses("The packed layout has no field 'c'; it has a, b."):
+    with refuses("name is 'c'; the packed layout has a, b."):
         layout["c"]
-    message = "The packed buffer has shape (3,); this layout needs (64,). It was packed for other sizes."
+    message = "buffer has shape (3,); this layout needs (64,). It was packed for other sizes."
     with refuses(message):
         layout.unpack(np.zeros(3, np.int32))
 

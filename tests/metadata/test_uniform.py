@@ -96,14 +96,14 @@ def test_lengths_of_uniform_rows(count):
 def test_a_bad_length_in_a_uniform_batch_is_named(bad, count):
     rows = [SequenceRow([1], 0, 1) for _ in range(count)]
     rows[-1] = SequenceRow([1], bad, 1)
-    with pytest.raises(InvalidInput, match=r"num_computed_tokens of sequence|sequence length is 2147483649"):
+    with pytest.raises(InvalidInput, match=r"num_computed_tokens of sequence|of a sequence are 2147483649"):
         build_common_metadata(rows, block_size=4, num_blocks=8)
 
 
 @pytest.mark.parametrize("bad", ["1", None, 1.0, 0, 1 << 40])
 def test_a_bad_number_of_new_tokens_is_named_when_all_rows_have_it(bad):
     rows = [SequenceRow([1], 0, bad), SequenceRow([2], 0, bad)]
-    with pytest.raises(InvalidInput, match=r"num_new_tokens of sequence 0 is|sequence length is"):
+    with pytest.raises(InvalidInput, match=r"num_new_tokens of sequence 0 is|of a sequence are"):
         build_common_metadata(rows, block_size=4, num_blocks=8)
 
 
@@ -118,8 +118,8 @@ def test_rows_without_a_name_are_called_by_their_number():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([SequenceRow([5], 0, 1), SequenceRow([5], 1, 1)], "block 5 would be written by sequence 0 and sequence 1"),
-        ([SequenceRow([5, 6], 3, 2), SequenceRow([6], 0, 2)], "block 6 would be written by sequence 0 and sequence 1"),
+        ([SequenceRow([5], 0, 1), SequenceRow([5], 1, 1)], "block 5, which sequence 0 and sequence 1 would write"),
+        ([SequenceRow([5, 6], 3, 2), SequenceRow([6], 0, 2)], "block 6, which sequence 0 and sequence 1 would write"),
         ([SequenceRow([5, 5], 0, 8)], r"slot_mapping\[0\] and slot_mapping\[4\] are both 20"),
     ],
 )

@@ -266,7 +266,7 @@ def test_encoder_rows_that_do_not_fit_their_layout_are_refused():
     ):
         build([EncoderRow([11, 12], 6), EncoderRow([13], 4)], layout=layout)
     with refuses(
-        "the step writes 3 encoder tokens, but cross_slot_mapping has 1 entries. Pad to a larger bucket.",
+        "encoder_rows have 3 new tokens; cross_slot_mapping has 1 entries. Pad to a larger bucket.",
         RequestTooLong,
     ):
         build([EncoderRow([11], 3, 3), EncoderRow([13], 4)], layout=layout)
@@ -274,7 +274,7 @@ def test_encoder_rows_that_do_not_fit_their_layout_are_refused():
 
 def test_a_layout_without_encoder_fields_is_refused():
     layout = metadata_layout(num_seqs=3, num_tokens=4, max_blocks=1)
-    with pytest.raises(InvalidInput, match=r"^The packed layout has no field 'encoder_seq_lens'; it has query_start"):
+    with pytest.raises(InvalidInput, match=r"^name is 'encoder_seq_lens'; the packed layout has query_start"):
         build([EncoderRow([11], 3), EncoderRow([13], 4)], layout=layout)
 
 
@@ -320,7 +320,7 @@ def test_every_new_token_has_a_slot_on_the_rank_where_it_lives(world, interleave
 def test_blocks_that_ranks_cannot_share_are_refused():
     step = build_common_metadata([SequenceRow([1], 0, 3)], block_size=8, num_blocks=2)
     with refuses(
-        "the metadata is for blocks of 8 tokens; 3 ranks share a block, so it must be a multiple. Build it with "
+        "block_size of the metadata is 8; 3 ranks share a block, so it must be a multiple. Build it with "
         "block_size = dcp_world_size * a rank's block size."
     ):
         make_dcp_common_attn_metadata(step, dcp_world_size=3, dcp_rank=0)
@@ -350,6 +350,6 @@ def test_dense_batches_that_do_not_fit_are_refused():
     with refuses("query_lens[1] is 0; it must be at least 1."):
         build_dense_metadata([3, 0])
     with refuses(
-        "the batch has 2 sequences of 5 tokens; it is padded to 1 and 5. Pad to a larger bucket.", RequestTooLong
+        "query_lens has 2 sequences of 5 tokens; it is padded to 1 and 5. Pad to a larger bucket.", RequestTooLong
     ):
         build_dense_metadata([3, 2], num_seqs=1)

@@ -106,7 +106,7 @@ def test_equal_shapes_share_a_plan():
         ({"query": ArraySpec((4, 8), "bfloat16")}, r"query has shape \[4, 8\]; it must have 3 axes"),
         ({"query": ArraySpec((4, 7, 128), "bfloat16")}, "query has 7 heads and the key cache 2"),
         ({"query": ArraySpec((4, 8, 64), "bfloat16")}, "with head_size = 64, that of query"),
-        ({"query": ArraySpec((0, 8, 128), "bfloat16")}, "nothing to launch"),
+        ({"query": ArraySpec((0, 8, 128), "bfloat16")}, "call is an empty paged_attention; return empty outputs"),
         ({"kv_cache": ArraySpec((64, 3, 16, 2, 128), "bfloat16")}, "kv_cache has shape"),
         ({"kv_cache": (ArraySpec((9, 16, 2, 128), "bfloat16"), ArraySpec((9, 8, 2, 128), "bfloat16"))},
          "with block_size = 16, that of key_cache"),
@@ -171,6 +171,8 @@ def test_a_dense_fp8_query_is_refused():
 @pytest.mark.parametrize("arch", [80, 86])
 def test_e4m3_is_refused_where_the_device_has_no_instructions_for_it(arch):
     cache = ArraySpec((64, 2, 16, 2, 128), "float8_e4m3fn")
-    with pytest.raises(Unsupported, match=rf"kv_cache is float8_e4m3fn, .* 8\.9 for, and this device has {arch / 10}"):
+    with pytest.raises(
+        Unsupported, match=rf"kv_cache is float8_e4m3fn on a device of compute capability {arch / 10}; .* need 8\.9"
+    ):
         paged_plan(kv_cache=cache, limits=DeviceLimits(arch=arch))
     assert _kernels(paged_plan(kv_cache=cache, limits=DeviceLimits(arch=89))) == ["split", "combine"]

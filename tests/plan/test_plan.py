@@ -65,10 +65,10 @@ def _add(x: str, total: str, copy: str) -> LaunchPlan:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scratch": (("x", SPEC),)}, "two buffers share a name"),
+        ({"scratch": (("x", SPEC),)}, "inputs share a name with other buffers"),
         ({"in_place": ("doubled",)}, r"in_place names \['doubled'\], not an input"),
         ({"launches": (double_launch(16, bias=True),)}, "points to 'bias', which is no buffer of the plan"),
-        ({"outputs": (("doubled", SPEC), ("never", SPEC))}, r"no launch writes the outputs \['never'\]"),
+        ({"outputs": (("doubled", SPEC), ("never", SPEC))}, r"outputs has \['never'\], which no launch writes"),
         ({"launches": (double_launch(16, target="x"),), "outputs": ()}, "writes the input 'x'; name it in in_place"),
         (
             {"launches": (_add("doubled", "copy", "x"),), "in_place": ("x",), "scratch": (("copy", SPEC),)},
@@ -98,11 +98,15 @@ def test_an_operation_that_no_runtime_could_launch_is_refused(change, message):
     [
         (lambda: ArraySpec((1,), "complex64"), Unsupported, "dtype is 'complex64'; a kernel takes one of float64"),
         (lambda: ArraySpec((1, 2), "int8", (1,)), InvalidInput, r"strides \(1,\) and shape \(1, 2\) differ in length"),
-        (lambda: Scalar(1, "i8"), InvalidInput, "scalar type is 'i8'; it must be one of i32, i64, fp32"),
-        (lambda: Scalar(2**31, "i32"), InvalidInput, "scalar 2147483648 does not fit i32"),
+        (lambda: Scalar(1, "i8"), InvalidInput, "type is 'i8'; it must be one of i32, i64, fp32"),
+        (lambda: Scalar(2**31, "i32"), InvalidInput, "value is 2147483648; it does not fit i32"),
         (lambda: Scalar(-(2**63) - 1, "i64"), InvalidInput, "does not fit i64"),
-        (lambda: Descriptor("x", (4, 4), (4, 1), (2,)), InvalidInput, "shape, strides and box differ in length"),
-        (lambda: Descriptor("x", (4,), (2,), (2,)), InvalidInput, "the last stride is 2; TMA needs 1"),
+        (
+            lambda: Descriptor("x", (4, 4), (4, 1), (2,)),
+            InvalidInput,
+            "descriptor of x: shape differs in length from strides or box",
+        ),
+        (lambda: Descriptor("x", (4,), (2,), (2,)), InvalidInput, r"descriptor of x: strides\[-1\] is 2; TMA needs 1"),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused(make, error, message):

@@ -59,7 +59,7 @@ PAGED = [
     ({"seq_lens": torch.ones(2)}, r"seq_lens is float32; it must be int32"),
     ({"seq_lens": ints(20, 65)}, r"seq_lens\[1\] is 65; a row of block_tables holds 0 to 4 x 16 = 64 tokens"),
     ({"seq_lens": ints(-1, 3)}, r"seq_lens\[0\] is -1; a row of block_tables holds 0 to"),
-    ({"seq_lens": ints(1, 3)}, r"sequence 0 has 2 query rows and seq_lens\[0\] is 1; the new tokens are part of it"),
+    ({"seq_lens": ints(1, 3)}, r"seq_lens\[0\] is 1 and the sequence has 2 query rows; the new tokens are part of it"),
     (
         {"query_start_loc": ints(1, 2, 3)},
         r"query_start_loc starts with \[1\]; it must hold num_seqs \+ 1 offsets from 0",

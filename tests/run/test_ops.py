@@ -49,7 +49,7 @@ META = torch.device("meta")
     ],
 )
 def test_a_device_without_an_implementation_is_named(call):
-    with pytest.raises(Unsupported, match="the tensors are on meta; there are implementations for cpu and cuda only"):
+    with pytest.raises(Unsupported, match="device is 'meta'; there are implementations for cpu and cuda only"):
         call()
 
 

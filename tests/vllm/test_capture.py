@@ -103,7 +103,7 @@ def test_a_host_buffer_is_not_given_out_before_its_copy():
     first, second = buffers.host_buffer(0), buffers.host_buffer(1)
     assert not np.shares_memory(first, second)
 
-    with pytest.raises(InvalidInput, match=r"^All 2 host buffers are taken \(oldest step 0\); upload a step"):
+    with pytest.raises(InvalidInput, match=r"^step is 2; all 2 host buffers are taken \(oldest step 0\): upload one"):
         buffers.host_buffer(2)
     buffers.upload(0)
     assert buffers.host_buffer(2) is first
@@ -113,7 +113,7 @@ def test_steps_in_flight_have_numbers_of_their_own():
     buffers = StepBuffers(layout_for(4), "cpu")
     buffers.host_buffer(0)
     for _ in range(2):
-        with refuses("Step 0 already has a host buffer; steps in flight need different numbers."):
+        with refuses("step is 0; it has a host buffer: steps in flight need different numbers."):
             buffers.host_buffer(0)
         if 0 in buffers._taken:
             buffers.upload(0)
@@ -122,7 +122,7 @@ def test_steps_in_flight_have_numbers_of_their_own():
 
 
 def test_a_step_without_a_buffer_cannot_be_uploaded():
-    with refuses("Step 3 took no host buffer; call host_buffer(3) and build into it first."):
+    with refuses("step is 3; it took no host buffer: build into host_buffer(3) first."):
         StepBuffers(layout_for(4), "cpu").upload(3)
 
 
@@ -195,7 +195,7 @@ def test_a_clone_starts_with_nothing_captured(state):
         state.graph_capture_get_metadata_for_batch(4)
         clone = state.graph_clone(4)
 
-    with refuses("batch size 4 was not captured; captured are: none. Pad to one of them."):
+    with refuses("batch_size is 4; captured are: none. Pad to one of them."):
         clone.get_graph_input_buffers(4)
 
 
@@ -207,12 +207,12 @@ def test_capture_mistakes_are_refused(state):
         state.graph_capture_get_metadata_for_batch(4)
         with refuses("batch_size is 8; this capture is for 1 to 4 sequences."):
             state.graph_capture_get_metadata_for_batch(8)
-        with refuses("The layout has no encoder fields; add those of encoder_layout for cross attention."):
+        with refuses("layout has no encoder fields; add those of encoder_layout for cross attention."):
             state.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
-    with refuses("batch size 3 was not captured; captured are: 2, 4. Pad to one of them."):
+    with refuses("batch_size is 3; captured are: 2, 4. Pad to one of them."):
         state.host_buffer(3, step=0)
     with refuses(
-        "the metadata is padded to 2 sequences and 2 tokens; the graph of batch size 4 has another layout. Build it "
+        "metadata is padded to 2 sequences and 2 tokens; the graph of batch size 4 has another layout. Build it "
         "with that layout."
     ):
         state.prepare_graph_input_buffers(4, 0, decode(2))
@@ -231,9 +231,9 @@ def test_a_size_that_was_not_captured_is_refused():
     graphs = StepGraphs("cpu")
     graphs.capture(2, lambda: None)
     graphs.capture(4, lambda: None)
-    with refuses("Nothing was captured for 3; captured are: 2, 4."):
+    with refuses("key is 3; captured are: 2, 4."):
         graphs.replay(3)
-    with refuses("A graph was captured for 4 already; give each graph its own key."):
+    with refuses("key is 4; a graph was captured for it: give each graph its own key."):
         graphs.capture(4, lambda: None)
 
 

@@ -340,7 +340,7 @@ def test_a_builder_without_updates_says_so():
         update_block_table = AttentionMetadataBuilder.update_block_table
 
     builder: Any = Plain(SPEC, [], BuilderConfig(num_heads=4), "cpu")
-    with refuses("Plain does not update block tables; call build for each cache group.", Unsupported):
+    with refuses("update_block_table is not served by Plain; call build for each cache group.", Unsupported):
         builder.update_block_table(None, None, None)
 
 

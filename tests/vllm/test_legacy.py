@@ -183,9 +183,7 @@ def test_a_window_drops_the_slots_of_early_prompt_tokens_only():
 
 
 def test_a_decode_has_one_new_token_and_a_step_has_a_query():
-    with refuses(
-        "sequence 2 has query_len 3, seq_len 5 and context_len 2; one that is not a prompt has one new token."
-    ):
+    with refuses("query_lens of sequence 2 is 3; one that is not a prompt has one new token."):
         builder_of(group(False, (2, 3, 2))).build([5], [3], -1, 1)
     for lens in ([], [0]):
         with refuses(f"query_lens is {lens}; a step has at least one new token."):
@@ -265,7 +263,7 @@ def test_each_kind_of_attention_counts_its_own_tokens():
 
 def test_missing_encoder_fields_are_refused():
     step = metadata(cross=False)
-    with refuses("the metadata has no encoder fields, which encoder_decoder attention needs."):
+    with refuses("attn_metadata has no encoder fields; encoder_decoder attention needs them."):
         get_seq_len_block_table_args(step, False, "encoder_decoder")
     with refuses("num_encoder_tokens of the metadata is None; encoder attention needs it."):
         get_num_prefill_decode_query_kv_tokens(step, "encoder")

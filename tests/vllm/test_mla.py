@@ -212,7 +212,10 @@ def test_ranks_that_share_sequences_write_their_tokens_and_merge_their_parts(rng
         impl = make_impl(context_parallel=place)
         impl.do_kv_cache_update(*new, cache, local.slot_mapping, "auto", ONES._k_scale)
         parts += impl.forward_mqa(latents, cache, local, ONES)
-        with pytest.raises(Unsupported, match="holds 1 of 2 parts of each sequence; call forward_mqa and merge"):
+        with pytest.raises(
+            Unsupported,
+            match="dcp_world_size is 2; this layer holds one part of each sequence: call forward_mqa and merge",
+        ):
             step.run(impl, local)
 
     merged, merged_lse = ops.merge_states(*parts)
@@ -274,8 +277,8 @@ def test_a_workspace_is_reserved_for_the_largest_batch_and_then_never_grows():
         for tokens in (100, 4000):
             workspace.get_simultaneous(*scratch_of(builder._decode_call(num_seqs, tokens), builder.device))
     with refuses(
-        f"the workspace is locked with {reserved:,} bytes and a call needs {reserved + 256:,}; reserve for the largest "
-        "batch before locking it."
+        f"shapes_and_dtypes need {reserved + 256:,} bytes and the workspace is locked with {reserved:,}; reserve for "
+        "the largest batch before locking it."
     ):
         workspace.get_simultaneous(((reserved + 1,), torch.uint8))
     assert workspace.num_bytes == reserved
@@ -325,13 +328,13 @@ def test_a_step_that_does_not_fit_is_refused_and_writes_nothing(rng):
     arguments = (ONES, step.query, step.kv_c, step.k_pe)
     with pytest.raises(InvalidInput, match=r"kv_cache has shape \(40, 2, 4, 1, 20\); the metadata is for latents"):
         impl.forward(*arguments, torch.zeros(40, 2, 4, 1, 20), metadata, out)
-    with pytest.raises(Unsupported, match="an output scale is given"):
+    with pytest.raises(Unsupported, match="output_scale is given"):
         impl.forward(*arguments, step.cache, metadata, out, ONES._k_scale)
     with pytest.raises(InvalidInput, match="output is None; pass a tensor of num_heads"):
         impl.forward(*arguments, step.cache, metadata)
-    with pytest.raises(InvalidInput, match="the metadata has no prefill"):
+    with pytest.raises(InvalidInput, match="attn_metadata has no prefill"):
         impl.forward_mha(step.query, step.kv_c, step.k_pe, step.cache, metadata, ONES._k_scale, out)
-    with pytest.raises(InvalidInput, match="the metadata has no decode"):
+    with pytest.raises(InvalidInput, match="attn_metadata has no decode"):
         impl.forward_mqa(step.query, step.cache, replace(metadata, decode=None), ONES)
     assert step.cache.isnan().all()
     assert impl.forward(*arguments, step.cache, None, torch.ones(1, HEADS * 6)).eq(0).all()
@@ -404,10 +407,10 @@ def test_a_builder_refuses_another_cache_and_another_batch(rng):
     ):
         make_builder(spec=plain)
     with pytest.raises(
-        InvalidInput, match="the cache has latents of 8 and rotary keys of 4 elements; mla_dims says 16"
+        InvalidInput, match="kv_cache_spec has latents of 8 and rotary keys of 4 elements; mla_dims says 16"
     ):
         make_builder(spec=replace(SPEC, kv_lora_rank=8))
-    with pytest.raises(InvalidInput, match=r"the metadata has block_size 4; the layers layer\.0 have 8\. Build it"):
+    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; the layers layer\.0 have 8\. Build it"):
         make_builder(spec=replace(SPEC, block_size=8)).build(0, common)
     with pytest.raises(InvalidInput, match=r"the metadata has cache_group 0; the layers layer\.0 have 2"):
         make_builder(cache_group=2).build(0, common)

@@ -332,7 +332,7 @@ def test_mistakes_are_refused_before_anything_is_written(name, rng):
 
 def test_metadata_of_another_cache_group_is_refused(rng):
     case = Case(rng)
-    with refuses("the metadata is for cache group 0; this layer is in group 1."):
+    with refuses("cache_group of the metadata is 0; this layer is in group 1."):
         case.run(TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, cache_group=1), metadata_of(case.step))
 
 
@@ -346,7 +346,7 @@ def test_a_missing_cache_or_key_is_refused(rng):
     with refuses("key or value is None; encoder attention has no cache to read them from."):
         encoder.forward(ONES, case.query, None, None, None, metadata_of(case.step), output)
     cross = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder_decoder")
-    with refuses("the metadata has no cross_block_tables, which cross attention needs. Build it with encoder_rows."):
+    with refuses("cross_block_tables of the metadata is None; cross attention needs it. Build it with encoder_rows."):
         cross.forward(ONES, case.query, case.key, case.value, case.cache, metadata_of(case.step), output)
 
 
@@ -383,21 +383,21 @@ BUILDS = {
         {"block_size": 8},
         {},
         (
-            "the metadata is for blocks of 8 tokens; the cache of a, b, c and 1 more layers has blocks of 4. Build "
-            "it with block_size=4."
+            "block_size of the metadata is 8; the cache of a, b, c and 1 more layers has blocks of 4. Build it with "
+            "block_size=4."
         ),
     ),
     "another group": (
         {},
         {"cache_group": 2},
-        "the metadata is for cache group 0; a, b, c and 1 more layers are in group 2. Build it with cache_group=2.",
+        "cache_group of the metadata is 0; a, b, c and 1 more layers are in group 2. Build it with cache_group=2.",
     ),
     "no encoder": (
         {},
         {"attn_type": AttentionType.ENCODER_DECODER},
         (
-            "the metadata has no encoder fields, which cross attention of a, b, c and 1 more layers needs. Build it "
-            "with encoder_rows."
+            "encoder of the metadata is None; cross attention of a, b, c and 1 more layers needs it. Build it with "
+            "encoder_rows."
         ),
     ),
 }

@@ -182,12 +182,12 @@ def test_metadata_and_groups_that_do_not_fit_are_refused(seed: int) -> None:
     given = (ONES, query, problem.key, problem.value, cache)
 
     with refuses(
-        "this layer holds 1 of 2 parts of each sequence; give its ContextParallel the dcp_group of those ranks, or "
-        "call forward_with_lse and merge the parts.",
+        "dcp_group is None; this layer holds 1 of 2 parts of each sequence: give its ContextParallel the group of "
+        "those ranks, or call forward_with_lse and merge the parts.",
         Unsupported,
     ):
         impl.forward(*given, metadata, query)
-    with refuses("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks."):
+    with refuses("dcp_local_seq_lens of the metadata is None; its builder was not told of the ranks."):
         impl.forward_with_lse(*given, replace(metadata, dcp_local_seq_lens=None))
     impl.context_parallel = replace(place, dcp_group=SimulatedGroup(2).of(0))
     with refuses(
@@ -197,13 +197,13 @@ def test_metadata_and_groups_that_do_not_fit_are_refused(seed: int) -> None:
     ):
         impl.forward(*given, metadata, query, torch.ones(1))
     with refuses(
-        "the metadata is for blocks of 4 tokens; the cache of these layers has blocks of 4 on each of 2 ranks, which "
-        "share a block. Build it with block_size=8."
+        "block_size of the metadata is 4; the cache of these layers has blocks of 4 on each of 2 ranks, which share a "
+        "block. Build it with block_size=8."
     ):
         problem.step = build_common_metadata(DECODE, block_size=4, num_blocks=16)
         problem.metadata(place)
     encoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder")
-    with refuses("forward_with_lse is for decoder layers; this one is of type encoder.", Unsupported):
+    with refuses("attn_type is 'encoder'; forward_with_lse is for decoder layers.", Unsupported):
         encoder.forward_with_lse(*given, metadata)
     assert torch.equal(cache, before)
     assert np.isfinite(cache.numpy()).all()
@@ -260,8 +260,8 @@ def test_prompts_that_a_rank_cannot_attend_to_alone_are_refused(seed: int) -> No
     cache = torch.zeros(SPEC.shape(16))
     impl = TorchAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place)
     message = (
-        "the tokens of prompts are split over 2 ranks: that is for causal layers with keys, values and a cache of "
-        "their own, without mm_prefix_range and seq_causal."
+        "pcp_world_size is 2; the tokens of prompts are split for causal layers with keys, values and a cache of their "
+        "own, without mm_prefix_range and seq_causal."
     )
     shared = TorchAttentionImpl(
         HEADS, HEAD, SCALE, KV_HEADS, context_parallel=place, kv_sharing_target_layer_name="other"
@@ -279,8 +279,9 @@ def test_prompts_that_a_rank_cannot_attend_to_alone_are_refused(seed: int) -> No
 def test_chunks_of_prompts_and_uneven_prompts_are_refused(seed: int) -> None:
     place = ContextParallel(pcp_world_size=2, pcp_group=SimulatedGroup(2).of(0))
     with refuses(
-        "row 0 has 3 new tokens of 12; where the tokens of prompts are split over 2 ranks, a step has whole prompts of "
-        "a multiple of 4 tokens, or one token for each row. Pad prompts, and keep chunks and decodes apart.",
+        "num_new_tokens of row 0 is 3 of 12 tokens; where the tokens of prompts are split over 2 ranks, a step has "
+        "whole prompts of a multiple of 4 tokens, or one token for each row. Pad prompts, and keep chunks and decodes "
+        "apart.",
         Unsupported,
     ):
         Problem(seed, MIXED, 2).metadata(place)

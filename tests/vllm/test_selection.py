@@ -179,7 +179,7 @@ def test_an_empty_list_serves_anything():
 
 @pytest.mark.parametrize(("kind", "capability"), [("mps", None), ("cuda", None), ("cpu", DeviceCapability(9, 0))])
 def test_a_device_is_a_cpu_or_has_a_capability(kind, capability):
-    with pytest.raises(Unsupported, match=f"^device type is '{kind}' with capability"):
+    with pytest.raises(Unsupported, match=f"^type is '{kind}' with capability"):
         DeviceInfo(type=kind, capability=capability)
 
 
@@ -232,7 +232,7 @@ def test_a_device_that_is_not_there_is_named(make_config):
 
 def test_a_backend_is_found_by_its_name():
     assert get_backend("TRITON_ATTN") is TritonAttentionBackend
-    message = "There is no attention backend 'FLASH_ATTN'; there are TRITON_ATTN, TORCH_ATTN, TRITON_MLA, TORCH_MLA."
+    message = "name is 'FLASH_ATTN'; there are TRITON_ATTN, TORCH_ATTN, TRITON_MLA, TORCH_MLA."
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
         get_backend("FLASH_ATTN")
 

@@ -67,9 +67,8 @@ class CacheConfig:
         check_fields(self)
         check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
         if self.groups and (self.sliding_window is not None or self.attention_chunk is not None):
-            raise InvalidInput(
-                "groups", "and sliding_window or attention_chunk are both set", "put the window into a group"
-            )
+            wanted = "put the window into a group"
+            raise InvalidInput("groups", "and sliding_window or attention_chunk are both set", wanted)
         names = [layout.name for layout in self.layouts]
         if len(set(names)) != len(names):
             raise InvalidInput("groups", f"has two groups of one name: {names}", "give each its own")
@@ -114,15 +113,17 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise InvalidInput(f"the name of a cache group is {self.name!r}; it must be a string that is not empty.")
+            wanted = "the name of a cache group must be a string that is not empty"
+            raise InvalidInput("name", value=self.name, wanted=wanted)
         for field in ("block_size", "sliding_window", "attention_chunk"):
             value = getattr(self, field)
             if value is not None:
                 check_int(f"{field} of cache group {self.name!r}", value, 1, INT32_MAX)
         if self.sliding_window is not None and self.attention_chunk is not None:
             raise InvalidInput(
-                f"cache group {self.name!r} has both sliding_window {self.sliding_window} and attention_chunk "
-                f"{self.attention_chunk}; a layer has one of them. Set the other to None."
+                "sliding_window",
+                f"of cache group {self.name!r} is {self.sliding_window} and attention_chunk {self.attention_chunk}",
+                "a layer has one of them. Set the other to None",
             )
 
 

@@ -30,12 +30,12 @@ def check_admission(state: CacheState, seq_id: str | None, num_prompt_tokens: in
     width = max(-(-total // group.block_size) for group in state.groups)
     asked = f"({num_prompt_tokens:,} prompt + {max_new_tokens:,} new tokens)"
     if config.max_blocks_per_seq is not None and width > config.max_blocks_per_seq:
-        raise RequestTooLong(
-            f"{name} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
-        )
+        text = f"{name} needs {width} blocks {asked}; a block table has {config.max_blocks_per_seq} columns."
+        raise RequestTooLong(text, argument="num_prompt_tokens")
     needed = sum(group.most_blocks(total, config.max_step_tokens) for group in state.groups)
     if needed > config.capacity:
-        raise RequestTooLong(f"{name} needs {needed} blocks {asked}; the pool can ever give {config.capacity}.")
+        text = f"{name} needs {needed} blocks {asked}; the pool can ever give {config.capacity}."
+        raise RequestTooLong(text, argument="num_prompt_tokens")
 
 
 def add(
@@ -104,9 +104,10 @@ def resume(state: CacheState, seq_id: str) -> int:
     """Brings a preempted sequence back; see `CacheManager.resume`."""
     sequence = state.known(seq_id)
     if sequence.swapped is not None:
-        raise InvalidInput(f"sequence {seq_id!r} is swapped out, not preempted; call swap_in({seq_id!r}).")
+        raise InvalidInput("seq_id", value=seq_id, wanted="it is swapped out, not preempted: call swap_in")
     if sequence.table is not None:
-        raise InvalidInput(f"sequence {seq_id!r} is not preempted; only preempt() or reset() puts one there.")
+        wanted = "it is not preempted: only preempt() or reset() puts one there"
+        raise InvalidInput("seq_id", value=seq_id, wanted=wanted)
     state.version += 1
     return state.attach_table(sequence)
 
@@ -145,7 +146,7 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     sequence = state.known(seq_id)
     swapped = sequence.swapped
     if swapped is None:
-        raise InvalidInput(f"sequence {seq_id!r} is not swapped out; only swap_out() puts one there.")
+        raise InvalidInput("seq_id", value=seq_id, wanted="it is not swapped out: only swap_out() puts one there")
     pool = state.pool
     needed = sum(slot is not None for column in swapped.slots for slot in column)
     if needed > pool.num_available:
@@ -203,7 +204,8 @@ def _running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, 
     sequence = state.known(seq_id)
     if sequence.table is None:
         place = "preempted" if sequence.swapped is None else "swapped out"
-        raise InvalidInput(f"sequence {seq_id!r} cannot be {verb}: it is {place} and has no blocks on the device.")
+        wanted = f"it is {place}, has no blocks on the device and cannot be {verb}"
+        raise InvalidInput("seq_id", value=seq_id, wanted=wanted)
     return sequence, sequence.table
 
 
@@ -212,4 +214,4 @@ def _check_new_id(state: CacheState, seq_id: object) -> None:
         shown = f"has {len(seq_id)} characters" if isinstance(seq_id, str) else f"is a {type(seq_id).__name__}"
         raise InvalidInput("seq_id", shown, f"it must be a string of 1 to {_MAX_ID_CHARACTERS} characters")
     if seq_id in state.sequences:
-        raise InvalidInput(f"sequence {seq_id!r} exists already; finish it first, or choose another id.")
+        raise InvalidInput("seq_id", value=seq_id, wanted="it exists already: finish it first, or choose another id")

@@ -76,7 +76,7 @@ class CacheState:
         """Returns a sequence, or raises InvalidInput if there is none of that id."""
         sequence = self.sequences.get(seq_id) if isinstance(seq_id, str) else None
         if sequence is None:
-            raise InvalidInput(f"sequence {seq_id!r} is unknown: it was never added, or it has finished.")
+            raise InvalidInput("seq_id", value=seq_id, wanted="it is unknown: it was never added, or it has finished")
         return sequence
 
     def append_tokens(self, seq_id: object, token_ids: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class CacheState:
         if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
             token = token_ids[0]
             if not 0 <= token <= INT32_MAX:
-                raise InvalidInput(_token_message(token_ids))
+                raise _token_error(token_ids)
             sequence.tokens.append(token)
         else:
             sequence.tokens.extend(checked_tokens(token_ids))
@@ -182,14 +182,14 @@ def checked_tokens(token_ids: Sequence[int]) -> array[int]:
     try:
         tokens = array("i", token_ids)
     except (TypeError, OverflowError) as error:
-        raise InvalidInput(_token_message(token_ids)) from error
+        raise _token_error(token_ids) from error
     # The top byte of each id: at most 127 when it is not negative, which `isascii` finds out at memory speed.
     if not tokens.tobytes()[_TOP_BYTE::4].isascii():
-        raise InvalidInput(_token_message(token_ids))
+        raise _token_error(token_ids)
     return tokens
 
 
-def _token_message(token_ids: object) -> str:
+def _token_error(token_ids: object) -> InvalidInput:
     # Positions and types only: tokens are the user's text.
     wanted = f"each must be an int from 0 to {INT32_MAX}"
     try:
@@ -197,11 +197,11 @@ def _token_message(token_ids: object) -> str:
             try:
                 value = array("i", [token])[0]
             except TypeError:
-                return f"token_ids[{position}] is a {type(token).__name__}; {wanted}."
+                return InvalidInput(f"token_ids[{position}]", f"is a {type(token).__name__}", wanted)
             except OverflowError:
-                return f"token_ids[{position}] does not fit into 32 bits; {wanted}."
+                return InvalidInput(f"token_ids[{position}]", "does not fit into 32 bits", wanted)
             if value < 0:
-                return f"token_ids[{position}] is negative; {wanted}."
+                return InvalidInput(f"token_ids[{position}]", "is negative", wanted)
     except TypeError:
-        return f"token_ids is a {type(token_ids).__name__}; it must be a sequence of ints."
-    return f"token_ids is a {type(token_ids).__name__} with a token of the wrong type; {wanted}."
+        return InvalidInput("token_ids", f"is a {type(token_ids).__name__}", "it must be a sequence of ints")
+    return InvalidInput("token_ids", f"is a {type(token_ids).__name__} with a token of the wrong type", wanted)

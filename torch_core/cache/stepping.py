@@ -55,10 +55,10 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
 def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     """Takes the blocks of a plan; see `CacheManager.commit`."""
     if not isinstance(plan, StepPlan) or plan.owner is not state:
-        raise InvalidInput("the plan was not made by this cache manager; commit what its own plan() returned.")
+        raise InvalidInput("plan", "was not made by this cache manager", "commit what its own plan() returned")
     if plan.version != state.version:
         raise InvalidInput(
-            f"the plan was made on state {plan.version} of the cache, which is now at {state.version}; plan again."
+            "plan", f"was made on state {plan.version} of the cache, which is now at {state.version}", "plan again"
         )
     fresh = iter(state.pool.take(plan.blocks_needed) if plan.blocks_needed else ())
     step_id, record = state.open_step()
@@ -142,23 +142,22 @@ def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str
             raise InvalidInput("num_kept_tokens", f"names sequence {seq_id!r}, which has no row in step {step_id}")
         table, count, end = record.tables[position], record.counts[position], record.ends[position]
         if type(kept) is not int or not 1 <= kept <= count:
-            raise InvalidInput(
-                "num_kept_tokens",
-                f"of sequence {seq_id!r} is {kept!r}",
-                f"it must be an int from 1 to {count}, the new tokens of its row in step {step_id}",
-            )
+            wanted = f"it must be an int from 1 to {count}, the new tokens of its row in step {step_id}"
+            raise InvalidInput("num_kept_tokens", f"of sequence {seq_id!r} is {kept!r}", wanted)
         if kept == count:
             continue
         end -= count - kept
         if table.last_step != step_id:
             raise InvalidInput(
-                f"sequence {seq_id!r} cannot keep {kept} of its {count} tokens of step {step_id}: step "
-                f"{table.last_step}, which continues behind them, is committed already."
+                "num_kept_tokens",
+                f"of sequence {seq_id!r} is {kept}, less than the {count} tokens of step {step_id}",
+                f"step {table.last_step}, which continues behind them, is committed already",
             )
         if table.known > end:
             raise InvalidInput(
-                f"sequence {seq_id!r} has {table.known} known tokens, and keeping {kept} of step {step_id} leaves "
-                f"{end}; append the ids of a step after it was retired with num_kept_tokens."
+                "num_kept_tokens",
+                f"of sequence {seq_id!r} is {kept}, and leaves {end} of its {table.known} known tokens",
+                "append the ids of a step after it was retired with num_kept_tokens",
             )
         cuts.append((position, end))
     return cuts
@@ -189,8 +188,9 @@ def _checked_growth(state: CacheState, table: SequenceTable, end: int, claimed: 
         columns = len(table.blocks[number]) + count
         if columns > width:
             raise RequestTooLong(
-                f"sequence {table.seq_id!r} would have {end} tokens ({columns} blocks); its block table has "
-                f"{width} columns (max_blocks_per_seq). Finish it, or build the cache with a wider table."
+                "num_new_tokens",
+                f"of sequence {table.seq_id!r} leads to {end} tokens ({columns} blocks)",
+                f"its block table has {width} columns (max_blocks_per_seq). Finish it, or give the cache wider tables",
             )
     return growth
 
@@ -217,6 +217,6 @@ def _check_entry(state: CacheState, seq_id: object, count: object) -> None:
     sequence = state.known(seq_id)
     if sequence.table is None:
         place, verb = ("swapped out", "swap_in") if sequence.swapped else ("preempted", "resume")
-        raise InvalidInput(f"sequence {seq_id!r} is {place}; call {verb}({seq_id!r}) before it is planned.")
+        raise InvalidInput("seq_id", value=seq_id, wanted=f"it is {place}: call {verb} before it is planned")
     if type(count) is not int or count < 1:
         raise InvalidInput("num_new_tokens", f"of sequence {seq_id!r} is {count!r}", "it must be an int of at least 1")

@@ -213,9 +213,8 @@ def _check_array(field: ArrayField, array: Any, sizes: dict[str, tuple[int, str]
         for dim, size, name, expected in _bound(field, shape, sizes):
             if size != expected:
                 origin = f", that of {sizes[name][1]}" if name in sizes else ""
-                raise InvalidInput(
-                    field.name, f"has shape {list(shape)}", f"it must be {field} with {dim} = {expected}{origin}"
-                )
+                fix = f"it must be {field} with {dim} = {expected}{origin}"
+                raise InvalidInput(field.name, f"has shape {list(shape)}", fix)
     if field.dtypes is not None and dtype_name(array) not in field.dtypes:
         wanted = "a floating point type" if len(field.dtypes) > 2 else next(iter(field.dtypes))
         raise InvalidInput(field.name, f"is {dtype_name(array)}", f"it must be {wanted}. Cast it")

@@ -142,11 +142,11 @@ def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
         Unsupported: it does not fit.
     """
     if shared_memory > limits.shared_memory:
-        raise Unsupported(
-            f"kernel {name} needs {shared_memory} bytes of shared memory and this device (compute capability "
-            f"{limits.arch / 10}) gives a block {limits.shared_memory}; use implementation='xla', a smaller head_size, "
-            "or a Hopper device."
+        wanted = (
+            f"this device (compute capability {limits.arch / 10}) gives a block {limits.shared_memory}. Use "
+            "implementation='xla', a smaller head_size, or a Hopper device"
         )
+        raise Unsupported(name, f"needs {shared_memory} bytes of shared memory", wanted)
 
 
 def _hash_callees_first(function: Any) -> None:

@@ -86,7 +86,7 @@ def run_operation(
     """
     missing = [name for name, _ in plan.inputs if name not in tensors]
     if missing:
-        raise InvalidInput(f"{plan.name}: the inputs {missing} are missing; give a tensor for each.")
+        raise InvalidInput("tensors", f"lacks the inputs {missing}", "give a tensor for each").under(plan.name)
     buffers = dict(tensors)
     device = tensors[plan.inputs[0][0]].device
     for name, spec in (*plan.outputs, *plan.scratch):
@@ -227,13 +227,15 @@ def _check_address(operation: str, name: str, tensor: torch.Tensor, spec: ArrayS
     address = tensor.data_ptr()
     if address % 16 and spec.aligned:
         raise InvalidInput(
-            f"{operation}: {name} starts {address % 16} bytes after a multiple of 16, and the plan was made for an "
-            "aligned array; clone it, or give the plan its array_spec."
-        )
+            name,
+            f"starts {address % 16} bytes after a multiple of 16, and the plan was made for an aligned array",
+            "clone it, or give the plan its array_spec",
+        ).under(operation)
 
 
 def _elsewhere(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> InvalidInput:
-    return InvalidInput(f"{operation}: {name} is on {tensor.device} and the first input on {device}; move it there.")
+    wanted = "move it there"
+    return InvalidInput(name, f"is on {tensor.device} and the first input on {device}", wanted).under(operation)
 
 
 def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
@@ -252,6 +254,7 @@ def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
 def _check_output(operation: str, name: str, found: ArraySpec, spec: ArraySpec) -> None:
     if found.shape != spec.shape or found.dtype != spec.dtype or found.strides != spec.strides:
         raise InvalidInput(
-            f"{operation}: out {name!r} is {found.dtype}{list(found.shape)} with strides {found.element_strides}; it "
-            f"must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}."
-        )
+            name,
+            f"is {found.dtype}{list(found.shape)} with strides {found.element_strides}",
+            f"it must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}",
+        ).under(operation)

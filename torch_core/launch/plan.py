@@ -78,12 +78,13 @@ class Scalar:
 
     def __post_init__(self) -> None:
         if self.type not in _SCALAR_TYPES:
-            raise InvalidInput(f"scalar type is {self.type!r}; it must be one of {', '.join(_SCALAR_TYPES)}.")
+            raise InvalidInput("type", value=self.type, wanted=f"it must be one of {', '.join(_SCALAR_TYPES)}")
         if self.type == "fp32":
             return
         bits = 31 if self.type == "i32" else 63
         if not -(2**bits) <= self.value < 2**bits:
-            raise InvalidInput(f"scalar {self.value} does not fit {self.type}; use i64 or a smaller array.")
+            wanted = f"it does not fit {self.type}: use i64 or a smaller array"
+            raise InvalidInput("value", value=self.value, wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,11 @@ class Descriptor:
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.strides) == len(self.box):
-            raise InvalidInput(f"descriptor of {self.buffer}: shape, strides and box differ in length.")
+            raise InvalidInput("shape", "differs in length from strides or box").under(f"descriptor of {self.buffer}")
         if self.strides[-1] != 1:
-            raise InvalidInput(f"descriptor of {self.buffer}: the last stride is {self.strides[-1]}; TMA needs 1.")
+            raise InvalidInput("strides[-1]", value=self.strides[-1], wanted="TMA needs 1").under(
+                f"descriptor of {self.buffer}"
+            )
 
 
 Argument: TypeAlias = Pointer | Absent | Scalar | Descriptor
@@ -151,10 +154,9 @@ class LaunchPlan:
         names = [name for name, _ in self.arguments] + [name for name, _ in self.constexprs]
         expected = list(self.kernel.arg_names)
         if sorted(names) != sorted(expected):
-            raise InvalidInput(
-                f"{self.name}: the plan gives {sorted(set(names) - set(expected))} too much and "
-                f"{sorted(set(expected) - set(names))} too little; name every kernel parameter once."
-            )
+            more, less = (sorted(set(a) - set(b)) for a, b in ((names, expected), (expected, names)))
+            fix = "name every kernel parameter once"
+            raise InvalidInput("arguments", f"gives {more} too much and {less} too little", fix).under(self.name)
         order = [name for name in expected if name in dict(self.arguments)]
         if [name for name, _ in self.arguments] != order:
             raise InvalidInput("arguments", "are out of order", f"the kernel's order is {order}").under(self.name)
@@ -220,17 +222,17 @@ class OperationPlan:
     def __post_init__(self) -> None:
         specs = self.specs
         if len(specs) != len(self.inputs) + len(self.outputs) + len(self.scratch):
-            raise InvalidInput(f"{self.name}: two buffers share a name; each needs its own.")
+            raise InvalidInput("inputs", "share a name with other buffers", "each needs its own").under(self.name)
         given = dict(self.inputs)
-        if not set(self.in_place) <= set(given):
-            raise InvalidInput(f"{self.name}: in_place names {sorted(set(self.in_place) - set(given))}, not an input.")
+        if unknown := sorted(set(self.in_place) - set(given)):
+            raise InvalidInput("in_place", f"names {unknown}, not an input").under(self.name)
         written: set[str] = set()
         for launch in self.launches:
             self._check_launch(launch, specs, set(given) | written)
             written |= set(launch.writes)
         unwritten = [name for name, _ in self.outputs if name not in written]
         if unwritten:
-            raise InvalidInput(f"{self.name}: no launch writes the outputs {unwritten}.")
+            raise InvalidInput("outputs", f"has {unwritten}, which no launch writes").under(self.name)
         object.__setattr__(self, "_hash", hash((self.name, self.inputs, self.outputs, self.scratch, self.launches)))
 
     def __hash__(self) -> int:
@@ -242,21 +244,22 @@ class OperationPlan:
         return dict(self.inputs + self.outputs + self.scratch)
 
     def _check_launch(self, launch: LaunchPlan, specs: dict[str, ArraySpec], existing: set[str]) -> None:
+        def refused(problem: str, wanted: str | None = None) -> InvalidInput:
+            return InvalidInput(launch.name, problem, wanted).under(self.name)
+
         fresh_seen = ""
         for buffer in launch.buffers:
             if buffer not in specs:
-                raise InvalidInput(f"{self.name}: {launch.name} points to {buffer!r}, which is no buffer of the plan.")
+                raise refused(f"points to {buffer!r}, which is no buffer of the plan")
             if buffer not in existing:
                 if buffer not in launch.writes:
-                    raise InvalidInput(f"{self.name}: {launch.name} reads {buffer!r} before any launch wrote it.")
+                    raise refused(f"reads {buffer!r} before any launch wrote it")
                 fresh_seen = buffer
             elif fresh_seen:
-                raise InvalidInput(
-                    f"{self.name}: {launch.name} takes {buffer!r} after {fresh_seen!r}, which it is the first to "
-                    "write; pointers to new buffers must come last in the kernel's parameters."
-                )
+                wanted = "pointers to new buffers must come last in the kernel's parameters"
+                raise refused(f"takes {buffer!r} after {fresh_seen!r}, which it is the first to write", wanted)
         for buffer in launch.writes:
             if buffer in dict(self.inputs) and buffer not in self.in_place:
-                raise InvalidInput(f"{self.name}: {launch.name} writes the input {buffer!r}; name it in in_place.")
+                raise refused(f"writes the input {buffer!r}", "name it in in_place")
             if launch.buffers.count(buffer) != 1:
-                raise InvalidInput(f"{self.name}: {launch.name} takes {buffer!r} twice and writes it; once is allowed.")
+                raise refused(f"takes {buffer!r} twice and writes it", "once is allowed")

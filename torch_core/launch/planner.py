@@ -31,7 +31,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
     call = call.for_kernels(None)
     refuse_unserved(call, "triton")
     if call.is_empty:
-        raise InvalidInput(f"{call.name} of nothing has nothing to launch: return empty outputs without a plan.")
+        raise InvalidInput("call", f"is an empty {call.name}", "return empty outputs without a plan")
     limits = limits or DeviceLimits()
     _refuse_old_device(call, limits)
     return loaded(op_of(call).plan)(call, limits)
@@ -40,7 +40,6 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
 def _refuse_old_device(call: Call[ArraySpec], limits: DeviceLimits) -> None:
     e4m3 = [name for name, dtype in call.element_types().items() if dtype == "float8_e4m3fn"]
     if e4m3 and limits.arch < _E4M3_ARCH:
-        raise Unsupported(
-            f"{e4m3[0]} is float8_e4m3fn, which Triton's kernels need compute capability {_E4M3_ARCH / 10} for, and "
-            f"this device has {limits.arch / 10}; use float8_e5m2 or int8, or implementation='xla'."
-        )
+        problem = f"is float8_e4m3fn on a device of compute capability {limits.arch / 10}"
+        fix = f"Triton's kernels need {_E4M3_ARCH / 10} for it. Use float8_e5m2 or int8, or implementation='xla'"
+        raise Unsupported(e4m3[0], problem, fix)

@@ -75,7 +75,7 @@ def _check_on_cpu(call: Call[Tensor], device: torch.device) -> None:
         if tensor.device != device:
             raise InvalidInput(name, f"is on {tensor.device} and the other tensors on {device}", "move it there")
     if device.type != "cpu":
-        raise Unsupported(f"the tensors are on {device}; there are implementations for cpu and cuda only.")
+        raise Unsupported("device", value=str(device), wanted="there are implementations for cpu and cuda only")
     _check(call.map(array_spec))
     call.check_values()
 
@@ -87,10 +87,8 @@ def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
         if not isinstance(tensor, Tensor):
             raise InvalidInput(name, f"is a {type(tensor).__name__}", "it must be a torch tensor")
         if recording and tensor.requires_grad:
-            raise Unsupported(
-                f"{name} requires a gradient, which this operation cannot give; call it under torch.no_grad() or pass "
-                f"{name}.detach()."
-            )
+            wanted = f"call it under torch.no_grad() or pass {name}.detach()"
+            raise Unsupported(name, "requires a gradient, which this operation cannot give", wanted)
     if not arrays:
         raise InvalidInput(f"{call.name}: no tensor is given.")
     return next(iter(arrays.values())).device

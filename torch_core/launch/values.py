@@ -31,7 +31,8 @@ def check_starts(
         raise InvalidInput(f"{name}[-1]", f"is {starts[-1]}", f"{rows_in} has only {num_rows} rows")
     if max_len is not None and lens and max(lens) > max_len:
         first = next(seq for seq, length in enumerate(lens) if length > max_len)
-        raise InvalidInput(f"sequence {first} has {lens[first]} rows in {name}; the stated maximum is {max_len}.")
+        text = f"sequence {first} has {lens[first]} rows in {name}; the stated maximum is {max_len}."
+        raise InvalidInput(text, argument=name)
     return lens
 
 
@@ -51,14 +52,13 @@ def check_tables(
     lens, max_blocks = seq_lens.tolist(), block_tables.shape[1]
     for seq, seq_len in enumerate(lens):
         if not 0 <= seq_len <= max_blocks * block_size:
-            raise InvalidInput(
-                f"seq_lens[{seq}] is {seq_len}; a row of block_tables holds 0 to {max_blocks} x {block_size} = "
-                f"{max_blocks * block_size} tokens."
-            )
+            wanted = f"a row of block_tables holds 0 to {max_blocks} x {block_size} = {max_blocks * block_size} tokens"
+            raise InvalidInput(f"seq_lens[{seq}]", value=seq_len, wanted=wanted)
         if query_lens is not None and query_lens[seq] > seq_len > 0:
             raise InvalidInput(
-                f"sequence {seq} has {query_lens[seq]} query rows and seq_lens[{seq}] is {seq_len}; the new tokens are "
-                "part of it, so it cannot be less."
+                f"seq_lens[{seq}]",
+                f"is {seq_len} and the sequence has {query_lens[seq]} query rows",
+                "the new tokens are part of it, so it cannot be less",
             )
     if not lens or max(lens) == 0:
         return
@@ -70,8 +70,9 @@ def check_tables(
     for seq, seq_len in enumerate(lens):
         for column in np.flatnonzero(bad[seq, : -(-seq_len // block_size)]).tolist():
             raise InvalidInput(
-                f"block_tables[{seq}, {column}] is {int(tables.view(np.int32)[seq, column])}; the cache has blocks 0 "
-                f"to {num_blocks - 1}."
+                f"block_tables[{seq}, {column}]",
+                f"is {int(tables.view(np.int32)[seq, column])}",
+                f"the cache has blocks 0 to {num_blocks - 1}",
             )
 
 
@@ -81,7 +82,5 @@ def check_slots(slot_mapping: Any, num_blocks: int, block_size: int) -> None:
     limit = num_blocks * block_size
     if slots.size and slots.max() >= limit:
         first = int((slots >= limit).argmax())
-        raise InvalidInput(
-            f"slot_mapping[{first}] is {slots[first]}; a cache of {num_blocks} blocks of {block_size} has "
-            f"slots 0 to {limit - 1}."
-        )
+        wanted = f"a cache of {num_blocks} blocks of {block_size} has slots 0 to {limit - 1}"
+        raise InvalidInput(f"slot_mapping[{first}]", value=slots[first], wanted=wanted)

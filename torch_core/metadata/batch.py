@@ -74,10 +74,11 @@ def split_decodes_and_prefills(
     is_prefill = lens > decode_threshold
     first, index = _boundary(is_prefill)
     if index is not None:
-        raise InvalidInput(
-            f"row {index} has a query of {lens[index]} tokens after row {first} with {lens[first]}; decodes (at most "
-            f"{decode_threshold}) come first. Order the rows with reorder_batch_to_split_decodes_and_prefills."
+        wanted = (
+            f"decodes (at most {decode_threshold}) come first. Order the rows with "
+            "reorder_batch_to_split_decodes_and_prefills"
         )
+        raise InvalidInput(f"query_lens[{index}]", f"is {lens[index]} after {lens[first]} of row {first}", wanted)
     if require_uniform and first:
         first, _ = _boundary(lens[:first] != lens[0])
     tokens = int(metadata.query_start_loc[first])
@@ -100,11 +101,8 @@ def split_prefill_chunks(seq_lens: np.ndarray, workspace_size: int, request_offs
     start = filled = 0
     for index, length in enumerate(seq_lens.tolist()):
         if length > workspace_size:
-            raise RequestTooLong(
-                f"seq_lens[{index}]",
-                value=length,
-                wanted=f"the workspace holds {workspace_size} tokens. Split the prompt",
-            )
+            wanted = f"the workspace holds {workspace_size} tokens. Split the prompt"
+            raise RequestTooLong(f"seq_lens[{index}]", value=length, wanted=wanted)
         if filled + length > workspace_size:
             chunks.append((start + request_offset, index + request_offset))
             start, filled = index, 0
@@ -139,11 +137,8 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     reqs, tokens = metadata.num_reqs, metadata.num_actual_tokens
     indices = np.asarray(logits_indices)
     if indices.size and (indices[0] < 0 or indices[-1] >= tokens or (np.diff(indices) <= 0).any()):
-        raise InvalidInput(
-            "logits_indices",
-            f"must rise strictly within 0..{tokens - 1}",
-            f"they begin with {indices[:4].tolist()} and end with {indices[-1]}",
-        )
+        wanted = f"they begin with {indices[:4].tolist()} and end with {indices[-1]}"
+        raise InvalidInput("logits_indices", f"must rise strictly within 0..{tokens - 1}", wanted)
     ends = metadata.query_start_loc[1 : reqs + 1]
     row = np.searchsorted(ends, indices, side="right")
     counts = np.bincount(row, minlength=reqs)
@@ -199,11 +194,8 @@ def make_local_attention_virtual_batches(
     """
     block_size = metadata.block_size
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
-        raise InvalidInput(
-            "attn_chunk_size",
-            value=attn_chunk_size,
-            wanted=f"it must be a positive multiple of the block size, {block_size}",
-        )
+        wanted = f"it must be a positive multiple of the block size, {block_size}"
+        raise InvalidInput("attn_chunk_size", value=attn_chunk_size, wanted=wanted)
     reqs = metadata.num_reqs
     ends = metadata.seq_lens[:reqs].astype(np.int64)
     begins = ends - metadata.query_lens[:reqs]

@@ -31,14 +31,12 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise InvalidInput(f"The buckets of {self.name} are empty; give at least one size.")
+            raise InvalidInput("sizes", value=self.sizes, wanted=f"the buckets of {self.name} must be at least one")
         for index, size in enumerate(self.sizes):
             before = self.sizes[index - 1] if index else 0
             if isinstance(size, bool) or not isinstance(size, int) or size <= before:
-                raise InvalidInput(
-                    f"Bucket {index} of {self.name} is {size!r} after {before}; sizes must be ints that are positive "
-                    "and strictly increasing."
-                )
+                wanted = "sizes must be ints that are positive and strictly increasing"
+                raise InvalidInput(f"sizes[{index}]", f"of {self.name} is {size!r} after {before}", wanted)
 
     @classmethod
     def powers_of_two(cls, name: str, largest: int, *, smallest: int = 1) -> Buckets:
@@ -68,9 +66,6 @@ class Buckets:
             raise InvalidInput(self.name, value=value, wanted="it cannot be negative")
         index = bisect_left(self.sizes, value)
         if index == len(self.sizes):
-            raise RequestTooLong(
-                self.name,
-                value=value,
-                wanted=f"the largest bucket is {self.sizes[-1]}. Split the step, or configure a larger bucket",
-            )
+            wanted = f"the largest bucket is {self.sizes[-1]}. Split the step, or configure a larger bucket"
+            raise RequestTooLong(self.name, value=value, wanted=wanted)
         return self.sizes[index]

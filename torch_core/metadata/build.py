@@ -117,9 +117,10 @@ def build_common_metadata(
     query_start_loc, seq_lens, tables, slot_mapping, positions = views = layout.views(buffer, _ARRAYS)
     if (seq_lens.size, slot_mapping.size, tables.shape[1]) != (num_seqs, num_tokens, width):
         raise InvalidInput(
-            f"The layout is for {seq_lens.size} sequences, {slot_mapping.size} tokens and {tables.shape[1]} blocks; "
-            f"the step is padded to {num_seqs}, {num_tokens} and {width}. Pass those sizes as num_seqs, num_tokens "
-            "and max_blocks."
+            "layout",
+            f"is for {seq_lens.size} sequences, {slot_mapping.size} tokens and {tables.shape[1]} blocks",
+            f"the step is padded to {num_seqs}, {num_tokens} and {width}. Pass its sizes as num_seqs, num_tokens and "
+            "max_blocks",
         )
 
     if uniform:
@@ -238,13 +239,11 @@ def _check_pool(block_size: int, num_blocks: int) -> None:
     if block_size < 1:
         raise InvalidInput("block_size", value=block_size, wanted="it must be at least 1")
     if num_blocks < 2:
-        raise InvalidInput(
-            "num_blocks", value=num_blocks, wanted="it must be at least 2, since block 0 is the null block"
-        )
+        wanted = "it must be at least 2, since block 0 is the null block"
+        raise InvalidInput("num_blocks", value=num_blocks, wanted=wanted)
     if num_blocks * block_size > INT32_MAX:
-        raise InvalidInput(
-            "num_blocks", f"* block_size is {num_blocks * block_size}", f"int32 slots allow at most {INT32_MAX}"
-        )
+        wanted = f"int32 slots allow at most {INT32_MAX}"
+        raise InvalidInput("num_blocks", f"* block_size is {num_blocks * block_size}", wanted)
 
 
 def _padded(name: str, size: int | None, needed: int, what: str) -> int:

@@ -96,21 +96,15 @@ def check_query_start_loc(
             "padding rows repeat the last sum",
         )
     if query_start_loc[-1] != num_tokens:
-        raise InvalidInput(
-            f"query_start_loc[{rows}]",
-            value=query_start_loc[-1],
-            wanted=f"it must equal the number of new tokens, {num_tokens}",
-        )
+        wanted = f"it must equal the number of new tokens, {num_tokens}"
+        raise InvalidInput(f"query_start_loc[{rows}]", value=query_start_loc[-1], wanted=wanted)
 
 
 def _check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, num_reqs: int, seq_ids: SeqIds) -> None:
     live = seq_lens[:num_reqs]
     if (index := first_true(live < 1)) is not None:
-        raise InvalidInput(
-            f"seq_lens[{index}]",
-            f"is {live[index]} for {row_name(index, seq_ids)}",
-            "a sequence in a step has at least 1 token",
-        )
+        wanted = "a sequence in a step has at least 1 token"
+        raise InvalidInput(f"seq_lens[{index}]", f"is {live[index]} for {row_name(index, seq_ids)}", wanted)
     if (index := first_true(query_lens > live)) is not None:
         raise InvalidInput(
             f"seq_lens[{index}]",
@@ -154,12 +148,12 @@ def check_block_tables(
     if not in_pool and (wrong := used & ((block_tables < 0) | (block_tables >= num_blocks))).any():
         row, column = np.argwhere(wrong)[0].tolist()
         value = int(block_tables[row, column])
-        tail = f" -1 may appear only after column {live[row] - 1}." if value < 0 else ""
-        raise InvalidInput(
-            f"block_tables[{row}, {column}] is {value}; valid ids are 1..{num_blocks - 1} (pool of {num_blocks} "
-            f"blocks, 0 is the null block). {row_name(row, seq_ids(), capital=True)} has {seq_lens[row]} tokens and "
-            f"needs {live[row]} blocks.{tail}"
+        tail = f". -1 may appear only after column {live[row] - 1}" if value < 0 else ""
+        wanted = (
+            f"valid ids are 1..{num_blocks - 1} (pool of {num_blocks} blocks, 0 is the null block). "
+            f"{row_name(row, seq_ids(), capital=True)} has {seq_lens[row]} tokens and needs {live[row]} blocks{tail}"
         )
+        raise InvalidInput(f"block_tables[{row}, {column}]", f"is {value}", wanted)
     if window_left is not None:
         # The first query of each row reads from this block on.
         used &= columns >= (np.maximum(seq_lens - query_lens - window_left, 0) // block_size)[:, None]
@@ -167,10 +161,8 @@ def check_block_tables(
         row, column = np.argwhere(null)[0].tolist()
         first, last = column * block_size, min((column + 1) * block_size, int(seq_lens[row])) - 1
         where = "visible" if window_left is None else "inside the window"
-        raise InvalidInput(
-            f"block_tables[{row}, {column}] is the null block but tokens {first}..{last} are {where} "
-            f"({row_name(row, seq_ids())})."
-        )
+        problem = f"is the null block but tokens {first}..{last} are {where} ({row_name(row, seq_ids())})"
+        raise InvalidInput(f"block_tables[{row}, {column}]", problem)
 
 
 def check_written_blocks(
@@ -202,12 +194,11 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
     limit = metadata.num_blocks * block_size
     outside = (slots < PAD_SLOT_ID) | (slots >= limit) | ((slots >= 0) & (slots < block_size))
     if (token := first_true(outside)) is not None:
-        raise InvalidInput(
-            f"slot_mapping[{token}]",
-            value=slots[token],
-            wanted=f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, block 0 is "
-            f"never written) or {PAD_SLOT_ID} for none",
+        wanted = (
+            f"slots are {block_size}..{limit - 1} ({metadata.num_blocks} blocks of {block_size}, block 0 is never "
+            f"written) or {PAD_SLOT_ID} for none"
         )
+        raise InvalidInput(f"slot_mapping[{token}]", value=slots[token], wanted=wanted)
     if (token := first_true(metadata.slot_mapping != PAD_SLOT_ID, tokens)) is not None:
         raise InvalidInput(
             f"slot_mapping[{token}]",
@@ -219,10 +210,8 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
     computed = metadata.seq_lens[: metadata.num_reqs] - query_lens
     expected_position = np.arange(tokens) - metadata.query_start_loc[row] + computed[row]
     if (token := first_true(metadata.positions[:tokens] != expected_position)) is not None:
-        raise InvalidInput(
-            f"positions[{token}] is {metadata.positions[token]}; query_start_loc and seq_lens say "
-            f"{expected_position[token]} ({row_name(int(row[token]), seq_ids)})."
-        )
+        wanted = f"query_start_loc and seq_lens say {expected_position[token]} ({row_name(int(row[token]), seq_ids)})"
+        raise InvalidInput(f"positions[{token}]", value=metadata.positions[token], wanted=wanted)
     block = metadata.block_tables[row, expected_position // block_size]
     expected = block * block_size + expected_position % block_size
     if (token := first_true((slots != expected) & (slots != PAD_SLOT_ID))) is not None:
@@ -281,8 +270,9 @@ def _check_tails(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> None:
         row, column = np.argwhere(stale)[0].tolist()
         who = row_name(row, seq_ids) if row < metadata.num_reqs else f"padding row {row}"
         raise InvalidInput(
-            f"block_tables[{row}, {column}] is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of "
-            f"{who}; the builder leaves 0 there. The buffer still holds an older step."
+            f"block_tables[{row}, {column}]",
+            f"is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of {who}",
+            "the builder leaves 0 there. The buffer still holds an older step",
         )
 
 
@@ -309,10 +299,9 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
     shared = (holder >= 0) & (holder != np.arange(reqs)[:, None])
     if shared.any():
         other, column = np.argwhere(shared)[0].tolist()
-        raise InvalidInput(
-            f"block {tables[other, column]} is written by {row_name(int(holder[other, column]), seq_ids)} and read "
-            f"by {row_name(other, seq_ids)} (block_tables[{other}, {column}]) in one step; copy the block first."
-        )
+        writes, reads = row_name(int(holder[other, column]), seq_ids), row_name(other, seq_ids)
+        problem = f"is block {tables[other, column]}, which {writes} writes and {reads} reads in one step"
+        raise InvalidInput(f"block_tables[{other}, {column}]", problem, "copy the block first")
     ordered = np.sort(tables, axis=1)
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0)
     if twice.any():
@@ -334,10 +323,9 @@ def _explain_written_blocks(slots: np.ndarray, query_lens: np.ndarray, block_siz
         block = slot // block_size
         first = writer.setdefault(block, owner[token])
         if first != owner[token]:
-            raise InvalidInput(
-                f"block {block} would be written by {row_name(first, seq_ids)} and "
-                f"{row_name(owner[token], seq_ids)} in one step; copy the tail before a fork writes it."
-            )
+            both = f"{row_name(first, seq_ids)} and {row_name(owner[token], seq_ids)}"
+            problem = f"is in block {block}, which {both} would write in one step"
+            raise InvalidInput(f"slot_mapping[{token}]", problem, "copy the tail before a fork writes it")
         if slot in seen:
             raise InvalidInput(
                 f"slot_mapping[{seen[slot]}]",

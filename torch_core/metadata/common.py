@@ -117,9 +117,8 @@ class CommonAttentionMetadata:
             raise InvalidInput("num_actual_reqs", value=reqs, wanted=f"the batch has {self.num_reqs} sequences")
         tokens = int(self.query_start_loc[reqs])
         if num_actual_tokens not in (None, tokens):
-            raise InvalidInput(
-                "num_actual_tokens", value=num_actual_tokens, wanted=f"the first {reqs} sequences have {tokens}"
-            )
+            wanted = f"the first {reqs} sequences have {tokens}"
+            raise InvalidInput("num_actual_tokens", value=num_actual_tokens, wanted=wanted)
         if reqs == self.num_seqs and tokens == self.num_tokens:
             return self
         encoder = self.encoder

@@ -61,9 +61,8 @@ def get_dcp_local_slots(
     """
     _check_ranks(dcp_world_size, dcp_rank, interleave_size)
     if block_size % interleave_size:
-        raise InvalidInput(
-            "interleave_size", value=interleave_size, wanted=f"it must divide the block size, {block_size}"
-        )
+        wanted = f"it must divide the block size, {block_size}"
+        raise InvalidInput("interleave_size", value=interleave_size, wanted=wanted)
     # Blocks hold whole cycles, so slots are distributed like positions.
     place = {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size}
     local = get_dcp_local_seq_lens(slot_mapping, **place)
@@ -93,10 +92,11 @@ def make_dcp_common_attn_metadata(
     place = {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size}
     _check_ranks(**place)
     if metadata.block_size % dcp_world_size:
-        raise InvalidInput(
-            f"the metadata is for blocks of {metadata.block_size} tokens; {dcp_world_size} ranks share a block, so it "
-            "must be a multiple. Build it with block_size = dcp_world_size * a rank's block size."
+        wanted = (
+            f"{dcp_world_size} ranks share a block, so it must be a multiple. Build it with block_size = "
+            "dcp_world_size * a rank's block size"
         )
+        raise InvalidInput("block_size", f"of the metadata is {metadata.block_size}", wanted)
     block_size = metadata.block_size // dcp_world_size
     return replace(
         metadata,

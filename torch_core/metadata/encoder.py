@@ -44,10 +44,8 @@ def build_dense_metadata(
     num_seqs = lens.size if num_seqs is None else num_seqs
     num_tokens = total if num_tokens is None else num_tokens
     if lens.size > num_seqs or total > num_tokens:
-        raise RequestTooLong(
-            f"the batch has {lens.size} sequences of {total} tokens; it is padded to {num_seqs} and {num_tokens}. Pad "
-            "to a larger bucket."
-        )
+        wanted = f"it is padded to {num_seqs} and {num_tokens}. Pad to a larger bucket"
+        raise RequestTooLong("query_lens", f"has {lens.size} sequences of {total} tokens", wanted)
     layout = metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=0)
     buffer = np.zeros(layout.num_elements, np.int32)
     fields = layout.unpack(buffer)
@@ -129,10 +127,8 @@ def build_encoder_metadata(
             f"columns for {row_name(index, seq_ids)}",
         )
     if num_new > slots.shape[0]:
-        raise RequestTooLong(
-            f"the step writes {num_new} encoder tokens, but cross_slot_mapping has {slots.shape[0]} entries. Pad to a "
-            "larger bucket."
-        )
+        wanted = f"cross_slot_mapping has {slots.shape[0]} entries. Pad to a larger bucket"
+        raise RequestTooLong("encoder_rows", f"have {num_new} new tokens", wanted)
 
     seq_lens[: len(rows)] = totals
     seq_lens[len(rows) :] = 0

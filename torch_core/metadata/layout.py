@@ -77,9 +77,9 @@ class PackedLayout:
         offset = 0
         for name, shape in shapes:
             if name in seen:
-                raise InvalidInput(f"The packed layout has two fields named {name!r}; names must differ.")
+                raise InvalidInput("shapes", f"names {name!r} twice", "names must differ")
             if any(size < 0 for size in shape):
-                raise InvalidInput(f"Field {name!r} has shape {shape}; sizes cannot be negative.")
+                raise InvalidInput("shapes", f"gives {name!r} the shape {shape}", "sizes cannot be negative")
             seen.add(name)
             fields.append(FieldLayout(name, offset, tuple(shape)))
             offset += -(-math.prod(shape) // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS
@@ -93,7 +93,7 @@ class PackedLayout:
         """
         entry = self._by_name.get(name)
         if entry is None:
-            raise InvalidInput(f"The packed layout has no field {name!r}; it has {', '.join(self._by_name)}.")
+            raise InvalidInput("name", value=name, wanted=f"the packed layout has {', '.join(self._by_name)}")
         return entry
 
     def __contains__(self, name: object) -> bool:
@@ -106,10 +106,8 @@ class PackedLayout:
             InvalidInput: `buffer` is not one-dimensional with `num_elements` elements.
         """
         if tuple(buffer.shape) != (self.num_elements,):
-            raise InvalidInput(
-                f"The packed buffer has shape {tuple(buffer.shape)}; this layout needs ({self.num_elements},). It was "
-                "packed for other sizes."
-            )
+            wanted = f"this layout needs ({self.num_elements},). It was packed for other sizes"
+            raise InvalidInput("buffer", f"has shape {tuple(buffer.shape)}", wanted)
         return {entry.name: entry.of(buffer) for entry in self.fields}
 
     def views(self, buffer: np.ndarray, names: Iterable[str]) -> list[np.ndarray]:
@@ -128,12 +126,10 @@ class PackedLayout:
             InvalidInput: wrong dtype or length, strided or read-only.
         """
         if buffer.dtype != np.int32 or buffer.shape != (self.num_elements,):
-            raise InvalidInput(
-                f"The packed buffer is {buffer.dtype}{list(buffer.shape)}; this layout needs "
-                f"int32[{self.num_elements}]."
-            )
+            wanted = f"this layout needs int32[{self.num_elements}]"
+            raise InvalidInput("buffer", f"is {buffer.dtype}{list(buffer.shape)}", wanted)
         if not buffer.flags.c_contiguous or not buffer.flags.writeable:
-            raise InvalidInput("The packed buffer is strided or read-only; give a contiguous, writeable array.")
+            raise InvalidInput("buffer", "is strided or read-only", "give a contiguous, writeable array")
 
 
 def metadata_layout(

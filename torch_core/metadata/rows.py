@@ -139,7 +139,8 @@ def lengths_of(rows: RowColumns) -> Lengths:
         uniform, num_new = 0, sum(added)
         longest = int(np.add(computed, new, dtype=np.int64).max(initial=0))
     if longest > INT32_MAX:
-        raise InvalidInput(f"sequence length is {longest}; int32 metadata allow at most {INT32_MAX}.")
+        wanted = f"int32 metadata allow {INT32_MAX}"
+        raise InvalidInput("num_new_tokens", f"and num_computed_tokens of a sequence are {longest}", wanted)
     return Lengths(computed, new, computed + new, num_new, longest_query, longest, uniform)
 
 
@@ -164,17 +165,13 @@ def _ints(name: str, rows: RowColumns, *, smallest: int) -> tuple[np.ndarray, in
         bad = next(
             (index for index, value in enumerate(values) if not isinstance(value, int) or abs(value) > INT32_MAX), 0
         )
-        raise InvalidInput(
-            name, f"of {row_name(bad, rows.seq_ids())} is {values[bad]!r}", f"it must be an int up to {INT32_MAX}"
-        ) from None
+        wanted = f"it must be an int up to {INT32_MAX}"
+        raise InvalidInput(name, f"of {row_name(bad, rows.seq_ids())} is {values[bad]!r}", wanted) from None
     # Python's own: of the few numbers of a step, numpy's first reduction costs more than all the rest of this.
     if min(values, default=smallest) < smallest:
         index = int(np.argmax(out < smallest))
-        raise InvalidInput(
-            name,
-            f"of {row_name(index, rows.seq_ids())} is {out[index]}",
-            f"it must be at least {smallest}. Leave a sequence that does nothing out of the step",
-        )
+        wanted = f"it must be at least {smallest}. Leave a sequence that does nothing out of the step"
+        raise InvalidInput(name, f"of {row_name(index, rows.seq_ids())} is {out[index]}", wanted)
     return out, max(values, default=0)
 
 

@@ -67,10 +67,8 @@ class BlockTableCache:
 
     def _reorder(self, seq_ids: list[str | None]) -> None:
         if None in seq_ids or len(set(seq_ids)) != len(seq_ids):
-            raise InvalidInput(
-                f"{len(set(seq_ids) - {None})} of {len(seq_ids)} rows have a seq_id of their own; a table cache needs "
-                "one for each row. Leave table_cache out otherwise."
-            )
+            problem = f"of {len(seq_ids)} rows are {len(set(seq_ids) - {None})} names"
+            raise InvalidInput("seq_ids", problem, "a table cache needs one for each. Leave table_cache out otherwise")
         place = {seq_id: index for index, seq_id in enumerate(self._seq_ids)}
         places = np.array([place.get(seq_id, -1) for seq_id in seq_ids], np.int64)
         kept = np.flatnonzero(places >= 0)
@@ -209,11 +207,8 @@ def _first_ids(
     index: int, ids: Sequence[int], needed: int, total: int, block_size: int, seq_ids: Callable[[], SeqIds]
 ) -> np.ndarray | array:
     if len(ids) < needed:
-        raise InvalidInput(
-            "block_ids",
-            f"of {row_name(index, seq_ids())} has {len(ids)} blocks",
-            f"its {total} tokens need {needed} blocks of {block_size}. Allocate before building",
-        )
+        wanted = f"its {total} tokens need {needed} blocks of {block_size}. Allocate before building"
+        raise InvalidInput("block_ids", f"of {row_name(index, seq_ids())} has {len(ids)} blocks", wanted)
     if isinstance(ids, np.ndarray):
         if ids.dtype != np.int32 or ids.ndim != 1:
             raise InvalidInput(

@@ -159,7 +159,7 @@ def get_backend(name: str, *, backends: Sequence[type[AttentionBackend]] = BACKE
         if backend.get_name() == name:
             return backend
     known = ", ".join(backend.get_name() for backend in backends)
-    raise InvalidInput(f"There is no attention backend {name!r}; there are {known}.")
+    raise InvalidInput("name", value=name, wanted=f"there are {known}")
 
 
 def select_backend(
@@ -193,7 +193,7 @@ def select_backend(
         if not reasons:
             return backend
         refusals.append(f"{backend.get_name()}: {'; '.join(reasons)}.")
-    raise Unsupported("No attention backend serves this layer. " + " ".join(refusals))
+    raise Unsupported("No attention backend serves this layer. " + " ".join(refusals), argument="config")
 
 
 def subclass_attention_backend(

@@ -74,17 +74,19 @@ class StepBuffers:
             InvalidInput: the step has one already, or earlier steps took theirs and were never uploaded.
         """
         if step in self._taken or step in self._copies:
-            raise InvalidInput(f"Step {step} already has a host buffer; steps in flight need different numbers.")
+            wanted = "it has a host buffer: steps in flight need different numbers"
+            raise InvalidInput("step", value=step, wanted=wanted)
         if not self._free and self._copies:
             buffer, event = self._copies.pop(min(self._copies))
             if event is not None:
                 event.synchronize()
             self._free.append(buffer)
         if not self._free:
-            raise InvalidInput(
-                f"All {len(self._taken)} host buffers are taken (oldest step {min(self._taken)}); upload a step, or "
-                "give more depth."
+            wanted = (
+                f"all {len(self._taken)} host buffers are taken (oldest step {min(self._taken)}): upload one, or give "
+                "more depth"
             )
+            raise InvalidInput("step", value=step, wanted=wanted)
         self._taken[step] = self._free.pop(0)
         return self._taken[step][1]
 
@@ -95,7 +97,8 @@ class StepBuffers:
             InvalidInput: the step took no buffer.
         """
         if step not in self._taken:
-            raise InvalidInput(f"Step {step} took no host buffer; call host_buffer({step}) and build into it first.")
+            wanted = f"it took no host buffer: build into host_buffer({step}) first"
+            raise InvalidInput("step", value=step, wanted=wanted)
         buffer = self._taken.pop(step)
         self._device_buffer.copy_(buffer[0], non_blocking=True)
         event = None
@@ -157,8 +160,9 @@ class WorkspaceManager:
         if end > self.num_bytes:
             if self._locked:
                 raise InvalidInput(
-                    f"the workspace is locked with {self.num_bytes:,} bytes and a call needs {end:,}; reserve for the "
-                    "largest batch before locking it."
+                    "shapes_and_dtypes",
+                    f"need {end:,} bytes and the workspace is locked with {self.num_bytes:,}",
+                    "reserve for the largest batch before locking it",
                 )
             self._buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
         return [

@@ -104,7 +104,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             Unsupported: the builder cannot; see `supports_update_block_table`.
         """
         del metadata, blk_table, slot_mapping  # For builders that support it.
-        raise Unsupported(f"{type(self).__name__} does not update block tables; call build for each cache group.")
+        wanted = "call build for each cache group"
+        raise Unsupported("update_block_table", f"is not served by {type(self).__name__}", wanted)
 
     def use_cascade_attention(self, *args: Any, **options: Any) -> bool:
         """Returns whether attending a shared prefix once should pay; never, by default."""

@@ -74,7 +74,7 @@ class CommonAttentionState:
         self._check_capturing(batch_size)
         layout = self._layout_for(batch_size)
         if is_encoder_decoder_model and any(name not in layout for name in ENCODER_FIELDS):
-            raise InvalidInput("The layout has no encoder fields; add those of encoder_layout for cross attention.")
+            raise InvalidInput("layout", "has no encoder fields", "add those of encoder_layout for cross attention")
         if batch_size not in self._buffers:
             self._buffers[batch_size] = StepBuffers(layout, self._device)
         buffers = self._buffers[batch_size]
@@ -118,8 +118,9 @@ class CommonAttentionState:
         buffers = self._captured(batch_size)
         if metadata.layout != buffers.layout:
             raise InvalidInput(
-                f"the metadata is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens; the graph "
-                f"of batch size {batch_size} has another layout. Build it with that layout."
+                "metadata",
+                f"is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens",
+                f"the graph of batch size {batch_size} has another layout. Build it with that layout",
             )
         arrays = buffers.upload(step)
         if self._builder.vllm_config.context_parallel.total_cp_world_size > 1:
@@ -129,14 +130,13 @@ class CommonAttentionState:
         if self._max_batch_size is None:
             raise InvalidInput("Nothing is being captured; do this inside `with state.graph_capture(max_batch_size)`.")
         if not 1 <= batch_size <= self._max_batch_size:
-            raise InvalidInput(
-                "batch_size", f"is {batch_size}", f"this capture is for 1 to {self._max_batch_size} sequences"
-            )
+            wanted = f"this capture is for 1 to {self._max_batch_size} sequences"
+            raise InvalidInput("batch_size", f"is {batch_size}", wanted)
 
     def _captured(self, batch_size: int) -> StepBuffers:
         if batch_size not in self._buffers:
             sizes = ", ".join(map(str, sorted(self._buffers))) or "none"
-            raise InvalidInput(f"batch size {batch_size} was not captured; captured are: {sizes}. Pad to one of them.")
+            raise InvalidInput("batch_size", value=batch_size, wanted=f"captured are: {sizes}. Pad to one of them")
         return self._buffers[batch_size]
 
 
@@ -171,7 +171,7 @@ class StepGraphs:
     def capture(self, key: Any, run: Callable[[], Any], *, warmups: int = 2) -> None:
         """Captures `run` under a new `key`, after ordinary calls that compile its kernels and settle allocations."""
         if key in self._steps:
-            raise InvalidInput(f"A graph was captured for {key!r} already; give each graph its own key.")
+            raise InvalidInput("key", value=key, wanted="a graph was captured for it: give each graph its own key")
         if self._device.type != "cuda":
             self._steps[key] = run
             return
@@ -196,5 +196,5 @@ class StepGraphs:
         """Runs the step of `key`, which was captured, on the current stream and returns its outputs."""
         step = self._steps.get(key)
         if step is None:
-            raise InvalidInput(f"Nothing was captured for {key!r}; captured are: {', '.join(map(str, self._steps))}.")
+            raise InvalidInput("key", value=key, wanted=f"captured are: {', '.join(map(str, self._steps))}")
         return step()

@@ -66,9 +66,8 @@ class AttentionSelectorConfig:
         if self.block_size is not None:
             check_int("block_size", self.block_size, 1)
         if self.num_heads % self.num_kv_heads:
-            raise InvalidInput(
-                "num_heads", f"is {self.num_heads}", f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
-            )
+            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
+            raise InvalidInput("num_heads", f"is {self.num_heads}", wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

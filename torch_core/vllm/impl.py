@@ -32,10 +32,8 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
 def check_metadata(metadata: object, wanted: type, impl: object) -> None:
     """Raises InvalidInput for metadata of another kind of layer."""
     if not isinstance(metadata, wanted):
-        raise InvalidInput(
-            f"attn_metadata is a {type(metadata).__name__}; {type(impl).__name__} reads {wanted.__name__}. Build it "
-            "with the builder of the layer's own backend."
-        )
+        fix = f"{type(impl).__name__} reads {wanted.__name__}. Build it with the builder of the layer's own backend"
+        raise InvalidInput("attn_metadata", f"is a {type(metadata).__name__}", fix)
 
 
 class AttentionLayer(Protocol):

@@ -70,9 +70,8 @@ def compute_slot_mapping(
     table = (block_tables or {}).get(seq_id) or ()
     first = max(start_idx, context_len)
     if seq_len > first and len(table) * block_size < seq_len:
-        raise InvalidInput(
-            f"block_tables[{seq_id}]", f"has {len(table)} blocks of {block_size}", f"the sequence has {seq_len} tokens"
-        )
+        wanted = f"the sequence has {seq_len} tokens"
+        raise InvalidInput(f"block_tables[{seq_id}]", f"has {len(table)} blocks of {block_size}", wanted)
     positions = np.arange(first, seq_len)
     slots = np.asarray(table, np.int64)[positions // block_size] * block_size + positions % block_size
     slot_mapping.extend([PAD_SLOT_ID] * max(0, start_idx - context_len))
@@ -128,10 +127,8 @@ class CommonMetadataBuilder:
             *(getattr(inter_data, name) for name in columns.split()), strict=True
         ):
             if not is_prompt and query_len != 1:
-                raise InvalidInput(
-                    f"sequence {seq_id} has query_len {query_len}, seq_len {seq_len} and context_len {context_len}; "
-                    "one that is not a prompt has one new token."
-                )
+                wanted = "one that is not a prompt has one new token"
+                raise InvalidInput("query_lens", f"of sequence {seq_id} is {query_len}", wanted)
             start = compute_slot_mapping_start_idx(is_prompt, query_len, context_len, self.sliding_window)
             where = (seq_id, seq_len, context_len, start, self.block_size, tables)
             compute_slot_mapping(is_block_tables_empty(tables), self.slot_mapping, *where)
@@ -238,7 +235,7 @@ def get_seq_len_block_table_args(
     is_cross = kind is AttentionType.ENCODER_DECODER
     needed = is_all_cross_attn_metadata_set if is_cross else is_all_encoder_attn_metadata_set
     if not needed(attn_metadata):
-        raise InvalidInput(f"the metadata has no encoder fields, which {kind.value} attention needs.")
+        raise InvalidInput("attn_metadata", "has no encoder fields", f"{kind.value} attention needs them")
     lens = _either(attn_metadata, "encoder_seq_lens_tensor", "encoder_seq_lens")
     return lens, attn_metadata.max_encoder_seq_len, attn_metadata.cross_block_tables if is_cross else None
 

@@ -43,14 +43,13 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         dims = vllm_config.mla_dims
         if not isinstance(kv_cache_spec, LatentCacheSpec) or dims is None:
-            raise InvalidInput(
-                f"kv_cache_spec is a {type(kv_cache_spec).__name__} and mla_dims is {dims}; latent attention needs a "
-                "LatentCacheSpec, and mla_dims in the configuration."
-            )
+            wanted = "latent attention needs a LatentCacheSpec, and mla_dims in the configuration"
+            raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__} and mla_dims is {dims}", wanted)
         if (dims.kv_lora_rank, dims.qk_rope_head_dim) != (kv_cache_spec.kv_lora_rank, kv_cache_spec.rope_dim):
             raise InvalidInput(
-                f"the cache has latents of {kv_cache_spec.kv_lora_rank} and rotary keys of {kv_cache_spec.rope_dim} "
-                f"elements; mla_dims says {dims.kv_lora_rank} and {dims.qk_rope_head_dim}."
+                "kv_cache_spec",
+                f"has latents of {kv_cache_spec.kv_lora_rank} and rotary keys of {kv_cache_spec.rope_dim} elements",
+                f"mla_dims says {dims.kv_lora_rank} and {dims.qk_rope_head_dim}",
             )
         self.latent_spec = kv_cache_spec
         self.mla_dims = dims
@@ -113,10 +112,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
             InvalidInput: the batch has longer queries than decodes have; ranks that share sequences, and no arrays.
         """
         if common_attn_metadata.max_query_len > (self.reorder_batch_threshold or 1):
-            raise InvalidInput(
-                f"max_query_len is {common_attn_metadata.max_query_len}; graphs hold decodes of at most "
-                f"{self.reorder_batch_threshold} tokens. Run prefills without one."
-            )
+            wanted = f"graphs hold decodes of at most {self.reorder_batch_threshold} tokens. Run prefills without one"
+            raise InvalidInput("max_query_len", value=common_attn_metadata.max_query_len, wanted=wanted)
         if self.dcp_world_size > 1:
             self._ranks.keep(arrays)
         metadata = self.build(0, common_attn_metadata, arrays=arrays)
@@ -144,8 +141,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
         context = common.compute_num_computed_tokens()[first:end]
         if self.dcp_world_size > 1 and context.any():
             raise InvalidInput(
-                f"sequence {first + int(context.argmax())} has {context.max()} tokens in a cache that is spread over "
-                f"{self.dcp_world_size} ranks; prefill it in one piece, without a prefix."
+                "num_computed_tokens",
+                f"of sequence {first + int(context.argmax())} is {context.max()}",
+                f"a cache that is spread over {self.dcp_world_size} ranks takes prompts in one piece, without a prefix",
             )
         starts = on_device["query_start_loc"][first : end + 1]
         return MLACommonPrefillMetadata(
@@ -172,9 +170,10 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
 
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
         if common_prefix_len:
-            raise InvalidInput(f"common_prefix_len is {common_prefix_len}; latent attention has no cascade: give 0.")
+            fix = "latent attention has no cascade: give 0"
+            raise InvalidInput("common_prefix_len", value=common_prefix_len, wanted=fix)
         if not common.causal:
-            raise InvalidInput("the batch is not causal; latent attention serves causal decoders.")
+            raise InvalidInput("causal", value=False, wanted="latent attention serves causal decoders")
         ranks, own = self.dcp_world_size, self.latent_spec.block_size
         shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"
         for name, found, wanted, more in (
@@ -182,10 +181,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
             ("cache_group", common.cache_group, self.vllm_config.cache_group, ""),
         ):
             if found != wanted:
-                raise InvalidInput(
-                    f"the metadata has {name} {found}; the layers {', '.join(self.layer_names)} have {wanted}{more}. "
-                    f"Build it with {name}={wanted}."
-                )
+                fix = f"the layers {', '.join(self.layer_names)} have {wanted}{more}. Build it with {name}={wanted}"
+                raise InvalidInput(name, f"of the metadata is {found}", fix)
 
 
 class TritonMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -203,9 +200,8 @@ class TritonMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         if workspace is None:
             return
         if most is None or config.max_model_len is None:
-            raise InvalidInput(
-                f"max_num_seqs is {most} and max_model_len {config.max_model_len}; a workspace is reserved for them."
-            )
+            wanted = "a workspace is reserved for them"
+            raise InvalidInput("max_num_seqs", f"is {most} and max_model_len {config.max_model_len}", wanted)
         calls = (self._decode_call(num_seqs, config.max_model_len) for num_seqs in range(1, most + 1))
         needed = (scratch_of(call, self.device) for call in calls)
         workspace.get_simultaneous(*max(needed, key=lambda each: sum(math.prod(shape) for shape, _ in each)))

@@ -87,10 +87,8 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.workspace = workspace
         self.context_parallel = context_parallel or ContextParallel()
         if self.context_parallel.pcp_world_size > 1:
-            raise Unsupported(
-                f"pcp_world_size is {self.context_parallel.pcp_world_size}; prompts that are spread over ranks are not "
-                "served by latent attention: use 1."
-            )
+            fix = "prompts that are spread over ranks are not served by latent attention: use 1"
+            raise Unsupported("pcp_world_size", value=self.context_parallel.pcp_world_size, wanted=fix)
         self.spec = AttentionSpec(scale=self.scale)
         self._absorbed: tuple[Tensor, Tensor] | None = None
 
@@ -134,25 +132,22 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
             Unsupported: an output scale; sequences that are spread over ranks (merge the results of `forward_mqa`).
         """
         if output is None:
-            raise InvalidInput("output is None; pass a tensor of num_heads * v_head_dim columns, which forward writes.")
+            raise InvalidInput("output", value=None, wanted="pass a tensor of num_heads * v_head_dim columns")
         if output_scale is not None or output_block_scale is not None:
-            raise Unsupported("an output scale is given; latent attention does not scale its output.")
+            raise Unsupported("output_scale", "is given", "latent attention does not scale its output")
         if attn_metadata is None:
             return output.zero_()
         if self.need_to_return_lse_for_decode:
-            raise Unsupported(
-                f"this layer holds 1 of {self.context_parallel.dcp_world_size} parts of each sequence; call "
-                "forward_mqa and merge the parts."
-            )
+            wanted = "this layer holds one part of each sequence: call forward_mqa and merge the parts"
+            raise Unsupported("dcp_world_size", value=self.context_parallel.dcp_world_size, wanted=wanted)
         check_metadata(attn_metadata, MLACommonMetadata, self)
         metadata, cache = attn_metadata, self._checked_cache(kv_cache, attn_metadata)
         query = as_heads("hidden_states_or_cq", hidden_states_or_cq, self.num_heads, self.qk_head_dim)
         out = as_heads("output", output, self.num_heads, self.v_head_dim)
         k_pe = self._rotary_rows(k_pe)
         if kv_c_normed.dim() != 2 or kv_c_normed.shape[1] != self.kv_lora_rank:
-            raise InvalidInput(
-                "kv_c_normed", f"has shape {tuple(kv_c_normed.shape)}", f"it must be [num_tokens, {self.kv_lora_rank}]"
-            )
+            wanted = f"it must be [num_tokens, {self.kv_lora_rank}]"
+            raise InvalidInput("kv_c_normed", f"has shape {tuple(kv_c_normed.shape)}", wanted)
         tokens = metadata.slot_mapping.shape[0]
         given = {"hidden_states_or_cq": query, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": out}
         for name, rows in given.items():
@@ -170,9 +165,8 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         if metadata.decode is not None:
             q_nope, q_pe = query[:first].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             if self._absorbed is None:
-                raise InvalidInput(
-                    "the weights were not processed; call process_weights_after_loading once they are loaded."
-                )
+                wanted = "call process_weights_after_loading once it is loaded"
+                raise InvalidInput("kv_b_proj", "was not processed", wanted)
             to_latent, to_value = self._absorbed
             latent, _ = self.forward_mqa((_by_head(q_nope, to_latent), q_pe), cache, metadata, layer)
             out[:first] = _by_head(latent, to_value)
@@ -200,9 +194,9 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         """
         prefill = attn_metadata.prefill
         if prefill is None:
-            raise InvalidInput("the metadata has no prefill; forward_mha attends for prefill rows.")
+            raise InvalidInput("attn_metadata", "has no prefill", "forward_mha attends for prefill rows")
         if output_scale is not None:
-            raise Unsupported("an output scale is given; latent attention does not scale its output.")
+            raise Unsupported("output_scale", "is given", "latent attention does not scale its output")
         starts, longest = prefill.query_start_loc, prefill.max_query_len
         key, value = self._expanded(kv_c_normed, k_pe)
         call = DenseCall(
@@ -249,7 +243,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         """
         decode = attn_metadata.decode
         if decode is None:
-            raise InvalidInput("the metadata has no decode; forward_mqa attends for decode rows.")
+            raise InvalidInput("attn_metadata", "has no decode", "forward_mqa attends for decode rows")
         results = ops.run(
             LatentCall(
                 query=torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
@@ -294,9 +288,8 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
     def _rotary_rows(self, k_pe: Tensor) -> Tensor:
         size = self.qk_rope_head_dim
         if tuple(k_pe.shape[1:]) not in ((size,), (1, size)):
-            raise InvalidInput(
-                f"k_pe has shape {tuple(k_pe.shape)}; it must be [num_tokens, {size}], or with an axis of one head."
-            )
+            wanted = f"it must be [num_tokens, {size}], or with an axis of one head"
+            raise InvalidInput("k_pe", f"has shape {tuple(k_pe.shape)}", wanted)
         return k_pe[:, 0] if k_pe.dim() == 3 else k_pe
 
     def _expanded(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,10 +302,8 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
 
     def _checked_cache(self, kv_cache: Tensor, metadata: MLACommonMetadata) -> Tensor:
         if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.row_size):
-            raise InvalidInput(
-                f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for latents of (num_blocks, "
-                f"{metadata.block_size}, {self.row_size})."
-            )
+            wanted = f"the metadata is for latents of (num_blocks, {metadata.block_size}, {self.row_size})"
+            raise InvalidInput("kv_cache", f"has shape {tuple(kv_cache.shape)}", wanted)
         return _as_stored(kv_cache, self.kv_cache_dtype)
 
 

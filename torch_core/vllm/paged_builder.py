@@ -52,10 +52,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if isinstance(kv_cache_spec, LatentCacheSpec):
-            raise InvalidInput(
-                f"kv_cache_spec is a LatentCacheSpec; {type(self).__name__} is for layers of keys and values. Latent "
-                "ones have TritonMLAMetadataBuilder."
+            wanted = (
+                f"{type(self).__name__} is for layers of keys and values. Latent ones have TritonMLAMetadataBuilder"
             )
+            raise InvalidInput("kv_cache_spec", "is a LatentCacheSpec", wanted)
         self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(
@@ -201,31 +201,27 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         block_size = self.kv_cache_spec.block_size * ranks
         if kind in _CACHED and common.block_size != block_size:
             shared = "" if ranks == 1 else f" on each of {ranks} ranks, which share a block"
-            raise InvalidInput(
-                f"the metadata is for blocks of {common.block_size} tokens; the cache of {self._layers()} has blocks "
-                f"of {self.kv_cache_spec.block_size}{shared}. Build it with block_size={block_size}."
+            wanted = (
+                f"the cache of {self._layers()} has blocks of {self.kv_cache_spec.block_size}{shared}. Build it with "
+                f"block_size={block_size}"
             )
-        if kind in _CACHED and common.cache_group != self.vllm_config.cache_group:
-            raise InvalidInput(
-                f"the metadata is for cache group {common.cache_group}; {self._layers()} are in group "
-                f"{self.vllm_config.cache_group}. Build it with cache_group={self.vllm_config.cache_group}."
-            )
+            raise InvalidInput("block_size", f"of the metadata is {common.block_size}", wanted)
+        if kind in _CACHED and common.cache_group != (group := self.vllm_config.cache_group):
+            wanted = f"{self._layers()} are in group {group}. Build it with cache_group={group}"
+            raise InvalidInput("cache_group", f"of the metadata is {common.cache_group}", wanted)
         if kind is AttentionType.ENCODER_DECODER and common.encoder is None:
-            raise InvalidInput(
-                f"the metadata has no encoder fields, which cross attention of {self._layers()} needs. Build it with "
-                "encoder_rows."
-            )
+            wanted = f"cross attention of {self._layers()} needs it. Build it with encoder_rows"
+            raise InvalidInput("encoder", "of the metadata is None", wanted)
         shared = common_prefix_len
         if shared and kind is not AttentionType.DECODER:
             wanted = f"{kind.value} attention does not read the cache of the prefix: use 0"
             raise InvalidInput("common_prefix_len", value=shared, wanted=wanted)
         if shared and (shared < 0 or shared % block_size or shared > _shared_context(common)):
-            raise InvalidInput(
-                "common_prefix_len",
-                value=shared,
-                wanted=f"it must be a multiple of the block size, {block_size}, and at most {_shared_context(common)}, "
-                "the tokens that all sequences had before the step, in the same blocks",
+            wanted = (
+                f"it must be a multiple of the block size, {block_size}, and at most {_shared_context(common)}, the "
+                "tokens that all sequences had before the step, in the same blocks"
             )
+            raise InvalidInput("common_prefix_len", value=shared, wanted=wanted)
 
     def _layers(self) -> str:
         names = ", ".join(self.layer_names[:3]) or "these layers"

@@ -103,7 +103,7 @@ class PagedAttentionImpl(PagedLayer):
                 from one rank's share.
         """
         if self.attn_type is not AttentionType.DECODER:
-            raise Unsupported(f"forward_with_lse is for decoder layers; this one is of type {self.attn_type.value}.")
+            raise Unsupported("attn_type", value=self.attn_type.value, wanted="forward_with_lse is for decoder layers")
         query, key, value = self._rows("query", query), self._kv_rows("key", key), self._kv_rows("value", value)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)
@@ -122,9 +122,8 @@ class PagedAttentionImpl(PagedLayer):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: PagedAttentionMetadata, **results: Any
     ) -> None:
         if key is None or value is None:
-            raise InvalidInput(
-                "key", "or value is None", f"{self.attn_type.value} attention has no cache to read them from"
-            )
+            wanted = f"{self.attn_type.value} attention has no cache to read them from"
+            raise InvalidInput("key", "or value is None", wanted)
         ops.run(
             DenseCall(
                 query=query,
@@ -147,14 +146,16 @@ class PagedAttentionImpl(PagedLayer):
         place = self.context_parallel
         group, ranks = place.dcp_group or place.pcp_group, place.total_cp_world_size
         if group is None:
-            raise Unsupported(
-                f"this layer holds 1 of {ranks} parts of each sequence; give its ContextParallel the dcp_group of "
-                "those ranks, or call forward_with_lse and merge the parts."
+            wanted = (
+                f"this layer holds 1 of {ranks} parts of each sequence: give its ContextParallel the group of those "
+                "ranks, or call forward_with_lse and merge the parts"
             )
+            raise Unsupported("dcp_group", value=None, wanted=wanted)
         if output_scale is not None or self.attn_type is not AttentionType.DECODER:
             raise Unsupported(
                 f"sequences are spread over {ranks} ranks: that is for decoder layers (this one is of type "
-                f"{self.attn_type.value}) and for an output without output_scale."
+                f"{self.attn_type.value}) and for an output without output_scale.",
+                argument="attn_type" if output_scale is None else "output_scale",
             )
         cache = self._checked_cache(kv_cache, metadata)
         query, key, value = self._rows("query", query), self._kv_rows("key", key), self._kv_rows("value", value)
@@ -199,10 +200,8 @@ class PagedAttentionImpl(PagedLayer):
         if group is None or key is None or value is None or not alone:
             raise self._refused_prompts()
         if key.shape[0] != share.token_indices.shape[0]:
-            raise InvalidInput(
-                f"key has {key.shape[0]} tokens; this rank has {share.token_indices.shape[0]} of the prompts' "
-                "(prompt_share.token_indices)."
-            )
+            wanted = f"this rank has {share.token_indices.shape[0]} of the prompts' (prompt_share.token_indices)"
+            raise InvalidInput("key", f"has {key.shape[0]} tokens", wanted)
         key, value = (group.all_gather(x, 0)[share.pcp_allgather_restore_idx] for x in (key, value))
         self._write(layer, key, value, cache, replace(metadata, slot_mapping=metadata.slot_mapping[: key.shape[0]]))
         ops.run(
@@ -222,10 +221,11 @@ class PagedAttentionImpl(PagedLayer):
         )
 
     def _refused_prompts(self) -> Unsupported:
-        return Unsupported(
-            f"the tokens of prompts are split over {self.context_parallel.pcp_world_size} ranks: that is for causal "
-            "layers with keys, values and a cache of their own, without mm_prefix_range and seq_causal."
+        wanted = (
+            "the tokens of prompts are split for causal layers with keys, values and a cache of their own, without "
+            "mm_prefix_range and seq_causal"
         )
+        return Unsupported("pcp_world_size", value=self.context_parallel.pcp_world_size, wanted=wanted)
 
     def _part_of_rank(
         self, call: PagedCall[Tensor], metadata: PagedAttentionMetadata
@@ -261,7 +261,7 @@ class PagedAttentionImpl(PagedLayer):
 
 def _local_seq_lens(metadata: PagedAttentionMetadata) -> Tensor:
     if metadata.dcp_local_seq_lens is None:
-        raise InvalidInput("the metadata has no dcp_local_seq_lens; its builder was not told of the ranks.")
+        raise InvalidInput("dcp_local_seq_lens", "of the metadata is None", "its builder was not told of the ranks")
     return metadata.dcp_local_seq_lens
 
 

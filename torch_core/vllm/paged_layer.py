@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_core import ops
 from torch_core.attention.call import PagedCall
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Choices
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads
@@ -78,15 +79,17 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         self.cache_group = cache_group
         self.supports_quant_query_input = True
         if head_size < self.min_head_size:
-            raise InvalidInput(f"head_size is {head_size}; {type(self).__name__} needs at least {self.min_head_size}.")
+            wanted = f"{type(self).__name__} needs at least {self.min_head_size}"
+            raise InvalidInput("head_size", value=head_size, wanted=wanted)
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise InvalidInput(f"num_heads is {num_heads}; it must be a multiple of num_kv_heads, {self.num_kv_heads}.")
-        if kv_cache_dtype not in CACHE_DTYPES:
-            raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; it must be one of {', '.join(CACHE_DTYPES)}.")
+            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
+            raise InvalidInput("num_heads", value=num_heads, wanted=wanted)
+        Choices(*CACHE_DTYPES)("kv_cache_dtype", kv_cache_dtype)
         if sliding_window is not None and sliding_window < 1:
             raise InvalidInput("sliding_window", f"is {sliding_window}", "it must be at least 1, or None for off")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise InvalidInput(f"sinks has shape {tuple(sinks.shape)}; it must be ({num_heads},), one per query head.")
+            wanted = f"it must be ({num_heads},), one per query head"
+            raise InvalidInput("sinks", f"has shape {tuple(sinks.shape)}", wanted)
         if alibi_slopes is not None:
             if len(alibi_slopes) != num_heads:
                 raise InvalidInput("alibi_slopes", f"has {len(alibi_slopes)} entries", f"it must have {num_heads}")
@@ -115,16 +118,17 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
 
     def _checked_cache(self, kv_cache: Tensor | None, metadata: PagedAttentionMetadata) -> Tensor:
         if kv_cache is None:
-            raise InvalidInput(f"kv_cache is None; {self.attn_type.value} attention reads its keys from it.")
+            wanted = f"{self.attn_type.value} attention reads its keys from it"
+            raise InvalidInput("kv_cache", value=None, wanted=wanted)
         if kv_cache.dim() != 5 or kv_cache.shape[2] != metadata.block_size:
-            raise InvalidInput(
-                f"kv_cache has shape {tuple(kv_cache.shape)}; the metadata is for (num_blocks, 2, "
-                f"{metadata.block_size}, {self.num_kv_heads}, {self.head_size}). It was built for another block size."
+            wanted = (
+                f"the metadata is for (num_blocks, 2, {metadata.block_size}, {self.num_kv_heads}, {self.head_size}). "
+                "It was built for another block size"
             )
+            raise InvalidInput("kv_cache", f"has shape {tuple(kv_cache.shape)}", wanted)
         if metadata.cache_group != self.cache_group:
-            raise InvalidInput(
-                f"the metadata is for cache group {metadata.cache_group}; this layer is in group {self.cache_group}."
-            )
+            wanted = f"this layer is in group {self.cache_group}"
+            raise InvalidInput("cache_group", f"of the metadata is {metadata.cache_group}", wanted)
         if kv_cache.dtype == torch.uint8 and is_quantized_kv_cache(self.kv_cache_dtype):
             dtype = CACHE_DTYPES[self.kv_cache_dtype]
             return kv_cache.view(dtype)  # type: ignore[arg-type]
@@ -184,5 +188,5 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
 
 def _needed(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
-        raise InvalidInput(f"the metadata has no {name}, which cross attention needs. Build it with encoder_rows.")
+        raise InvalidInput(name, "of the metadata is None", "cross attention needs it. Build it with encoder_rows")
     return tensor

@@ -83,11 +83,11 @@ class RankArrays:
     def keep(self, arrays: Mapping[str, Tensor] | None) -> None:
         """Keeps the memory of the arrays that are derived from these, for a captured step; they must be given."""
         if arrays is None:
-            raise InvalidInput(
-                f"arrays is None; over {self._place.total_cp_world_size} ranks a captured step reads lengths and slots "
-                "that build derives from the batch's. Give the arrays of StepBuffers here, and to build before each "
-                "replay."
+            wanted = (
+                f"over {self._place.total_cp_world_size} ranks a captured step reads lengths and slots that build "
+                "derives from the batch's. Give the arrays of StepBuffers here, and to build before each replay"
             )
+            raise InvalidInput("arrays", value=None, wanted=wanted)
         self._captured.setdefault(_key(arrays), self._derived(arrays))
 
     def _derived(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -132,11 +132,12 @@ def prompt_share(
     bad = (common.seq_lens[: common.num_reqs] != lens) | (lens % (2 * pcp_world_size) != 0)
     if bad.any():
         row = int(bad.argmax())
-        raise Unsupported(
-            f"row {row} has {lens[row]} new tokens of {common.seq_lens[row]}; where the tokens of prompts are split "
-            f"over {pcp_world_size} ranks, a step has whole prompts of a multiple of {2 * pcp_world_size} tokens, or "
-            "one token for each row. Pad prompts, and keep chunks and decodes apart."
+        wanted = (
+            f"where the tokens of prompts are split over {pcp_world_size} ranks, a step has whole prompts of a "
+            f"multiple of {2 * pcp_world_size} tokens, or one token for each row. Pad prompts, and keep chunks and "
+            "decodes apart"
         )
+        raise Unsupported("num_new_tokens", f"of row {row} is {lens[row]} of {common.seq_lens[row]} tokens", wanted)
     chunks = lens // (2 * pcp_world_size)
 
     def rows_of(rank: int) -> np.ndarray:

@@ -45,7 +45,8 @@ class AttentionType(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> AttentionType:
-        raise InvalidInput(f"attn_type is {value!r}; it must be one of {', '.join(kind.value for kind in cls)}.")
+        wanted = f"it must be one of {', '.join(kind.value for kind in cls)}"
+        raise InvalidInput("attn_type", value=value, wanted=wanted)
 
 
 class AttentionCGSupport(Enum):
@@ -98,10 +99,8 @@ class DeviceInfo:
 
     def __post_init__(self) -> None:
         if (self.type, self.capability is None) not in (("cpu", True), ("cuda", False)):
-            raise Unsupported(
-                f"device type is {self.type!r} with capability {self.capability}; there are backends for 'cuda' with "
-                "one and for 'cpu'."
-            )
+            wanted = "there are backends for 'cuda' with one and for 'cpu'"
+            raise Unsupported("type", f"is {self.type!r} with capability {self.capability}", wanted)
 
     @classmethod
     def of(cls, device: torch.device | str) -> DeviceInfo:
@@ -164,15 +163,17 @@ class ContextParallel:
         for name in ("dcp", "pcp"):
             size, rank = getattr(self, f"{name}_world_size"), getattr(self, f"{name}_rank")
             if size < 1 or not 0 <= rank < size:
-                raise InvalidInput(f"{name}_rank is {rank} of {name}_world_size {size}; it must be from 0 to size - 1.")
+                wanted = "it must be from 0 to size - 1"
+                raise InvalidInput(f"{name}_rank", f"is {rank} of {name}_world_size {size}", wanted)
         check_int("interleave_size", self.interleave_size, 1)
 
     def refuse_both_kinds(self) -> None:
         """Raises Unsupported when ranks share cached tokens and others the tokens of a prompt, or lack their group."""
         if self.pcp_world_size > 1 and (self.dcp_world_size > 1 or self.pcp_group is None):
             raise Unsupported(
-                f"pcp_world_size is {self.pcp_world_size} and dcp_world_size {self.dcp_world_size}; prompts are split "
-                "over ranks with a pcp_group, and not over dcp ranks as well: use 1 for one of them."
+                "pcp_world_size",
+                f"is {self.pcp_world_size} and dcp_world_size {self.dcp_world_size}",
+                "prompts are split over ranks with a pcp_group, and not over dcp ranks as well: use 1 for one of them",
             )
 
     @property

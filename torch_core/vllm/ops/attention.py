@@ -61,9 +61,8 @@ def unified_attention(
         Unsupported: rswa, 4-bit caches, chunk_lookback above 0, clamped prefix ranges.
     """
     if rswa_window is not None and rswa_prefix_lens is not None:
-        raise Unsupported(
-            "rswa_window", "and rswa_prefix_lens: a prefix that escapes the window is not served", "pass None"
-        )
+        wanted = "pass None"
+        raise Unsupported("rswa_window", "and rswa_prefix_lens: a prefix that escapes the window is not served", wanted)
     refuse_4_bits(kv_quant_mode)
     left, right, chunk = _window(window_size, causal, chunk_lookback)
     if mm_prefix_range is not None and mm_prefix_clamp_sliding_window and (left is not None or chunk is not None):

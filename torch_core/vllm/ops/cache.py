@@ -33,9 +33,8 @@ def triton_reshape_and_cache_flash(
     refuse_option("interleaved_v_pack_factor", interleaved_v_pack_factor, 0, "values are not interleaved here")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.ndim != 4:
-            raise Unsupported(
-                name, f"has {cache.ndim} axes", "only [num_blocks, block_size, num_kv_heads, head_size] is served"
-            )
+            wanted = "only [num_blocks, block_size, num_kv_heads, head_size] is served"
+            raise Unsupported(name, f"has {cache.ndim} axes", wanted)
     quantized, scales = stored_dtype(kv_cache_dtype), {}
     if quantized is not None:
         key_cache, value_cache = key_cache.view(quantized), value_cache.view(quantized)
