@@ -412,7 +412,7 @@ def test_a_builder_refuses_another_cache_and_another_batch(rng):
         make_builder(spec=replace(SPEC, kv_lora_rank=8))
     with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; the layers layer\.0 have 8\. Build it"):
         make_builder(spec=replace(SPEC, block_size=8)).build(0, common)
-    with pytest.raises(InvalidInput, match=r"the metadata has cache_group 0; the layers layer\.0 have 2"):
+    with pytest.raises(InvalidInput, match=r"cache_group of the metadata is 0; the layers layer\.0 have 2"):
         make_builder(cache_group=2).build(0, common)
     with pytest.raises(InvalidInput, match="common_prefix_len is 8; latent attention has no cascade"):
         make_builder().build(8, common)
