@@ -30,7 +30,7 @@ class UnknownCall(Call):
 
 @pytest.mark.parametrize("run", [run_on_cpu, plan_call])
 def test_a_call_of_no_op_is_refused(run):
-    with pytest.raises(InvalidInput, match="UnknownCall is not the call of an op"):
+    with pytest.raises(InvalidInput, match="call is a UnknownCall, which is not the call of an op"):
         run(UnknownCall())
 
 

@@ -416,12 +416,12 @@ def test_a_builder_refuses_another_cache_and_another_batch(rng):
         make_builder(cache_group=2).build(0, common)
     with pytest.raises(InvalidInput, match="common_prefix_len is 8; latent attention has no cascade"):
         make_builder().build(8, common)
-    with pytest.raises(InvalidInput, match="the batch is not causal"):
+    with pytest.raises(InvalidInput, match="causal is False; latent attention serves"):
         make_builder().build(0, replace(common, causal=False))
     over_ranks = make_builder(context_parallel=ContextParallel(dcp_world_size=2))
-    with pytest.raises(InvalidInput, match=r"the metadata has block_size 4; the layers layer\.0 have 8 \(4 on each"):
+    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; the layers layer\.0 have 8 \(4 on each"):
         over_ranks.build(0, common)
-    with pytest.raises(InvalidInput, match="sequence 2 has 9 tokens in a cache that is spread over 2 ranks"):
+    with pytest.raises(InvalidInput, match="num_computed_tokens of sequence 2 is 9; a cache that is spread"):
         over_ranks.build(0, build_common_metadata(ROWS, block_size=2 * BLOCK, num_blocks=NUM_BLOCKS))
 
 
