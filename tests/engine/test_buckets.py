@@ -14,7 +14,7 @@ from jattn.llm.engine import EngineConfig, SamplingParams, SpeculativeConfig
 from jattn.llm.engine.device.buckets import Bucket, bucket_sizes
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.runner import ModelRunner
-from jattn.llm.engine.device.sampler import SamplingKind
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
@@ -59,7 +59,7 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     config = EngineConfig(**SIZES, max_logprobs=0)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
-    made.programs._traced(made.buckets.decode(1, made.buckets.full, 1)).lower()
+    made.programs._traced(made.buckets.decode(1, made.buckets.samplers[SamplingKind.FULL], 1)).lower()
 
 
 @pytest.mark.parametrize("guesses", [0, 3])

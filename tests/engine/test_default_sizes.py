@@ -12,7 +12,7 @@ from jattn.llm.engine import Engine, EngineConfig
 from jattn.llm.engine.device import device as engine_device
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
-from jattn.llm.engine.device.sampler import SamplingKind
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
 from tests.engine.cores import CoreEngine
 from torch_core.base.errors import InvalidInput, Unsupported

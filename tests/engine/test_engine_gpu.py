@@ -13,7 +13,8 @@ from flax import nnx
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device.buckets import Bucket
-from jattn.llm.engine.device.sampler import Sampler, SamplingKind
+from jattn.llm.engine.device.sampler import Sampler
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_chaos import CONFIGS, chaos

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row, by groups."""
+"""The likeliest tokens of a row, by groups, and the values that a request is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device.sampler import likeliest
+from jattn.llm.models import Decoder
+from tests.engine.test_engine import compiled_forward, prompts_of
+from torch_core.base.errors import InvalidInput
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(40, 3), (3000, 5), (3001, 1), (3000, 0), (5, 20)])
@@ -23,3 +27,26 @@ def test_the_likeliest_come_in_order_and_the_earlier_of_equals_first(vocab, coun
     assert np.array_equal(np.asarray(ids)[2, :2], expected[2, :2])
     assert all(len(set(row)) == len(row) for row in np.asarray(ids).tolist())
     assert np.array_equal(np.take_along_axis(logits, np.asarray(ids), axis=-1), top)
+
+
+def test_processed_log_probabilities_are_the_samplers_own_at_its_temperature(decoder: Decoder, seed: int) -> None:
+    (prompt,) = prompts_of(seed, 9)
+    config = EngineConfig(block_size=4, logprobs_mode="processed_logprobs", sampling_masks=True)
+    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=5, ignore_eos=True, logprobs=0, sampling_mask=True)
+    (output,) = LLM(decoder, config=config).generate([prompt], params)[0].outputs
+
+    whole = jnp.asarray([[*prompt, *output.token_ids]])
+    logits = np.asarray(compiled_forward(decoder)(whole)[0], np.float64)[len(prompt) - 1 : -1]
+    kept = logits >= np.sort(logits, axis=-1)[:, -3:-2]
+    scores = np.where(kept, logits / 0.7, -np.inf)
+    scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    found = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
+    np.testing.assert_allclose(found, scores[np.arange(5), output.token_ids], atol=1e-5)
+    masks = np.unpackbits(np.stack(output.sampling_masks).view(np.uint8), axis=1, bitorder="little")
+    assert np.array_equal(masks[:, : kept.shape[1]].astype(bool), kept)
+
+
+def test_a_mask_is_refused_where_the_engine_records_none(decoder: Decoder) -> None:
+    engine = Engine(decoder, EngineConfig(block_size=4))
+    with pytest.raises(InvalidInput, match=r"^sampling_mask .* EngineConfig\(sampling_masks=True\)"):
+        engine.add([1, 2], SamplingParams(sampling_mask=True))

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from jattn.llm.engine.device.sampler import (
     Rows,
     Sampler,
-    SamplingKind,
     check_processors,
     filtered,
     processed,
     sample,
     sample_fully,
+    token_logprobs,
 )
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
-from jattn.llm.engine.options.params import SamplingParams, is_plain, pack_sampling
+from jattn.llm.engine.options.params import SamplingKind, SamplingParams, pack_sampling, sampling_kind
 from jattn.llm.engine.request.grammar import mask_of
 from torch_core.base.errors import InvalidInput
 
@@ -39,7 +39,7 @@ def scaled(logits: jax.Array, token_ids: jax.Array, num_prompt_tokens: jax.Array
 
 run_processed = jax.jit(functools.partial(processed, processors=(scaled,)))
 run_filtered = jax.jit(filtered)
-run_fully = jax.jit(functools.partial(sample_fully, num_logprobs=3))
+run_fully = jax.jit(sample_fully)
 run_plain = jax.jit(sample)
 
 
@@ -300,9 +300,11 @@ def test_a_rows_draw_does_not_depend_on_its_batch_mates_nor_on_the_kind_of_step(
             for i in range(ROWS)
         ]
         tables = SlotTables(*(each[None] for each in NEUTRAL))
-        full, logprobs = run_fully(
+        full, _ = run_fully(
             logits, rows, index, num_tokens=index + 1, slots=jnp.zeros(ROWS, jnp.int32), tables=tables, masks=NO_MASKS
         )
+
+        logprobs = token_logprobs(logits, full, 3)
 
     assert together == alone == full.tolist()
     reference = np.asarray(logits, np.float64)
@@ -329,15 +331,64 @@ def test_a_greedy_batch_says_what_a_plain_one_does_and_draws_nothing(seed) -> No
 
 
 @pytest.mark.parametrize(
-    ("params", "plain"),
+    ("params", "kind"),
     [
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, True),
-        ({"temperature": 1.0, "top_k": -1}, True),
-        ({"top_k": 5}, False),
-        ({"top_p": 0.9}, False),
-        ({"temperature": 0.0, "logprobs": 0}, False),
-        ({"temperature": 0.0, "presence_penalty": 0.1}, False),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, SamplingKind.GREEDY),
+        ({"temperature": 1.0, "top_k": -1}, SamplingKind.PLAIN),
+        ({"top_k": 5}, SamplingKind.FULL),
+        ({"top_p": 0.9}, SamplingKind.FULL),
+        ({"temperature": 0.0, "logprobs": 0}, SamplingKind.SCORED),
+        ({"temperature": 0.0, "logprobs": 1}, SamplingKind.FULL),
+        ({"prompt_logprobs": 0}, SamplingKind.FULL),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, SamplingKind.FULL),
     ],
 )
-def test_a_batch_runs_no_more_sampler_than_it_needs(params, plain) -> None:
-    assert is_plain(SamplingParams(**params)) is plain
+def test_a_batch_runs_no_more_sampler_than_it_needs(params, kind) -> None:
+    assert sampling_kind(SamplingParams(**params)) is kind
+
+
+def scored(mode: str, kind: SamplingKind, params: list[SamplingParams], logits: jax.Array) -> Any:
+    """Tokens and values of rows whose last token is 0, by one sampler."""
+    rows, index = rows_of(*params, seeds=list(range(len(params)))), jnp.zeros(len(params), jnp.int32)
+    tables = SlotTables(*(jnp.asarray(each[None]) for each in NEUTRAL))
+    sampler = Sampler(kind, 3 if kind is SamplingKind.FULL else 0, logprobs_mode=mode, records_masks=True)
+    state = SamplerState(tables, jnp.asarray(NO_MASKS)) if kind is SamplingKind.FULL else SamplerState(None, None)
+    tokens, found, _ = sampler(logits, rows, state, sample_index=index, num_tokens=index + 1, slots=index)
+    return np.asarray(tokens), found
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+def test_each_mode_reports_its_values_at_each_rows_temperature(mode: str, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    temperatures = [0.0, 0.9, 1.0, 2.5]
+    params = [SamplingParams(temperature=each, logprobs=0) for each in temperatures]
+    tokens, found = scored(mode, SamplingKind.SCORED, params, jnp.asarray(logits))
+    expected = logits.astype(np.float64)
+    if mode.startswith("processed"):
+        expected = expected / np.where(np.array(temperatures) > 0, temperatures, 1)[:, None]
+    if mode.endswith("logprobs"):
+        expected = log_softmax(expected)
+    np.testing.assert_allclose(found.logprob, expected[np.arange(ROWS), tokens], atol=1e-5)
+
+
+def test_processed_values_are_those_of_the_tokens_that_filters_keep_and_masks_record_them(seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    params = [SamplingParams(temperature=0.5, top_k=5, logprobs=3)] * ROWS
+    tokens, found = scored("processed_logprobs", SamplingKind.FULL, params, jnp.asarray(logits))
+    kept = logits >= np.sort(logits, axis=-1)[:, -5:-4]
+    expected = log_softmax(np.where(kept, logits.astype(np.float64) / 0.5, -np.inf))
+    np.testing.assert_allclose(found.logprob, expected[np.arange(ROWS), tokens], atol=1e-5)
+    bits = np.unpackbits(np.asarray(found.kept).view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+    assert np.array_equal(bits.astype(bool), kept)
+
+
+def test_a_scored_batch_draws_the_tokens_of_a_plain_one(seed: int) -> None:
+    logits = jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, VOCAB)), jnp.float32)
+    params = [SamplingParams(temperature=each, logprobs=0) for each in (0.0, 0.5, 1.0, 2.0)]
+    tokens, found = scored("raw_logprobs", SamplingKind.SCORED, params, logits)
+    expected = run_plain(logits, rows_of(*params, seeds=list(range(ROWS))), jnp.zeros(ROWS, jnp.int32))
+    assert (tokens.tolist(), found.top_ids) == (expected.tolist(), None)

@@ -143,7 +143,7 @@ class PromptReader:
         sample.token_ids += token_ids
         logprobs = self._logprobs_of(request, start, token_ids)
         sample.logprobs += logprobs or ()
-        return self._completion(sample, text, token_ids, logprobs)
+        return self._completion(sample, text, token_ids, logprobs, start)
 
     def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
         """Returns all text so far, or the given part of it."""
@@ -172,7 +172,11 @@ class PromptReader:
         text: str,
         token_ids: tuple[int, ...],
         logprobs: tuple[dict[int, Logprob], ...] | None,
+        start: int = 0,
     ) -> CompletionOutput:
+        masks = None
+        if sample.request.params.sampling_mask:
+            masks = tuple(each.kept for each in sample.request.logprobs[start : start + len(token_ids)])
         return CompletionOutput(
             text,
             token_ids,
@@ -184,6 +188,7 @@ class PromptReader:
             else sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True)),
             _stop_reason(sample),
             sample.request.weights_versions,
+            masks,
         )
 
     def _logprobs_of(

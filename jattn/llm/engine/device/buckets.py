@@ -10,8 +10,9 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from jattn.llm.engine.device.sampler import Rows, Sampler, SamplingKind
+from jattn.llm.engine.device.sampler import Rows, Sampler
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.scheduler import ScheduledStep
 from jattn.llm.models.attention import Attention
 from jattn.nn import PagedAttention
@@ -89,7 +90,7 @@ class Bucket:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
         steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
         steps += "shared prefixes, " if self.piece_tokens else ""
-        kind = "encoder" if self.encodes else self.sampler.kind.value
+        kind = "encoder" if self.encodes else self.sampler.kind.label
         return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
 
 
@@ -172,7 +173,7 @@ class StepBuckets:
         num_encoder_blocks: blocks of an encoder's input; 0 without an encoder.
 
     Attributes:
-        plain, greedy, full: the samplers.
+        samplers: the sampler of each kind.
     """
 
     def __init__(
@@ -194,18 +195,19 @@ class StepBuckets:
         if longest_query is not None and not config.batch_invariant:
             largest = min(self._num_tokens.largest, longest_query)
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
-        self.plain = Sampler(SamplingKind.PLAIN)
-        # On a CPU a plain program tests whether any row samples. Elsewhere the noise for a large vocabulary is most of
-        # a decode step's work outside its layers.
-        self.greedy = self.plain if jax.default_backend() == "cpu" else Sampler(SamplingKind.GREEDY)
-        processors = config.logits_processors or {}
-        self.full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()))
-        self._samplers = tuple(dict.fromkeys((self.greedy, self.plain, self.full)))
+        # On a CPU a plain program tests whether any row samples, and to compile more programs costs more than to run
+        # the whole sampler. Elsewhere the noise for a large vocabulary is most of a decode step's work outside its
+        # layers.
+        on_cpu = jax.default_backend() == "cpu"
+        mode, processors = config.logprobs_mode, config.logits_processors or {}
+        full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()), mode, config.sampling_masks)
+        self.samplers = {
+            SamplingKind.GREEDY: Sampler(SamplingKind.PLAIN if on_cpu else SamplingKind.GREEDY),
+            SamplingKind.PLAIN: Sampler(SamplingKind.PLAIN),
+            SamplingKind.SCORED: full if on_cpu else Sampler(SamplingKind.SCORED, logprobs_mode=mode),
+            SamplingKind.FULL: full,
+        }
         self._decoding: dict[tuple[int, SamplingKind, int], tuple[Bucket, PackedLayout]] = {}
-
-    def sampler_of(self, kind: str) -> Sampler:
-        """Returns the sampler of a kind, by the kind's value."""
-        return next(each for each in self._samplers if each.kind.value == kind)
 
     def layout(self, bucket: Bucket) -> PackedLayout:
         """Returns the places of a step's arrays in the buffer that is uploaded."""
@@ -216,27 +218,25 @@ class StepBuckets:
         num_rows = len(step.rows)
         if step.encodes:
             longest = max(len(row.request.encoder_token_ids) for row in step.rows)
-            bucket = self._prefill(num_rows, self._num_tokens.pad(step.num_tokens), longest, self.plain)
+            plain = self.samplers[SamplingKind.PLAIN]
+            bucket = self._prefill(num_rows, self._num_tokens.pad(step.num_tokens), longest, plain)
             bucket = replace(bucket, encodes=True)
             return bucket, self.layout(bucket)
-        is_plain = is_greedy = decodes = True
-        longest = 0
+        kind, decodes, longest = SamplingKind.GREEDY, True, 0
         for row in step.rows:
             request = row.request
             # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
             if row.num_samples or request.params.prompt_logprobs is not None:
-                is_plain = is_plain and request.is_plain
-                is_greedy = is_greedy and request.params.temperature == 0
+                kind = max(kind, request.sampling_kind)
             decodes = decodes and row.num_new_tokens == 1 + len(row.guesses)
             longest = max(longest, row.num_new_tokens)
-        sampler = self.plain if is_plain else self.full
         if decodes or step.num_decode_steps > 1:
-            sampler = self.greedy if is_plain and is_greedy else sampler
-            key = num_rows, sampler.kind, step.num_decode_steps
+            key = num_rows, kind, step.num_decode_steps
             if key not in self._decoding:
-                bucket = self.decode(self._num_seqs.pad(num_rows), sampler, step.num_decode_steps)
+                bucket = self.decode(self._num_seqs.pad(num_rows), self.samplers[kind], step.num_decode_steps)
                 self._decoding[key] = bucket, self.layout(bucket)
             return self._decoding[key]
+        sampler = self.samplers[max(kind, SamplingKind.PLAIN)]
         bucket = self._prefill(num_rows, self._num_tokens.pad(step.num_tokens), longest, sampler)
         return bucket, self.layout(bucket)
 
@@ -249,10 +249,10 @@ class StepBuckets:
 
     def all(self) -> Iterator[Bucket]:
         """Yields every bucket that a step can have."""
-        for sampler in self._samplers:
-            for bucket in () if sampler is self.greedy is not self.plain else self._prompts(sampler):
+        for sampler in dict.fromkeys(self.samplers.values()):
+            for bucket in () if sampler.kind is SamplingKind.GREEDY else self._prompts(sampler):
                 yield bucket
-                if self._num_encoder_blocks and sampler is self.plain:
+                if self._num_encoder_blocks and sampler.kind is SamplingKind.PLAIN:
                     yield replace(bucket, encodes=True)
             for num_steps in sorted({1, self._config.most_scheduler_steps}):
                 for num_seqs in self._num_seqs.sizes:
@@ -263,10 +263,11 @@ class StepBuckets:
 
     def largest(self) -> Iterator[Bucket]:
         """Yields the buckets of the largest steps, with the whole sampler."""
-        yield max(self._prompts(self.full), key=lambda each: each.num_tokens * each.num_seqs)
+        full = self.samplers[SamplingKind.FULL]
+        yield max(self._prompts(full), key=lambda each: each.num_tokens * each.num_seqs)
         if self._num_guesses:
             # Each guess has logits.
-            yield self.decode(self._num_seqs.largest, self.full, 1)
+            yield self.decode(self._num_seqs.largest, full, 1)
 
     def _prefill(self, num_seqs: int, num_tokens: int, longest: int, sampler: Sampler) -> Bucket:
         most = self._config.max_num_seqs

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.engine.device.placement import Placement
-from jattn.llm.engine.device.sampler import Rows, SamplingKind, VocabShards, token_logprobs
+from jattn.llm.engine.device.sampler import Rows, VocabShards, token_logprobs
 from jattn.llm.engine.device.tables import SamplerState
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups

@@ -20,9 +20,9 @@ from rich.progress import MofNCompleteColumn, Progress
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import jitted_step
-from jattn.llm.engine.device.sampler import SamplingKind
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Weights
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.reports import event
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups

@@ -18,6 +18,7 @@ from jattn.llm.engine.device.programs import Programs
 from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
 from jattn.llm.engine.device.weights import Weights
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
@@ -80,20 +81,20 @@ class StepResult:
         Those of prompts are given to their requests.
         """
         for part in self.prompts:
-            found = Logprobs(*map(np.asarray, part.found))
+            found = part.found.read()
             for index in range(part.count):
-                part.request.prompt_logprobs[part.start + index] = Logprobs(*(array[index] for array in found))
+                part.request.prompt_logprobs[part.start + index] = found.at(index)
         logprobs = self.logprobs
-        if logprobs is not None and any(row.request.params.logprobs is not None for row in step.rows):
-            return StepResult(np.asarray(self.tokens), Logprobs(*map(np.asarray, logprobs)), [])
+        if logprobs is not None and any(row.request.wants_logprobs for row in step.rows):
+            return StepResult(np.asarray(self.tokens), logprobs.read(), [])
         return StepResult(np.asarray(self.tokens), None, [])
 
     def keep_logprobs(self, request: Request, row: int, count: int) -> None:
         """Adds those of a row's first tokens to its request, before the tokens themselves."""
-        if self.logprobs is not None and request.params.logprobs is not None:
+        if self.logprobs is not None and request.wants_logprobs:
             # An exception may have come between the last ones and their tokens.
             del request.logprobs[len(request.output_token_ids) :]
-            request.logprobs += [Logprobs(*(array[step, row] for array in self.logprobs)) for step in range(count)]
+            request.logprobs += [self.logprobs.at((step, row)) for step in range(count)]
 
 
 class ModelRunner:
@@ -152,7 +153,6 @@ class ModelRunner:
             longest_query=None if ragged else longest,
             num_encoder_blocks=self._num_encoder_blocks,
         )
-        self._full = self.buckets.full
         # Options of the metadata of each cache group. An encoder's steps have plain tables, those of the first group.
         windows = [group.sliding_window for group in layers.groups]
         self._groups: list[dict[str, Any]] = [
@@ -200,14 +200,14 @@ class ModelRunner:
         metadata = self._metadata(step, bucket, layout, buffer)
         _fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
         state = _NO_STATE
-        if bucket.sampler is self._full:
+        if bucket.sampler.kind is SamplingKind.FULL:
             state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
             bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
         if self._announce is not None:
             masks = state.masks if isinstance(state.masks, np.ndarray) else None
             sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
-            self._announce("step", sizes, bucket.sampler.kind.value, buffer, masks)
+            self._announce("step", sizes, int(bucket.sampler.kind), buffer, masks)
         # One upload and one program.
         sampled = self._run(bucket, state, buffer)
         parts = [] if sampled.hidden is None else self._of_prompts(step.rows, sampled.hidden)
@@ -217,10 +217,10 @@ class ModelRunner:
         """Repeats an operation of process 0's runner, after its announcement: see `jattn.llm.processes`."""
         getattr(self, f"_follow_{what}")(*arguments)
 
-    def _follow_step(self, sizes: dict[str, Any], kind: str, buffer: np.ndarray, masks: np.ndarray | None) -> None:
-        bucket = Bucket(**sizes, sampler=self.buckets.sampler_of(kind))
+    def _follow_step(self, sizes: dict[str, Any], kind: int, buffer: np.ndarray, masks: np.ndarray | None) -> None:
+        bucket = Bucket(**sizes, sampler=self.buckets.samplers[SamplingKind(kind)])
         state = _NO_STATE
-        if bucket.sampler is self._full:
+        if bucket.sampler.kind is SamplingKind.FULL:
             state = SamplerState(self._slots.tables, self._slots.masks(bucket.num_seqs, ()) if masks is None else masks)
         self._hidden = self._run(bucket, state, buffer).hidden
 
@@ -369,9 +369,8 @@ class ModelRunner:
         if self._num_encoder_blocks:
             return
         rows = np.zeros(_PROMPT_LOGPROBS, np.int32)
-        steps: list[Any] = [
-            self.programs(bucket) for bucket in buckets if bucket.sampler is self._full and bucket.num_steps == 1
-        ]
+        full = [bucket for bucket in buckets if bucket.sampler.kind is SamplingKind.FULL and bucket.num_steps == 1]
+        steps: list[Any] = [self.programs(bucket) for bucket in full]
         known = {spec.shape: spec for spec in (step.out_info[0][0].hidden for step in steps)}
         for spec in known.values():
             hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
-from jattn.llm.engine.options.params import PACKED_FLOATS
+from jattn.llm.engine.options.params import PACKED_FLOATS, SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
 from jattn.parallel import exchange
 from torch_core.base.checks import shown
@@ -24,17 +23,6 @@ LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Arra
 
 
 _GROUP = 128
-
-
-class SamplingKind(enum.Enum):
-    """The part of the sampler that a batch needs; static, so that batches without filters do not pay for them.
-
-    A greedy batch draws no noise, a plain one for every token of the vocabulary, and a full one does all there is.
-    """
-
-    GREEDY = "greedy"
-    PLAIN = "plain"
-    FULL = "full"
 
 
 class Rows(NamedTuple):
@@ -106,11 +94,15 @@ class Sampler:
         kind: the smallest kind that the batch needs.
         num_logprobs: number of the likeliest tokens that a full step reports.
         processors: processors of the engine, in order.
+        logprobs_mode: see `EngineConfig.logprobs_mode`.
+        records_masks: report the tokens that could be sampled.
     """
 
     kind: SamplingKind
     num_logprobs: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
+    logprobs_mode: str = "raw_logprobs"
+    records_masks: bool = False
 
     def __call__(
         self,
@@ -123,16 +115,19 @@ class Sampler:
         slots: jax.Array,
         shards: VocabShards | None = None,
     ) -> tuple[jax.Array, Logprobs | None, SamplerState]:
-        """Returns int32[rows] tokens, their log-probabilities if the step is a full one, and the next state."""
+        """Returns int32[rows] tokens, their log-probabilities if the kind has any, and the next state."""
         if self.kind is SamplingKind.GREEDY:
             return _largest_of(logits, shards), None, state
+        if self.kind is SamplingKind.SCORED:
+            tokens = sample(logits, rows, sample_index, shards)
+            return tokens, self._scored(logits, logits, rows, tokens, shards), state
         if self.kind is SamplingKind.PLAIN or state.tables is None:
             return sample(logits, rows, sample_index, shards), None, state
         if shards is not None:
             # The thresholds of filters are found in 62 sums over a row, one after the other, and users' processors
             # want whole rows: as many messages would take longer than the one of all logits.
             logits = shards.gathered(logits)
-        tokens, logprobs = sample_fully(
+        tokens, changed = sample_fully(
             logits,
             rows,
             sample_index,
@@ -140,12 +135,30 @@ class Sampler:
             slots=slots,
             tables=state.tables,
             masks=state.masks,
-            num_logprobs=self.num_logprobs,
             processors=self.processors,
         )
+        logprobs = self._scored(logits, changed, rows, tokens)
+        if self.records_masks:
+            logprobs = logprobs._replace(kept=_words(changed > -jnp.inf))
         # The neutral slot's tokens mean nothing: rows that do not sample and padding may write there.
         token_ids = state.tables.token_ids.at[slots, num_tokens].set(tokens, mode="drop")
         return tokens, logprobs, SamplerState(SlotTables(token_ids, *state.tables[1:]), state.masks)
+
+    def _scored(
+        self, raw: jax.Array, changed: jax.Array, rows: Rows, tokens: jax.Array, shards: VocabShards | None = None
+    ) -> Logprobs:
+        """Returns the values that the mode reports.
+
+        Args:
+            raw: the model's logits.
+            changed: those after all options but the temperature.
+            rows, tokens, shards: as in `token_logprobs`.
+        """
+        values = raw
+        if self.logprobs_mode.startswith("processed"):
+            values = changed / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+        normalize = self.logprobs_mode.endswith("logprobs")
+        return token_logprobs(values, tokens, self.num_logprobs, shards, normalize=normalize)
 
 
 def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: int, max_model_len: int) -> None:
@@ -198,9 +211,8 @@ def sample_fully(
     slots: jax.Array,
     tables: SlotTables,
     masks: jax.Array,
-    num_logprobs: int,
     processors: tuple[LogitsProcessor, ...] = (),
-) -> tuple[jax.Array, Logprobs]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns one token for each row by all that `SamplingParams` knows; see `processed`.
 
     Args:
@@ -209,17 +221,16 @@ def sample_fully(
         slots: int32[rows]; where a row's tables and tokens are; the last slot is that of rows without any.
         tables: tables of the slots.
         masks: int32[rows, ceil(vocab / 32)], a bit for each token that grammar and bad words allow.
-        num_logprobs: number of the likeliest tokens to report.
         processors: processors of the engine; a row takes part if its table has a number for it.
 
     Returns:
-        int32[rows] and the log-probabilities.
+        int32[rows], and the logits float32[rows, vocab] before the temperature: -inf of tokens that cannot be sampled.
     """
     table = SlotTables(*(array[slots] for array in tables))
     changed = processed(logits, rows, sample_index, num_tokens, table, masks, processors)
     tempered = filtered(_tempered(changed, rows), rows)
     tokens = _choose(changed, tempered, rows, sample_index)
-    return tokens, token_logprobs(logits, tokens, num_logprobs)
+    return tokens, jnp.where((tempered > -jnp.inf) | (rows.temperature <= 0)[:, None], changed, -jnp.inf)
 
 
 def processed(
@@ -269,13 +280,42 @@ def filtered(logits: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where(order >= jnp.maximum(nucleus, threshold)[:, None], logits, -jnp.inf)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, num_logprobs: int) -> Logprobs:
-    """Returns the log-probabilities of int32[rows] tokens under float32[rows, vocab] logits, and the likeliest."""
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+def token_logprobs(
+    logits: jax.Array,
+    tokens: jax.Array,
+    num_logprobs: int,
+    shards: VocabShards | None = None,
+    *,
+    normalize: bool = True,
+) -> Logprobs:
+    """Returns the log-probabilities of int32[rows] tokens under float32[rows, vocab] logits, and the likeliest.
+
+    Args:
+        logits: of the whole vocabulary, or of this device's part.
+        tokens: their ids in the whole vocabulary.
+        num_logprobs: number of the likeliest tokens to report; 0 for a part of the vocabulary.
+        shards: the part of the vocabulary in the logits; None for all of it.
+        normalize: False returns logits instead of log-probabilities.
+    """
+    largest, places = jnp.max(logits, axis=-1), tokens
+    total = lambda x: jnp.sum(x, axis=-1)  # noqa: E731
+    if shards is None:
+        chosen = jnp.take_along_axis(logits, places[:, None], axis=-1)[:, 0]
+    else:
+        largest = jax.lax.pmax(largest, shards.axis)
+        total = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), shards.axis)  # noqa: E731
+        ids = jax.lax.axis_index(shards.axis) * shards.count + jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        chosen = total(jnp.where(ids == tokens[:, None], logits, 0))
+    normalizer = jnp.zeros_like(largest)
+    if normalize:
+        # As jax.nn.logsumexp: a row without a finite logit has no largest to subtract.
+        largest = jnp.where(jnp.isfinite(largest), largest, 0)
+        normalizer = largest + jnp.log(total(jnp.exp(logits - largest[:, None])))
+    rank = 1 + total((logits > chosen[:, None]).astype(jnp.int32))
+    if not num_logprobs:
+        return Logprobs(chosen - normalizer, rank)
     top, top_ids = likeliest(logits, num_logprobs)
-    return Logprobs(chosen[:, 0] - log_normalizer, rank, top_ids, top - log_normalizer[:, None])
+    return Logprobs(chosen - normalizer, rank, top_ids, top - normalizer[:, None])
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -341,6 +381,12 @@ def _tempered(logits: jax.Array, rows: Rows, shards: VocabShards | None = None) 
 def _bits(words: jax.Array, vocab_size: int) -> jax.Array:
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits.reshape(len(words), -1)[:, :vocab_size] == 1
+
+
+def _words(bits: jax.Array) -> jax.Array:
+    """Returns uint32[rows, ceil(vocab / 32)] of bool[rows, vocab], the reverse of `_bits`."""
+    padded = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 32))).reshape(len(bits), -1, 32)
+    return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def _forbid(logits: jax.Array, table: SlotTables, sample_index: jax.Array) -> jax.Array:

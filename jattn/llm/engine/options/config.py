@@ -12,12 +12,14 @@ from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load.kv_scales import KVCacheScales
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
-from torch_core.base.limits import Limits, check_fields
+from torch_core.base.limits import Choices, Limits, check_fields
 
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
 #: Default of a server, and of an engine on a GPU without a given value.
 SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+#: vLLM's names of `EngineConfig.logprobs_mode`.
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _MOST_DEVICES = 1 << 16
 
 
@@ -81,6 +83,11 @@ class EngineConfig:
         seed: seed of requests that have none of their own.
         max_logprobs: most tokens whose log-probabilities a request may ask for at each position; -1 for the whole
             vocabulary, which every step with log-probabilities then returns.
+        logprobs_mode: the values that `SamplingParams.logprobs` asks for, by vLLM's names: "raw_logprobs", the
+            log-probabilities of the model's logits; "processed_logprobs", those from which the token was drawn, after
+            penalties, masks, temperature, top_k, top_p and min_p; "raw_logits" and "processed_logits", the logits.
+            Trainers that take them for the sampler's probabilities need "processed_logprobs".
+        sampling_masks: steps record the tokens that filters keep, for requests with `SamplingParams.sampling_mask`.
         logits_processors: pure JAX functions by name, for requests that select them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
             num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
@@ -122,6 +129,8 @@ class EngineConfig:
     ] = 60.0
     seed: Annotated[int, Limits(0, (1 << 32) - 1)] = 0
     max_logprobs: Annotated[int, Limits(-1, 1 << 10, also=" (-1 for the whole vocabulary)")] = 20
+    logprobs_mode: Annotated[str, Choices(*LOGPROBS_MODES)] = LOGPROBS_MODES[0]
+    sampling_masks: bool = False
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:

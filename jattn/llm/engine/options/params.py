@@ -139,10 +139,13 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens. Stored as a tuple.
         include_stop_str_in_output: cut after the stop string instead.
         ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar allows no other token.
-        logprobs: return the log-probabilities of this many of the likeliest tokens and of the sampled one, from the
-            model's logits before any option here is applied; None for none, at most the engine's `max_logprobs`. -1 for
-            the whole vocabulary, if `max_logprobs` allows it.
+        logprobs: return the log-probabilities of this many of the likeliest tokens and of the sampled one; None for
+            none, at most the engine's `max_logprobs`. -1 for the whole vocabulary, if `max_logprobs` allows it. By
+            default they are those of the model's logits before any option here is applied; see
+            `EngineConfig.logprobs_mode`. 0, the sampled token's alone, costs least.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
+        sampling_mask: return the tokens that could be sampled at each position, after all filters here, as
+            `CompletionOutput.sampling_masks`; the engine needs `EngineConfig(sampling_masks=True)`.
         logit_bias: mapping from token id to a number that is added to its logit.
         allowed_token_ids: the only tokens that may be sampled. Stored as a tuple.
         bad_words: texts that the output's text does not contain, whatever tokens they would come by; also not within a
@@ -182,6 +185,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     prompt_logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
+    sampling_mask: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -244,17 +248,40 @@ def pack_sampling(params: SamplingParams, seed: int, num_prompt_tokens: int) -> 
 _packed_floats = attrgetter(*PACKED_FLOATS)
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Returns whether a plain step serves a row."""
+class SamplingKind(enum.IntEnum):
+    """The part of the sampler that a batch needs; static, so that batches without filters do not pay for them.
+
+    A greedy batch draws no noise, a plain one for every token of the vocabulary. A scored one also has the
+    log-probabilities of the sampled tokens, and a full one does all there is. Each serves the rows of those before it.
+    """
+
+    GREEDY = 0
+    PLAIN = 1
+    SCORED = 2
+    FULL = 3
+
+    @property
+    def label(self) -> str:
+        """The name in reports."""
+        return self.name.lower()
+
+
+def sampling_kind(params: SamplingParams) -> SamplingKind:
+    """Returns the smallest kind of step that serves a row."""
     filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    return not (
+    if (
         filters
         or needs_slot(params)
+        or params.sampling_mask
         or params.structured_outputs is not None
         or bool(params.bad_words)
-        or params.logprobs is not None
+        or params.logprobs
         or params.prompt_logprobs is not None
-    )
+    ):
+        return SamplingKind.FULL
+    if params.logprobs == 0:
+        return SamplingKind.SCORED
+    return SamplingKind.PLAIN if params.temperature > 0 else SamplingKind.GREEDY
 
 
 def needs_slot(params: SamplingParams) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,26 @@ class Logprobs(NamedTuple):
     Attributes:
         logprob: float32[...], the token's.
         rank: int32[...], 1 for the likeliest.
-        top_ids: int32[..., num_logprobs], the likeliest tokens in order.
-        top_logprobs: float32[..., num_logprobs].
+        top_ids: int32[..., num_logprobs], the likeliest tokens in order; None for none, because XLA's GPU compiler
+            refuses empty results of a device's part.
+        top_logprobs: float32[..., num_logprobs], or None.
+        kept: uint32[..., ceil(vocab / 32)], a bit for each token that could be sampled, the lowest first; None of
+            steps that do not record it.
     """
 
     logprob: Any
     rank: Any
-    top_ids: Any
-    top_logprobs: Any
+    top_ids: Any = None
+    top_logprobs: Any = None
+    kept: Any = None
+
+    def at(self, index: Any) -> Logprobs:
+        """Returns those at an index of the leading axes."""
+        return Logprobs(*(None if array is None else array[index] for array in self))
+
+    def read(self) -> Logprobs:
+        """Returns them as numpy arrays."""
+        return Logprobs(*(None if array is None else np.asarray(array) for array in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,8 @@ class CompletionOutput:
             allow no token; None while it runs.
         index: index of the sample, below n.
         logprobs: log-probabilities of each token, as `SamplingParams.logprobs` asks for; None without.
+        sampling_masks: uint32[ceil(vocab / 32)] for each token, as `SamplingParams.sampling_mask` asks for: bit
+            `t % 32` of word `t // 32` says whether token t could be sampled; None without.
         cumulative_logprob: sum of the log-probabilities of the tokens.
         stop_reason: the stop string or the token of stop_token_ids that ended it; None for another reason.
         weights_versions: versions of the weights that sampled the tokens so far, in order: one, unless the weights were
@@ -127,6 +143,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     stop_reason: int | str | None = None
     weights_versions: tuple[int, ...] = ()
+    sampling_masks: tuple[np.ndarray, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +181,11 @@ def as_dict(token: int, found: Logprobs, num_logprobs: int, text_of: Callable[[i
         num_logprobs: number of the likeliest tokens; -1 for all.
         text_of: function from a token id to the token's text, or None.
     """
-    count = len(found.top_ids) if num_logprobs < 0 else num_logprobs
     entries = {token: (float(found.logprob), int(found.rank))}
-    best = zip(found.top_ids[:count].tolist(), found.top_logprobs[:count].tolist(), strict=True)
+    best: Iterable[tuple[int, float]] = ()
+    if num_logprobs:
+        count = len(found.top_ids) if num_logprobs < 0 else num_logprobs
+        best = zip(found.top_ids[:count].tolist(), found.top_logprobs[:count].tolist(), strict=True)
     for rank, (each, value) in enumerate(best, 1):
         entries.setdefault(each, (value, rank))
     return {

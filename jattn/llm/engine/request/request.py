@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jattn.llm.engine.options.params import PACKED_SEED, SamplingParams
+from jattn.llm.engine.options.params import PACKED_SEED, SamplingKind, SamplingParams
 from jattn.llm.engine.request.bad_words import BadWords
 from jattn.llm.engine.request.grammar import Grammar, mask_of
 from jattn.llm.engine.request.outputs import Logprobs, Outbox, RequestMetrics, TokenDelta
@@ -47,7 +47,7 @@ class Request:
         sampling: the same for the device, `Rows.pack`.
         eos_token_ids: tokens that end it.
         forced_eos_token_id: its last token if it reaches max_tokens, instead of the sampled one; None for none.
-        is_plain: whether it needs only a temperature of the sampler.
+        sampling_kind: the part of the sampler that it needs.
         needs_slot: whether its tokens or tables must be on the device.
         bad_words: texts that are not generated, or None.
         grammar: required format of the text, or None.
@@ -79,7 +79,7 @@ class Request:
     sampling: np.ndarray
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
-    is_plain: bool = True
+    sampling_kind: SamplingKind = SamplingKind.PLAIN
     needs_slot: bool = False
     bad_words: BadWords | None = None
     grammar: Grammar | None = None
@@ -115,6 +115,11 @@ class Request:
     def given_id(self) -> str | None:
         """The id that its caller gave; None for the engine's own, by which no caller knows it."""
         return None if self.request_id.startswith(AUTOMATIC) else self.request_id
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether it keeps log-probabilities or masks of its tokens."""
+        return self.params.logprobs is not None or self.params.sampling_mask
 
     @property
     def num_known_tokens(self) -> int:

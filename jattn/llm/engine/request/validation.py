@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.engine.options.params import LIMITS, SamplingParams, is_plain, needs_slot, pack_sampling
+from jattn.llm.engine.options.params import LIMITS, SamplingParams, needs_slot, pack_sampling, sampling_kind
 from jattn.llm.engine.request.bad_words import BadWords, BadWordsFinder
 from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
 from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
@@ -140,7 +140,7 @@ class Validator:
                 pack_sampling(params, (seed + (index if is_seeded else 0)) & 0xFFFFFFFF, len(tokens)),
                 eos,
                 RequestMetrics(time.monotonic()),
-                is_plain(params),
+                sampling_kind(params),
                 needs_slot(params),
                 bad_words,
                 grammar if grammar is None or index == 0 else grammar.copy(),
@@ -198,6 +198,8 @@ class Validator:
         """Checks parameters that depend on the model and the engine."""
         if params.stop and self._tokenizer is None:
             raise InvalidInput("stop", "is given, but there is no tokenizer that makes the text to find it in")
+        if params.sampling_mask and not self._config.sampling_masks:
+            raise InvalidInput("sampling_mask", value=True, wanted="the engine needs EngineConfig(sampling_masks=True)")
         most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
         wanted = {
             # A prompt's have a program of their own for the whole vocabulary.
