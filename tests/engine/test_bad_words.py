@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,12 @@ def test_where_no_other_token_is_left_the_request_ends_with_an_error(llm) -> Non
     assert output.outputs[0].text == llm.tokenizer.decode(token)
 
 
-def allowed(tokenizer: TextTokenizer, words: list[str], output: list[int], **params: Any) -> set[int]:
+def allowed(
+    tokenizer: TextTokenizer, words: list[str], output: list[int], prompt: Sequence[int] = (), **params: Any
+) -> set[int]:
     vocab_size = tokenizer.vocab_size
     finder = BadWordsFinder(tokenizer, vocab_size, [0])
-    mask = finder.find(SamplingParams(bad_words=words, **params)).allowed(output)
+    mask = finder.find(SamplingParams(bad_words=words, **params)).allowed(prompt, output)
     return {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()}
 
 
@@ -104,6 +107,14 @@ def test_the_bytes_of_a_character_are_a_way_to_write_it() -> None:
 
     banned = {*range(tokenizer.vocab_size)} - found
     assert banned == {*ids_of(tokenizer, "<0xA9>", "\u00e9", "\u2581the")}
+
+
+def test_a_character_that_the_prompt_begins_is_the_outputs() -> None:
+    tokenizer = fallback_tokenizer()
+    (begin, end, whole) = ids_of(tokenizer, "<0xC3>", "<0xA9>", "\u00e9")
+
+    assert end not in allowed(tokenizer, ["\u00e9"], [], [whole, begin])
+    assert end in allowed(tokenizer, ["\u00e9"], [], [begin, whole])
 
 
 def test_special_tokens_that_the_text_leaves_out_neither_end_a_word_nor_part_it(llm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from jattn.llm.load import TextTokenizer
 from jattn.llm.text.tokens import TokenBytes
 
 _MOST_MASKS = 64
+# Bytes of a character that lacks one.
+_MOST_BEGUN = 3
 _MOST_KNOWN = 16
 
 
@@ -43,9 +46,12 @@ class BadWords:
         self._never = mask_of(np.concatenate([tokens.containing(word) for word in words]), num_words)
         self._masks: dict[tuple[bytes, ...], np.ndarray] = {}
 
-    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
-        """Returns int32[num_words], a bit for each token with which the output contains none of the texts."""
-        tail = self._tail(output_token_ids)
+    def allowed(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> np.ndarray:
+        """Returns int32[num_words], a bit for each token with which the output contains none of the texts.
+
+        A character that the prompt begins is the output's.
+        """
+        tail = self._tail(prompt_token_ids, output_token_ids)
         sizes = range(1, min(len(tail), self._longest - 1) + 1)
         rests = tuple(rest for size in sizes for rest in self._rests.get(tail[-size:], ()))
         if rests not in self._masks:
@@ -55,14 +61,18 @@ class BadWords:
             self._masks[rests] = self._ends | ~(self._never | mask_of(banned, self._num_words))
         return self._masks[rests]
 
-    def _tail(self, output_token_ids: Sequence[int]) -> bytes:
+    def _tail(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> bytes:
         """Returns the last bytes of the output, as many as a word may have begun with."""
         tail = b""
         for token in reversed(output_token_ids):
             if len(tail) >= self._longest - 1:
-                break
+                return tail
             tail = self._tokens.of(token) + tail
-        return tail
+        end = b"".join(map(self._tokens.of, prompt_token_ids[-_MOST_BEGUN:]))[-_MOST_BEGUN:]
+        # Bytes that are no whole character yet stay in the decoder.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(end)
+        return decoder.getstate()[0] + tail
 
 
 class BadWordsFinder:

@@ -174,17 +174,18 @@ class Request:
 
     def mask(self) -> np.ndarray | None:
         """Returns int32[ceil(vocab / 32)], a bit for each token that may come next; None if it needs no mask."""
-        allowed = None if self.bad_words is None else self.bad_words.allowed(self.output_token_ids)
+        words = self.bad_words
+        allowed = None if words is None else words.allowed(self.prompt_token_ids, self.output_token_ids)
         if self.grammar is not None:
             return self.grammar.mask(self.output_token_ids, self.params, allowed)
-        if self.bad_words is None or allowed is None:
+        if words is None or allowed is None:
             return None
         if self.params.allowed_token_ids is not None:
             allowed = allowed & mask_of(self.params.allowed_token_ids, len(allowed))
         if np.any(allowed):
             return allowed
         self.stuck_at = len(self.output_token_ids)
-        return self.bad_words.end
+        return words.end
 
     def take_number(self, number: int) -> None:
         """Takes the number of its arrival: for its order, and for its id and its seed if the caller gave none."""
