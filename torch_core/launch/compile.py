@@ -142,11 +142,9 @@ def check_fits(name: str, shared_memory: int, limits: DeviceLimits) -> None:
         Unsupported: it does not fit.
     """
     if shared_memory > limits.shared_memory:
-        wanted = (
-            f"this device (compute capability {limits.arch / 10}) gives a block {limits.shared_memory}. Use "
-            "implementation='xla', a smaller head_size, or a Hopper device"
-        )
-        raise Unsupported(name, f"needs {shared_memory} bytes of shared memory", wanted)
+        device = f"this device (compute capability {limits.arch / 10}) gives a block {limits.shared_memory}"
+        fix = "use implementation='xla', a smaller head_size, or a Hopper device"
+        raise Unsupported(f"kernel {name}", f"needs {shared_memory} bytes of shared memory and {device}", fix)
 
 
 def _hash_callees_first(function: Any) -> None:
