@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch_core.base.errors import InvalidInput as InvalidInput
     from torch_core.base.errors import JattnError as JattnError
     from torch_core.base.errors import OutOfBlocks as OutOfBlocks
+    from torch_core.base.errors import Overloaded as Overloaded
     from torch_core.base.errors import PoolLost as PoolLost
     from torch_core.base.errors import RequestTooLong as RequestTooLong
     from torch_core.base.errors import Unsupported as Unsupported
@@ -66,8 +67,8 @@ _NAMES = {
     ],
     "jattn.pool": ["KVPool"],
     "torch_core.base.errors": [
-        "CacheCorruption", "EngineAsleep", "InvalidInput", "JattnError", "OutOfBlocks", "PoolLost", "RequestTooLong",
-        "Unsupported",
+        "CacheCorruption", "EngineAsleep", "InvalidInput", "JattnError", "OutOfBlocks", "Overloaded", "PoolLost",
+        "RequestTooLong", "Unsupported",
     ],
     "torch_core.base.specs": ["KVCacheSpec", "LatentCacheSpec"],
     "torch_core.metadata": ["SequenceRow"],

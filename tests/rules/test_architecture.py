@@ -77,7 +77,15 @@ ARROWS: dict[str, set[str]] = {
     "jattn.llm.models": {"jattn.nn", "jattn.ops", "jattn.metadata", "jattn.parallel"},
     "jattn.llm.reports": set(),
     "jattn.llm.processes": set(),
-    "jattn.llm.load": {"jattn.llm.reports", "jattn.llm.models", "jattn.metadata", "jattn.nn", "torch_core.metadata"},
+    "jattn.llm.workers": set(),
+    "jattn.llm.load": {
+        "jattn.llm.workers",
+        "jattn.llm.reports",
+        "jattn.llm.models",
+        "jattn.metadata",
+        "jattn.nn",
+        "torch_core.metadata",
+    },
     "jattn.llm.text": {"jattn.llm.load", "jattn.llm.models"},
     "jattn.llm.engine": {
         "jattn.nn",
@@ -86,6 +94,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.llm.load",
         "jattn.llm.processes",
         "jattn.llm.text",
+        "jattn.llm.workers",
         "jattn.ops",
         "jattn.parallel",
         "jattn.pool",
@@ -132,6 +141,10 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.variants": {"triton"},
     "torch_core.all_reduce": {"triton"},
     "torch_core.vllm": {"numpy", "torch"},
+    # Its processes start without jax and torch.
+    "jattn.llm.workers": set(),
+    "jattn.llm.workers.templates": {"jinja2"},
+    "jattn.llm.workers.tokens": {"tokenizers"},
     **{
         f"torch_core.{op}{place}": libraries
         for op in ("attention", "latent", "cache_writes", "experts", "state")

@@ -153,6 +153,10 @@ class OutOfBlocks(JattnError, RuntimeError):
         self.evictable = evictable
 
 
+class Overloaded(JattnError, RuntimeError):
+    """The processes for templates, grammars and long texts are all busy; try again."""
+
+
 class CacheCorruption(JattnError, RuntimeError):
     """An invariant of the block allocator does not hold: a bug, or memory that other code wrote.
 
