@@ -86,7 +86,12 @@ class StructuredOutputsParams:
                 raise InvalidInput(name, value=getattr(self, name), wanted="it must be text")
         if not isinstance(self.json, str | Mapping | None):
             raise InvalidInput("json", value=self.json, wanted="it must be a schema as a mapping or as text")
-        texts = {"json": None if self.json is None else self.schema(), "regex": self.regex, "grammar": self.grammar}
+        texts = {
+            "json": None if self.json is None else self.schema(),
+            "regex": self.regex,
+            "choice": None if self.choice is None else "".join(self.choice),
+            "grammar": self.grammar,
+        }
         for name, text in texts.items():
             if text is not None and len(text) > _MAX_GRAMMAR_CHARACTERS:
                 raise InvalidInput(

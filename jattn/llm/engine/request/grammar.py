@@ -12,9 +12,20 @@ import numpy as np
 
 from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsParams
 from jattn.llm.load import TextTokenizer
+from jattn.llm.workers.grammars import grammar_source, started_matcher
+from jattn.llm.workers.pool import Refused, Task
 from torch_core.base.errors import InvalidInput, Unsupported
 
 _MOST_KNOWN = 64
+_TRY = Task(
+    module="grammars",
+    function="try_grammar",
+    argument="structured_outputs",
+    subject="the grammar",
+    fix="make it simpler",
+    seconds=2.0,
+    memory_bytes=256 << 20,
+)
 
 
 class Grammar:
@@ -135,22 +146,21 @@ class GrammarCompiler:
                 self._tokenizer.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
             )
         if found is None:
-            found = self._compiled(library.LLMatcher, name, value, flexible=not params.disable_any_whitespace)
+            found = self._compiled(library, name, value, flexible=not params.disable_any_whitespace)
         with self._lock:
             self._known[key] = found
             while len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
             return found.copy()
 
-    def _compiled(self, make_matcher: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
+    def _compiled(self, library: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
         try:
-            matcher = make_matcher(self._tokens, _source(make_matcher, name, value, flexible=flexible), log_level=0)
-            # Some grammars are too large for the first token already.
-            if not matcher.get_error():
-                matcher.compute_bitmask()
-            if error := matcher.get_error():
-                raise ValueError(error.partition("\n<state>")[0].strip())
-        except ValueError as error:
+            # The library's own limits miss some grammars, and no exception ends its work.
+            _TRY.run(name, value, flexible)
+            matcher = started_matcher(library, self._tokens, grammar_source(library, name, value, flexible=flexible))
+        except (Refused, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise error.under(name) from None
             raise InvalidInput(f"{name} cannot be compiled: {error}", argument="structured_outputs") from None
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
 
@@ -160,15 +170,3 @@ def mask_of(token_ids: Any, num_words: int) -> np.ndarray:
     bits = np.zeros(num_words * 32, np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _source(matcher: Any, name: str, value: Any, *, flexible: bool) -> str:
-    if name == "regex":
-        return matcher.grammar_from_regex(value)
-    if name == "choice":
-        # A quoted string of Lark has JSON's escapes.
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
-    if name == "grammar":
-        return matcher.grammar_from_lark(value)
-    schema = '{"type": "object"}' if name == "json_object" else value
-    return matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": flexible})
