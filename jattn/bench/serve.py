@@ -188,7 +188,7 @@ async def _ask(client: Any, body: dict[str, Any], arrival: float) -> _Timeline:
                     raise ConnectionError(event["error"]["message"])
                 if event["choices"]:
                     timeline.events.append(time.perf_counter())
-                if "usage" in event:
+                if event.get("usage"):
                     timeline.num_tokens = event["usage"]["completion_tokens"]
     except Exception as error:
         # Any error belongs to this request: it is counted, and the others continue.

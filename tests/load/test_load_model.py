@@ -226,6 +226,8 @@ def test_an_impossible_token_id_cannot_be_decoded(token, tmp_path):
 
 def test_an_interrupt_while_a_text_is_encoded_stays_an_interrupt():
     class Interrupted:
+        normalizer = None
+
         def encode(self, *_, **__):
             raise KeyboardInterrupt
 

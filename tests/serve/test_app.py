@@ -14,8 +14,11 @@ import httpx
 import pytest
 
 import jattn
+from jattn.llm.load import tokenizer as text_tokenizer
+from jattn.llm.workers.pool import Task
 from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_until_idle
 from tests.serve.malformed import BAD_CHATS, BAD_COMPLETIONS, Malformed, drawn
+from torch_core.base.errors import Overloaded
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "The", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
@@ -109,6 +112,43 @@ def test_tokens_of_text_and_of_a_chat(server, http_client) -> None:
 
     assert text == {"tokens": tokenizer.encode("The list"), "count": len(text["tokens"]), "max_model_len": 256}
     assert chat["tokens"] == tokenizer.encode("user: x\nassistant:", add_special_tokens=False)
+
+
+def test_a_long_text_becomes_tokens_and_text_again(server, http_client) -> None:
+    text = "The list " * 15_000
+
+    found = http_client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+
+    assert found["tokens"] == server.llm.llm.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    assert http_client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "given"),
+    [
+        ("/v1/completions", "prompt", "x" * 200_000),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "x" * 200_000}]),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(http_client, monkeypatch, path, field, given) -> None:
+    monkeypatch.setattr(text_tokenizer, "_ENCODE", None)
+
+    response = http_client.post(path, json={field: given})
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+
+
+def test_a_client_that_no_process_becomes_free_for_is_told_to_try_again(http_client, monkeypatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise Overloaded("busy")
+
+    monkeypatch.setattr(Task, "run", busy)
+
+    response = http_client.post("/tokenize", json={"prompt": "x" * 20_000})
+
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["retry-after"] == "1"
 
 
 def test_tokens_become_the_text_again(server, http_client) -> None:

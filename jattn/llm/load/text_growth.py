@@ -24,11 +24,23 @@ def check_growth(tokenizer: Tokenizer) -> None:
         InvalidInput: its argument is the part's name.
     """
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        part: Any = getattr(tokenizer, name)
-        # Pickle's protocol is the library's only way to say what a part is, short of writing the whole vocabulary.
-        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > _MOST:
+        if _growth_of(getattr(tokenizer, name)) > _MOST:
             raise InvalidInput(name, "lets a text grow", f"it must become {_MOST} times as long at most")
+
+
+def normalizer_growth(tokenizer: Tokenizer) -> float:
+    """Returns the most characters that the normaliser gives for one, but for Unicode's own forms of it."""
+    return _growth_of(tokenizer.normalizer)
+
+
+def described_part(part: Any) -> dict[str, Any]:
+    """Returns a part of a tokenizer as tokenizer.json has it."""
+    # Pickle's protocol is the library's only way to say what a part is, short of writing the whole vocabulary.
+    return json.loads(part.__getstate__())
+
+
+def _growth_of(part: Any) -> float:
+    return 1 if part is None else _growth(described_part(part))
 
 
 def _growth(part: Mapping[str, Any]) -> float:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import secrets
 import warnings
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from jattn.llm.load.folder import check_folder, member, read_object, read_text
-from jattn.llm.load.text_growth import check_growth
+from jattn.llm.load.text_growth import check_growth, normalizer_growth
+from jattn.llm.load.text_sizes import TextSizes, text_sizes
+from jattn.llm.workers.pool import Task
 from torch_core.base.checks import shown
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, JattnError, RequestTooLong, Unsupported
 
 #: Where folders have their template of conversations with tools.
 MORE_TEMPLATES, TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
@@ -23,6 +29,18 @@ _NAME = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _MAX_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
+# Bytes of a text after the normaliser, or token ids, that take milliseconds here.
+_MOST_HERE = 1 << 14
+_ENCODE = Task(
+    module="tokens",
+    function="encode",
+    argument="prompt",
+    subject="the text",
+    fix="shorten it, or encode it in parts",
+    seconds=30.0,
+    memory_bytes=2 << 30,
+)
+_DECODE = replace(_ENCODE, function="decode", argument="tokens", subject="the list of token ids")
 
 
 class TextTokenizer:
@@ -43,6 +61,7 @@ class TextTokenizer:
         tool_chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._name = secrets.token_hex(8)
         self.chat_template = chat_template
         self.tool_chat_template = tool_chat_template
         self.special_tokens = dict(special_tokens or {})
@@ -76,27 +95,67 @@ class TextTokenizer:
         )
         return found
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @functools.cached_property
+    def _sizes(self) -> TextSizes:
+        return text_sizes(self.tokenizer)
+
+    @functools.cached_property
+    def _growth(self) -> float:
+        return normalizer_growth(self.tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Returns the token ids of the text.
 
+        The library holds the interpreter's lock, so that a text of more than a few pages is encoded in another process.
+
+        Args:
+            text: the text.
+            add_special_tokens: add the tokens of the file's post-processor.
+            most: most tokens that the caller takes. A long text that must have more is refused before it is encoded.
+
         Raises:
-            InvalidInput: it is no text, has lone surrogates, or the tokenizer fails on it.
+            InvalidInput: it is no text, has lone surrogates, or the tokenizer fails on it or meets a bound.
+            RequestTooLong: a long text has more tokens than `most`.
+            Overloaded: no process became free in time.
         """
         with _failures("the tokenizer cannot encode the text"):
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if not isinstance(text, str) or len(text.encode(errors="replace")) * self._growth <= _MOST_HERE:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if most is not None:
+                _check_length(text, self._sizes.fewest_tokens(text), most)
+            found = _ENCODE.run(self._name, text, add_special_tokens, needs=(self._name, self.tokenizer.to_str))
+            token_ids = array("I", found)
+            if most is not None:
+                _check_length(text, len(token_ids), most)
+            return token_ids.tolist()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            InvalidInput: an id is no unsigned 32-bit number, or the tokenizer fails on them.
+            InvalidInput: an id is no unsigned 32-bit number, or the tokenizer fails on them or meets a bound.
+            Overloaded: no process became free in time.
         """
+        ids = list(token_ids)
         with _failures("the tokenizer cannot decode the token ids"):
-            return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _MOST_HERE:
+                return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            needs = self._name, self.tokenizer.to_str
+            return _DECODE.run(self._name, ids, skip_special_tokens, needs=needs).decode()
 
     def decode_plainly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of the token ids, special ones included."""
         return self.decode(token_ids, skip_special_tokens=False)
+
+
+def _check_length(text: str, num_tokens: int, most: int) -> None:
+    """Refuses a text of at least `num_tokens` tokens if these are too many."""
+    if num_tokens > most:
+        raise RequestTooLong(
+            f"the prompt has {len(text)} characters and at least {num_tokens} tokens; the longest prompt has {most}. "
+            "Shorten it.",
+            argument="prompt",
+        )
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
@@ -166,6 +225,8 @@ def _failures(what: str) -> Iterator[None]:
     """Converts the library's exceptions to InvalidInput; it raises plain Exception for bad files."""
     try:
         yield
+    except JattnError:
+        raise
     except BaseException as error:
         # Where the library's Rust panics, pyo3 raises a class that cannot be imported and is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, usage
+from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, tokens_answer, usage
 from jattn.llm.text.prompts import chat_prompt, encoded
 from jattn.llm.text.tokens import TextOffsets
 from torch_core.base.checks import check_bool, check_int
@@ -40,6 +41,7 @@ _log = logging.getLogger("jattn.llm.serve")
 
 # OpenAI's limit.
 _MAX_INPUTS = 2048
+_MAX_THREADS = 128
 # The status that nginx logs for a client that disconnected.
 _CLIENT_GONE = 499
 
@@ -86,6 +88,8 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # Requests whose texts wait for a process hold a thread each.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
         yield
         await asyncio.to_thread(llm.close)
 
@@ -187,14 +191,15 @@ class _Server:
         if "messages" in body:
             generation = parse_chat(body)
             self._check_model(generation.body.model)
-            prompt = await asyncio.to_thread(self._chat_prompt, generation)
+            prompt = await asyncio.to_thread(self._chat_prompt, generation, tokenizes=True)
             token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
         else:
             asked = read_body(TokenizeBody, body)
             self._check_model(asked.model)
-            token_ids = self._tokenizer().encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
-        length = self._llm.llm.max_model_len
-        return JSONResponse({"tokens": list(token_ids), "count": len(token_ids), "max_model_len": length})
+            token_ids = await asyncio.to_thread(
+                self._tokenizer().encode, asked.prompt, add_special_tokens=asked.add_special_tokens
+            )
+        return StreamingResponse(tokens_answer(token_ids, self._llm.llm.max_model_len), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         asked = read_body(DetokenizeBody, await self._body(request))
@@ -203,7 +208,7 @@ class _Server:
         if (largest := max(asked.tokens, default=0)) >= vocab_size:
             raise InvalidInput("tokens", f"has {largest}, outside the vocabulary", f"ids are 0 to {vocab_size - 1}")
         try:
-            return JSONResponse({"prompt": self._tokenizer().decode_plainly(asked.tokens)})
+            return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer().decode_plainly, asked.tokens)})
         except InvalidInput as error:
             raise as_request_error(error, default="tokens") from None
 
@@ -288,7 +293,7 @@ class _Server:
                 raise RequestError(413, f"the body is longer than {most} bytes.")
         return parse_body(bytes(body))
 
-    def _chat_prompt(self, generation: Generation) -> Any:
+    def _chat_prompt(self, generation: Generation, *, tokenizes: bool = False) -> Any:
         own = generation.chat_template
         if own is not None and not self._config.trust_request_chat_template:
             raise InvalidInput("chat_template", "is given", "this server takes none from requests")
@@ -298,6 +303,7 @@ class _Server:
                 generation.messages or [],
                 chat_template=self._config.chat_template if own is None else own,
                 **(generation.template or {}),
+                most=None if tokenizes else self._llm.llm.longest_prompt(generation.params),
             )
         except InvalidInput as error:
             if own is None:

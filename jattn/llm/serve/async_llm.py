@@ -95,13 +95,14 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
             RequestTooLong: the request can never fit.
         """
-        token_ids, text = encoded(prompt, self.llm.tokenizer)
+        params = self.llm.get_default_sampling_params() if params is None else params
+        token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt(params))
         engine, outbox = self.llm.engine, Outbox()
         if self._closed:
             raise InvalidInput("the AsyncLLM is closed; build another one.")
         request = engine.add(
             token_ids,
-            self.llm.get_default_sampling_params() if params is None else params,
+            params,
             prompt=text,
             request_id=request_id,
             salt=salt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch_core.base.errors import ArgumentError, RequestTooLong
+from torch_core.base.errors import ArgumentError, Overloaded, RequestTooLong
 
 
 class RequestError(Exception):
@@ -40,6 +40,8 @@ def as_request_error(
     """
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, Overloaded):
+        return RequestError(429, str(error), code="overloaded")
     if not isinstance(error, ArgumentError):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     is_of_prompt, is_long = error.root in (None, "prompt", "prompts"), isinstance(error, RequestTooLong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
 from jattn.llm.text.tokens import TextOffsets, TokenBytes
 
+_TOKENS_PER_PART = 1 << 15
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
 
@@ -38,6 +39,15 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
     ]
     counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": model, "usage": counts}
+
+
+def tokens_answer(token_ids: Sequence[int], max_model_len: int) -> Iterator[str]:
+    """Yields the answer of `/tokenize` in parts: the encoder of JSON holds the interpreter's lock."""
+    yield f'{{"count":{len(token_ids)},"max_model_len":{max_model_len},"tokens":['
+    for start in range(0, len(token_ids), _TOKENS_PER_PART):
+        part = ",".join(map(str, token_ids[start : start + _TOKENS_PER_PART]))
+        yield part if start == 0 else f",{part}"
+    yield "]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,12 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def encoded(
-    prompt: Prompt, tokenizer: TextTokenizer | None, *, may_be_empty: bool = False
+    prompt: Prompt, tokenizer: TextTokenizer | None, most: int | None = None, *, may_be_empty: bool = False
 ) -> tuple[Sequence[int], str | None]:
-    """Returns a prompt's token ids and its text, if it came as text; an empty one has special tokens alone, or none."""
+    """Returns a prompt's token ids and its text, if it came as text; an empty one has special tokens alone, or none.
+
+    `most` is as in `TextTokenizer.encode`.
+    """
     if isinstance(prompt, Mapping):
         if set(prompt) == {"prompt", "prompt_token_ids"}:
             return prompt["prompt_token_ids"], prompt["prompt"]
@@ -57,7 +60,7 @@ def encoded(
     if tokenizer is None:
         raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
     _check_text(prompt)
-    return tokenizer.encode(prompt), prompt
+    return tokenizer.encode(prompt, most=most), prompt
 
 
 @contextlib.contextmanager
@@ -78,6 +81,7 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    most: int | None = None,
 ) -> Prompt:
     """Returns the prompt of a conversation, by the model's template or by `chat_template`.
 
@@ -101,7 +105,7 @@ def chat_prompt(
     text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     _check_text(text)
     # The template writes the special tokens itself.
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, most=most)}
 
 
 def check_template_kwargs(variables: Any) -> None:

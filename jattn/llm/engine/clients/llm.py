@@ -29,6 +29,7 @@ from jattn.llm.models import Decoder, PagedModel, TensorParallel
 from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
 from jattn.llm.text.messages import as_messages
 from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
+from jattn.llm.workers.pool import end_idle_processes
 from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import Owner
@@ -168,6 +169,13 @@ class LLM(Owner, contextlib.AbstractContextManager):
         encoder: Any = self.model
         return encoder.config.max_position_embeddings
 
+    def longest_prompt(self, params: Any = None) -> int | None:
+        """Returns the most tokens of a prompt; None if the parameters of its request cut a longer one."""
+        if getattr(params, "truncate_prompt_tokens", None) is not None:
+            return None
+        served: Any = self.model
+        return (self._engine is not None and served.paged_spec.max_encoder_len) or self.max_model_len
+
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
@@ -175,9 +183,10 @@ class LLM(Owner, contextlib.AbstractContextManager):
         return served.config.vocab_size if self._engine is None else served.paged_spec.vocab_size
 
     def close(self) -> None:
-        """Cancels the unfinished requests and frees the memory of the cache now."""
+        """Cancels the unfinished requests, frees the memory of the cache now and ends the processes for texts."""
         if self._engine is not None:
             self._engine.close()
+        end_idle_processes()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -261,6 +270,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 chat_template_kwargs=chat_template_kwargs,
+                most=None if isinstance(sampling_params, Sequence) else self.longest_prompt(sampling_params),
             )
             for each in conversations
         ]
@@ -288,7 +298,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
             >>> bool(first @ second < 1.0)
             True
         """
-        token_ids = [encoded(prompt, self.tokenizer, may_be_empty=True)[0] for prompt in as_prompts(prompts)]
+        most = self.longest_prompt()
+        token_ids = [encoded(each, self.tokenizer, most, may_be_empty=True)[0] for each in as_prompts(prompts)]
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
@@ -344,7 +355,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
             requests = []
             for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
                 with naming(index, listed):
-                    token_ids, text = encoded(prompt, self.tokenizer)
+                    token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt(each))
                     requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
