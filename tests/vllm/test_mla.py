@@ -410,16 +410,16 @@ def test_a_builder_refuses_another_cache_and_another_batch(rng):
         InvalidInput, match="kv_cache_spec has latents of 8 and rotary keys of 4 elements; mla_dims says 16"
     ):
         make_builder(spec=replace(SPEC, kv_lora_rank=8))
-    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; the layers layer\.0 have 8\. Build it"):
+    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; layer\.0 have 8\. Build it"):
         make_builder(spec=replace(SPEC, block_size=8)).build(0, common)
-    with pytest.raises(InvalidInput, match=r"cache_group of the metadata is 0; the layers layer\.0 have 2"):
+    with pytest.raises(InvalidInput, match=r"cache_group of the metadata is 0; layer\.0 have 2"):
         make_builder(cache_group=2).build(0, common)
     with pytest.raises(InvalidInput, match="common_prefix_len is 8; latent attention has no cascade"):
         make_builder().build(8, common)
     with pytest.raises(InvalidInput, match="causal is False; latent attention serves"):
         make_builder().build(0, replace(common, causal=False))
     over_ranks = make_builder(context_parallel=ContextParallel(dcp_world_size=2))
-    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; the layers layer\.0 have 8 \(4 on each"):
+    with pytest.raises(InvalidInput, match=r"block_size of the metadata is 4; layer\.0 have 8 \(4 on each"):
         over_ranks.build(0, common)
     with pytest.raises(InvalidInput, match="num_computed_tokens of sequence 2 is 9; a cache that is spread"):
         over_ranks.build(0, build_common_metadata(ROWS, block_size=2 * BLOCK, num_blocks=NUM_BLOCKS))

@@ -382,15 +382,12 @@ BUILDS = {
     "another block size": (
         {"block_size": 8},
         {},
-        (
-            "block_size of the metadata is 8; the cache of a, b, c and 1 more layers has blocks of 4. Build it with "
-            "block_size=4."
-        ),
+        ("block_size of the metadata is 8; a, b, c and 1 more layers have 4. Build it with block_size=4."),
     ),
     "another group": (
         {},
         {"cache_group": 2},
-        "cache_group of the metadata is 0; a, b, c and 1 more layers are in group 2. Build it with cache_group=2.",
+        "cache_group of the metadata is 0; a, b, c and 1 more layers have 2. Build it with cache_group=2.",
     ),
     "no encoder": (
         {},

@@ -197,8 +197,8 @@ def test_metadata_and_groups_that_do_not_fit_are_refused(seed: int) -> None:
     ):
         impl.forward(*given, metadata, query, torch.ones(1))
     with refuses(
-        "block_size of the metadata is 4; the cache of these layers has blocks of 4 on each of 2 ranks, which share a "
-        "block. Build it with block_size=8."
+        "block_size of the metadata is 4; these layers have 8 (4 on each of 2 ranks, which share a block). Build it "
+        "with block_size=8."
     ):
         problem.step = build_common_metadata(DECODE, block_size=4, num_blocks=16)
         problem.metadata(place)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.metadata import CommonAttentionMetadata
 from torch_core.vllm.config import BuilderConfig
@@ -111,6 +111,21 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """Returns whether attending a shared prefix once should pay; never, by default."""
         del args, options  # For builders that support it.
         return False
+
+    def _check_cache(self, common: CommonAttentionMetadata) -> None:
+        """Refuses a batch whose tables are for blocks of another size, or for another cache group, than the layers'."""
+        own, config = self.kv_cache_spec.block_size, self.vllm_config
+        ranks = config.context_parallel.total_cp_world_size
+        shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"
+        sizes = ("block_size", common.block_size, own * ranks, shared)
+        for name, found, needed, more in (sizes, ("cache_group", common.cache_group, config.cache_group, "")):
+            if found != needed:
+                wanted = f"{self._layers()} have {needed}{more}. Build it with {name}={needed}"
+                raise InvalidInput(name, f"of the metadata is {found}", wanted)
+
+    def _layers(self) -> str:
+        names = ", ".join(self.layer_names[:3]) or "these layers"
+        return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
 
     def _init_reorder_batch_threshold(
         self,

@@ -174,15 +174,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
             raise InvalidInput("common_prefix_len", value=common_prefix_len, wanted=fix)
         if not common.causal:
             raise InvalidInput("causal", value=False, wanted="latent attention serves causal decoders")
-        ranks, own = self.dcp_world_size, self.latent_spec.block_size
-        shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"
-        for name, found, wanted, more in (
-            ("block_size", common.block_size, own * ranks, shared),
-            ("cache_group", common.cache_group, self.vllm_config.cache_group, ""),
-        ):
-            if found != wanted:
-                fix = f"the layers {', '.join(self.layer_names)} have {wanted}{more}. Build it with {name}={wanted}"
-                raise InvalidInput(name, f"of the metadata is {found}", fix)
+        self._check_cache(common)
 
 
 class TritonMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):

@@ -199,16 +199,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def _check(self, common: CommonAttentionMetadata, common_prefix_len: int) -> None:
         kind, ranks = self.vllm_config.attn_type, self.vllm_config.context_parallel.total_cp_world_size
         block_size = self.kv_cache_spec.block_size * ranks
-        if kind in _CACHED and common.block_size != block_size:
-            shared = "" if ranks == 1 else f" on each of {ranks} ranks, which share a block"
-            wanted = (
-                f"the cache of {self._layers()} has blocks of {self.kv_cache_spec.block_size}{shared}. Build it with "
-                f"block_size={block_size}"
-            )
-            raise InvalidInput("block_size", f"of the metadata is {common.block_size}", wanted)
-        if kind in _CACHED and common.cache_group != (group := self.vllm_config.cache_group):
-            wanted = f"{self._layers()} are in group {group}. Build it with cache_group={group}"
-            raise InvalidInput("cache_group", f"of the metadata is {common.cache_group}", wanted)
+        if kind in _CACHED:
+            self._check_cache(common)
         if kind is AttentionType.ENCODER_DECODER and common.encoder is None:
             wanted = f"cross attention of {self._layers()} needs it. Build it with encoder_rows"
             raise InvalidInput("encoder", "of the metadata is None", wanted)
@@ -222,10 +214,6 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
                 "tokens that all sequences had before the step, in the same blocks"
             )
             raise InvalidInput("common_prefix_len", value=shared, wanted=wanted)
-
-    def _layers(self) -> str:
-        names = ", ".join(self.layer_names[:3]) or "these layers"
-        return names if len(self.layer_names) <= 3 else f"{names} and {len(self.layer_names) - 3} more layers"
 
 
 def _shared_context(common: CommonAttentionMetadata) -> int:
