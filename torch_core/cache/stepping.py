@@ -148,17 +148,13 @@ def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str
             continue
         end -= count - kept
         if table.last_step != step_id:
-            raise InvalidInput(
-                "num_kept_tokens",
-                f"of sequence {seq_id!r} is {kept}, less than the {count} tokens of step {step_id}",
-                f"step {table.last_step}, which continues behind them, is committed already",
-            )
+            problem = f"of sequence {seq_id!r} is {kept}, less than the {count} tokens of step {step_id}"
+            wanted = f"step {table.last_step}, which continues behind them, is committed already"
+            raise InvalidInput("num_kept_tokens", problem, wanted)
         if table.known > end:
-            raise InvalidInput(
-                "num_kept_tokens",
-                f"of sequence {seq_id!r} is {kept}, and leaves {end} of its {table.known} known tokens",
-                "append the ids of a step after it was retired with num_kept_tokens",
-            )
+            problem = f"of sequence {seq_id!r} is {kept}, and leaves {end} of its {table.known} known tokens"
+            wanted = "append the ids of a step after it was retired with num_kept_tokens"
+            raise InvalidInput("num_kept_tokens", problem, wanted)
         cuts.append((position, end))
     return cuts
 

@@ -226,11 +226,9 @@ def _check_address(operation: str, name: str, tensor: torch.Tensor, spec: ArrayS
         raise _elsewhere(operation, name, tensor, device)
     address = tensor.data_ptr()
     if address % 16 and spec.aligned:
-        raise InvalidInput(
-            name,
-            f"starts {address % 16} bytes after a multiple of 16, and the plan was made for an aligned array",
-            "clone it, or give the plan its array_spec",
-        ).under(operation)
+        problem = f"starts {address % 16} bytes after a multiple of 16, and the plan was made for an aligned array"
+        wanted = "clone it, or give the plan its array_spec"
+        raise InvalidInput(name, problem, wanted).under(operation)
 
 
 def _elsewhere(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> InvalidInput:
@@ -253,8 +251,6 @@ def _tensor_descriptor(descriptor: Descriptor, tensor: torch.Tensor) -> Any:
 
 def _check_output(operation: str, name: str, found: ArraySpec, spec: ArraySpec) -> None:
     if found.shape != spec.shape or found.dtype != spec.dtype or found.strides != spec.strides:
-        raise InvalidInput(
-            name,
-            f"is {found.dtype}{list(found.shape)} with strides {found.element_strides}",
-            f"it must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}",
-        ).under(operation)
+        problem = f"is {found.dtype}{list(found.shape)} with strides {found.element_strides}"
+        wanted = f"it must be {spec.dtype}{list(spec.shape)} with strides {spec.element_strides}"
+        raise InvalidInput(name, problem, wanted).under(operation)

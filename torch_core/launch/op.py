@@ -72,9 +72,8 @@ def op_of(call: Call[Any]) -> Op:
     """
     op = _OPS.get(type(call))
     if op is None:
-        raise InvalidInput(
-            "call", f"is a {type(call).__name__}, which is not the call of an op", "register one in its room's op.py"
-        )
+        wanted = "register one in its room's op.py"
+        raise InvalidInput("call", f"is a {type(call).__name__}, which is not the call of an op", wanted)
     return op
 
 

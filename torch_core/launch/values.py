@@ -55,11 +55,9 @@ def check_tables(
             wanted = f"a row of block_tables holds 0 to {max_blocks} x {block_size} = {max_blocks * block_size} tokens"
             raise InvalidInput(f"seq_lens[{seq}]", value=seq_len, wanted=wanted)
         if query_lens is not None and query_lens[seq] > seq_len > 0:
-            raise InvalidInput(
-                f"seq_lens[{seq}]",
-                f"is {seq_len} and the sequence has {query_lens[seq]} query rows",
-                "the new tokens are part of it, so it cannot be less",
-            )
+            problem = f"is {seq_len} and the sequence has {query_lens[seq]} query rows"
+            wanted = "the new tokens are part of it, so it cannot be less"
+            raise InvalidInput(f"seq_lens[{seq}]", problem, wanted)
     if not lens or max(lens) == 0:
         return
     # As uint32 a negative id is large, so that one comparison finds both kinds of bad ones.
@@ -69,11 +67,9 @@ def check_tables(
         return
     for seq, seq_len in enumerate(lens):
         for column in np.flatnonzero(bad[seq, : -(-seq_len // block_size)]).tolist():
-            raise InvalidInput(
-                f"block_tables[{seq}, {column}]",
-                f"is {int(tables.view(np.int32)[seq, column])}",
-                f"the cache has blocks 0 to {num_blocks - 1}",
-            )
+            problem = f"is {int(tables.view(np.int32)[seq, column])}"
+            wanted = f"the cache has blocks 0 to {num_blocks - 1}"
+            raise InvalidInput(f"block_tables[{seq}, {column}]", problem, wanted)
 
 
 def check_slots(slot_mapping: Any, num_blocks: int, block_size: int) -> None:

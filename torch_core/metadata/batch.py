@@ -145,11 +145,9 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     last = ends[row] - indices <= counts[row]
     if (counts == 0).any() or not last.all():
         index = int(np.argmin(counts)) if (counts == 0).any() else int(row[np.argmin(last)])
-        raise InvalidInput(
-            "logits_indices",
-            f"do not choose the last tokens of row {index} ({counts[index]} chosen)",
-            "every sequence needs at least its last token, and no gaps",
-        )
+        problem = f"do not choose the last tokens of row {index} ({counts[index]} chosen)"
+        wanted = "every sequence needs at least its last token, and no gaps"
+        raise InvalidInput("logits_indices", problem, wanted)
     return replace(
         metadata,
         query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),

@@ -77,11 +77,9 @@ def check_query_start_loc(
         raise InvalidInput("query_start_loc[0]", value=query_start_loc[0], wanted="a running sum starts with 0")
     steps = np.diff(query_start_loc)
     if (index := first_true(steps < 0)) is not None:
-        raise InvalidInput(
-            f"query_start_loc[{index + 1}]",
-            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}",
-            f"it cannot decrease ({row_name(index, seq_ids)})",
-        )
+        problem = f"is {query_start_loc[index + 1]} after {query_start_loc[index]}"
+        wanted = f"it cannot decrease ({row_name(index, seq_ids)})"
+        raise InvalidInput(f"query_start_loc[{index + 1}]", problem, wanted)
     if (index := first_true(steps[:reqs] == 0)) is not None:
         raise InvalidInput(
             f"query_start_loc[{index + 1}]",
@@ -106,11 +104,9 @@ def _check_seq_lens(seq_lens: np.ndarray, query_lens: np.ndarray, num_reqs: int,
         wanted = "a sequence in a step has at least 1 token"
         raise InvalidInput(f"seq_lens[{index}]", f"is {live[index]} for {row_name(index, seq_ids)}", wanted)
     if (index := first_true(query_lens > live)) is not None:
-        raise InvalidInput(
-            f"seq_lens[{index}]",
-            f"is {live[index]} but its query has {query_lens[index]} tokens ({row_name(index, seq_ids)})",
-            "seq_lens counts the new tokens too",
-        )
+        problem = f"is {live[index]} but its query has {query_lens[index]} tokens ({row_name(index, seq_ids)})"
+        wanted = "seq_lens counts the new tokens too"
+        raise InvalidInput(f"seq_lens[{index}]", problem, wanted)
     if (index := first_true(seq_lens != 0, num_reqs)) is not None:
         raise InvalidInput(f"seq_lens[{index}]", f"is {seq_lens[index]}, but row {index} is padding and must be 0")
 
@@ -200,11 +196,9 @@ def _check_slot_mapping(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> N
         )
         raise InvalidInput(f"slot_mapping[{token}]", value=slots[token], wanted=wanted)
     if (token := first_true(metadata.slot_mapping != PAD_SLOT_ID, tokens)) is not None:
-        raise InvalidInput(
-            f"slot_mapping[{token}]",
-            f"is {metadata.slot_mapping[token]}, but token {token} is padding (num_actual_tokens is {tokens})",
-            f"it must be {PAD_SLOT_ID}",
-        )
+        problem = f"is {metadata.slot_mapping[token]}, but token {token} is padding (num_actual_tokens is {tokens})"
+        wanted = f"it must be {PAD_SLOT_ID}"
+        raise InvalidInput(f"slot_mapping[{token}]", problem, wanted)
     query_lens = metadata.query_lens[: metadata.num_reqs]
     row = np.repeat(np.arange(metadata.num_reqs), query_lens)
     computed = metadata.seq_lens[: metadata.num_reqs] - query_lens
@@ -269,11 +263,9 @@ def _check_tails(metadata: CommonAttentionMetadata, seq_ids: SeqIds) -> None:
     if stale.any():
         row, column = np.argwhere(stale)[0].tolist()
         who = row_name(row, seq_ids) if row < metadata.num_reqs else f"padding row {row}"
-        raise InvalidInput(
-            f"block_tables[{row}, {column}]",
-            f"is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of {who}",
-            "the builder leaves 0 there. The buffer still holds an older step",
-        )
+        problem = f"is {metadata.block_tables[row, column]}, beyond the {live[row]} blocks of {who}"
+        wanted = "the builder leaves 0 there. The buffer still holds an older step"
+        raise InvalidInput(f"block_tables[{row}, {column}]", problem, wanted)
 
 
 def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_counts: np.ndarray | None) -> None:

@@ -109,11 +109,9 @@ def build_encoder_metadata(
     totals = np.array([row.num_tokens for row in rows], np.int64)
     new = np.array([row.num_new_tokens for row in rows], np.int64)
     if (index := first_true((totals < 1) | (new < 0) | (new > totals))) is not None:
-        raise InvalidInput(
-            f"encoder_rows[{index}]",
-            f"has num_tokens {totals[index]} and num_new_tokens {new[index]} for {row_name(index, seq_ids)}",
-            "the first must be at least 1 and the second from 0 to the first",
-        )
+        problem = f"has num_tokens {totals[index]} and num_new_tokens {new[index]} for {row_name(index, seq_ids)}"
+        wanted = "the first must be at least 1 and the second from 0 to the first"
+        raise InvalidInput(f"encoder_rows[{index}]", problem, wanted)
     seq_lens, slots, tables = (
         layout[name].of(buffer) for name in ("encoder_seq_lens", "cross_slot_mapping", "cross_block_tables")
     )

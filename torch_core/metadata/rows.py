@@ -97,11 +97,9 @@ class RowColumns:
         try:
             return [tables[cache_group] for tables in self["group_block_ids"]]
         except (AttributeError, IndexError):
-            raise InvalidInput(
-                "cache_group",
-                f"is {cache_group}, but a row has no group_block_ids[{cache_group}]",
-                "the rows come from an allocator with fewer cache groups",
-            ) from None
+            problem = f"is {cache_group}, but a row has no group_block_ids[{cache_group}]"
+            wanted = "the rows come from an allocator with fewer cache groups"
+            raise InvalidInput("cache_group", problem, wanted) from None
 
 
 class Lengths(NamedTuple):

@@ -211,11 +211,9 @@ def _first_ids(
         raise InvalidInput("block_ids", f"of {row_name(index, seq_ids())} has {len(ids)} blocks", wanted)
     if isinstance(ids, np.ndarray):
         if ids.dtype != np.int32 or ids.ndim != 1:
-            raise InvalidInput(
-                "block_ids",
-                f"of {row_name(index, seq_ids())} has dtype {ids.dtype} and rank {ids.ndim}",
-                "int32 of rank 1 is required. Use block_ids.astype(np.int32)",
-            )
+            problem = f"of {row_name(index, seq_ids())} has dtype {ids.dtype} and rank {ids.ndim}"
+            wanted = "int32 of rank 1 is required. Use block_ids.astype(np.int32)"
+            raise InvalidInput("block_ids", problem, wanted)
         return np.ascontiguousarray(ids[:needed])
     if isinstance(ids, array) and ids.typecode == "i":
         return ids[:needed]

@@ -159,11 +159,9 @@ class WorkspaceManager:
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if end > self.num_bytes:
             if self._locked:
-                raise InvalidInput(
-                    "shapes_and_dtypes",
-                    f"need {end:,} bytes and the workspace is locked with {self.num_bytes:,}",
-                    "reserve for the largest batch before locking it",
-                )
+                problem = f"need {end:,} bytes and the workspace is locked with {self.num_bytes:,}"
+                wanted = "reserve for the largest batch before locking it"
+                raise InvalidInput("shapes_and_dtypes", problem, wanted)
             self._buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
         return [
             self._buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -117,11 +117,9 @@ class CommonAttentionState:
         """
         buffers = self._captured(batch_size)
         if metadata.layout != buffers.layout:
-            raise InvalidInput(
-                "metadata",
-                f"is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens",
-                f"the graph of batch size {batch_size} has another layout. Build it with that layout",
-            )
+            problem = f"is padded to {metadata.num_seqs} sequences and {metadata.num_tokens} tokens"
+            wanted = f"the graph of batch size {batch_size} has another layout. Build it with that layout"
+            raise InvalidInput("metadata", problem, wanted)
         arrays = buffers.upload(step)
         if self._builder.vllm_config.context_parallel.total_cp_world_size > 1:
             self._builder.build(0, metadata, arrays=arrays)
