@@ -41,6 +41,28 @@ def test_a_grammar_without_an_end_is_refused(monkeypatch, structured, message) -
     assert error.value.argument == "structured_outputs"
 
 
+def test_a_grammar_that_was_refused_is_not_compiled_again(monkeypatch) -> None:
+    compiler = grammar.GrammarCompiler(TextTokenizer(byte_tokenizer()), 257, [0])
+    params = StructuredOutputsParams(json={"type": 5})
+    with pytest.raises(InvalidInput, match=r"^json cannot be compiled: "):
+        compiler.compile(params)
+    monkeypatch.setattr(grammar.GrammarCompiler, "_compiled", lambda *_, **__: pytest.fail("compiled"))
+
+    with pytest.raises(InvalidInput, match=r"^json cannot be compiled: ") as error:
+        compiler.compile(params)
+
+    assert error.value.argument == "structured_outputs"
+
+
+def test_known_grammars_have_a_length_in_all() -> None:
+    compiler = grammar.GrammarCompiler(TextTokenizer(byte_tokenizer()), 257, [0])
+
+    for index in range(6):
+        compiler.compile(StructuredOutputsParams(choice=[f"{index}", "x" * 100_000]))
+
+    assert len(compiler._known) == 5
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

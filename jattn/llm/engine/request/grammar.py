@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import threading
@@ -16,7 +17,7 @@ from jattn.llm.workers.grammars import grammar_source, started_matcher
 from jattn.llm.workers.pool import Refused, Task
 from torch_core.base.errors import InvalidInput, Unsupported
 
-_MOST_KNOWN = 64
+_MOST_KNOWN, _MOST_KNOWN_TEXT = 64, 1 << 19
 _TRY = Task(
     module="grammars",
     function="try_grammar",
@@ -116,8 +117,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokens: Any = None
-        # The last ones, at their start: many requests bring the same.
-        self._known: dict[tuple[str, str, bool], Grammar] = {}
+        # The last ones, at their start, and the last refusals: many requests bring the same.
+        self._known: dict[tuple[str, str, bool], Grammar | InvalidInput] = {}
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
@@ -149,19 +150,22 @@ class GrammarCompiler:
             found = self._compiled(library, name, value, flexible=not params.disable_any_whitespace)
         with self._lock:
             self._known[key] = found
-            while len(self._known) > _MOST_KNOWN:
+            # Memory grows with the text: a grammar of 128 KiB takes some 10 MiB.
+            while len(self._known) > _MOST_KNOWN or sum(len(text) for _, text, _ in self._known) > _MOST_KNOWN_TEXT:
                 del self._known[next(iter(self._known))]
-            return found.copy()
+            if isinstance(found, Grammar):
+                return found.copy()
+        raise copy.copy(found)
 
-    def _compiled(self, library: Any, name: str, value: Any, *, flexible: bool) -> Grammar:
+    def _compiled(self, library: Any, name: str, value: Any, *, flexible: bool) -> Grammar | InvalidInput:
         try:
             # The library's own limits miss some grammars, and no exception ends its work.
             _TRY.run(name, value, flexible)
             matcher = started_matcher(library, self._tokens, grammar_source(library, name, value, flexible=flexible))
         except (Refused, ValueError) as error:
             if isinstance(error, InvalidInput):
-                raise error.under(name) from None
-            raise InvalidInput(f"{name} cannot be compiled: {error}", argument="structured_outputs") from None
+                return error.under(name)
+            return InvalidInput(f"{name} cannot be compiled: {error}", argument="structured_outputs")
         return Grammar(matcher, self._eos_token_ids, -(-self._vocab_size // 32))
 
 
