@@ -7,6 +7,8 @@ import torch
 
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_call
 from tests.support.triton_ops import run_triton
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 @pytest.mark.parametrize("gates", ["g", "gk", None])
@@ -22,3 +24,26 @@ def test_each_option_is_as_exact_as_torchs(options, seed):
     call.key[:5] /= 3
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
+@pytest.mark.parametrize("options", [{}, {"gates": None, "states": False}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prompts_go_in_chunks(dtype, options, seed):
+    call = delta_call(seed, (70, 1, 0, 130), heads=(2, 1), dtype=dtype, **options)
+    assert len(plan_call(call.map(array_spec)).launches) == 2
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
+def test_equal_keys_do_not_overflow_a_chunks_inverse(seed):
+    call = delta_call(seed, (64,), heads=(1, 1), gates=None, padding=0, dtype="float16")
+    call.key[:] = call.key[0]
+    call.beta[:] = 0.99
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"gates": "gk"}, {"sizes": (8, 130)}], ids=str)
+def test_prompts_that_no_chunk_serves_go_token_by_token(change, seed):
+    call = delta_call(seed, (40,), **{"dtype": "bfloat16", **change})
+    assert [launch.name for launch in plan_call(call.map(array_spec)).launches] == ["gated_delta_kernel"]

@@ -132,7 +132,7 @@ def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["g", "gk"])
-@pytest.mark.parametrize("lens", [(100, 1, 0, 5), (1,) * 70], ids=["mixed", "one"])
+@pytest.mark.parametrize("lens", [(300, 1, 0, 700, 5), (1,) * 70], ids=["mixed", "one"])
 def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, gates, seed):
     call = delta_call(seed, lens, heads=(4, 2), sizes=(128, 128), gates=gates, dtype="bfloat16")
     given = call.map(torch.Tensor.cuda)

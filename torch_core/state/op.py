@@ -48,8 +48,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "causal conv": _conv(8192, 8),
         "causal conv decode": _conv(64, 64),
         "causal conv without states": _conv(8192, 8, conv_states=None, cache_indices=None, has_initial_state=None),
-        "gated delta decode": _delta(64, g=ArraySpec((64, 32), "float32")),
-        "gated delta decode by channel": _delta(64, gk=ArraySpec((64, 32, 128), "float32")),
+        "gated delta decode": _delta(64, 64, g=ArraySpec((64, 32), "float32")),
+        "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
+        "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
     }
 
 
@@ -66,18 +67,18 @@ def _conv(num_tokens: int, num_seqs: int, **changes: Any) -> CausalConvCall[Arra
     return CausalConvCall(**{**fields, **changes})
 
 
-def _delta(num_seqs: int, **gates: Any) -> GatedDeltaCall[ArraySpec]:
-    heads = ArraySpec((num_seqs, 16, 128), "bfloat16")
+def _delta(num_seqs: int, num_tokens: int, **gates: Any) -> GatedDeltaCall[ArraySpec]:
+    heads = ArraySpec((num_tokens, 16, 128), "bfloat16")
     return GatedDeltaCall(
         query=heads,
         key=heads,
-        value=ArraySpec((num_seqs, 32, 128), "bfloat16"),
-        beta=ArraySpec((num_seqs, 32), "bfloat16"),
+        value=ArraySpec((num_tokens, 32, 128), "bfloat16"),
+        beta=ArraySpec((num_tokens, 32), "bfloat16"),
         states=ArraySpec((256, 32, 128, 128), "float32"),
         query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
         cache_indices=ArraySpec((num_seqs,), "int32"),
         has_initial_state=ArraySpec((num_seqs,), "bool"),
-        max_query_len=1,
+        max_query_len=num_tokens // num_seqs,
         scale=128**-0.5,
         use_qk_l2norm_in_kernel=True,
         **gates,

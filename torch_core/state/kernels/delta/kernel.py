@@ -55,28 +55,16 @@ def gated_delta_kernel(
     is_channel = channel < KEY_SIZE
     is_row = row < VALUE_SIZE
     results = out + head * out_head_stride + row
-    if seq == 0:
-        for first in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
-            tokens = first + tl.arange(0, BLOCK_T)
-            padded = results[None, :] + tokens.to(tl.int64)[:, None] * out_token_stride
-            zeros = tl.zeros([BLOCK_T, BLOCK_V], out.dtype.element_ty)
-            tl.store(padded, zeros, mask=(tokens < num_tokens)[:, None] & is_row[None, :])
+    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
     start = tl.load(query_start_loc + seq)
     end = tl.load(query_start_loc + seq + 1)
     if start >= end:
         return
 
-    inside = is_row[:, None] & is_channel[None, :]
-    state = tl.zeros([BLOCK_V, KEY_PADDED], tl.float32)
-    if states is not None:
-        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
-        has_slot = (slot >= 0) & (slot < num_states)
-        reads_state = has_slot
-        if has_initial_state is not None:
-            reads_state = reads_state & (tl.load(has_initial_state + seq) != 0)
-        held = states + slot.to(tl.int64) * states_slot_stride + head * states_head_stride
-        held = held + row[:, None] * states_row_stride + channel[None, :]
-        state = tl.load(held, mask=inside & reads_state, other=0.0).to(tl.float32)
+    state = load_state(
+        states, cache_indices, has_initial_state, seq, head, row, channel, num_states, states_slot_stride,
+        states_head_stride, states_row_stride, KEY_SIZE, VALUE_SIZE,
+    )  # fmt: skip
     for step in range(end - start):
         place = start.to(tl.int64) + step
         keys = key + place * key_token_stride + head // GROUP * key_head_stride + channel
@@ -97,5 +85,58 @@ def gated_delta_kernel(
         state += error[:, None] * k[None, :]
         found = scale * tl.sum(state * q[None, :], 1)
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
+    store_state(
+        states, state, cache_indices, seq, head, row, channel, num_states, states_slot_stride, states_head_stride,
+        states_row_stride, KEY_SIZE, VALUE_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def normalized(rows, epsilon, NORMALIZE: tl.constexpr):
+    """Returns rows in float32, divided by their norms if NORMALIZE."""
+    rows = rows.to(tl.float32)
+    return rows / tl.sqrt(tl.sum(rows * rows, 1) + epsilon)[:, None] if NORMALIZE else rows
+
+
+@triton.jit
+def zero_padding(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T: tl.constexpr):
+    """Zeroes the results after the last sequence, by the programs of the first one."""
+    if tl.program_id(0) == 0:
+        for first in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
+            tokens = first + tl.arange(0, BLOCK_T)
+            padded = results[None, :] + tokens.to(tl.int64)[:, None] * token_stride
+            zeros = tl.zeros(padded.shape, results.dtype.element_ty)
+            tl.store(padded, zeros, mask=(tokens < num_tokens)[:, None] & is_row[None, :])
+
+
+@triton.jit
+def load_state(
+    states, cache_indices, has_initial_state, seq, head, row, channel, num_states, slot_stride, head_stride, row_stride,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Returns rows of the state that a sequence starts from, in float32: zeros if it has none."""
+    inside = (row < VALUE_SIZE)[:, None] & (channel < KEY_SIZE)[None, :]
+    state = tl.zeros(inside.shape, tl.float32)
     if states is not None:
-        tl.store(held, state.to(states.dtype.element_ty), mask=inside & has_slot)
+        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
+        is_read = (slot >= 0) & (slot < num_states)
+        if has_initial_state is not None:
+            is_read = is_read & (tl.load(has_initial_state + seq) != 0)
+        held = states + slot.to(tl.int64) * slot_stride + head * head_stride
+        held = held + row[:, None] * row_stride + channel[None, :]
+        state = tl.load(held, mask=inside & is_read, other=0.0).to(tl.float32)
+    return state
+
+
+@triton.jit
+def store_state(
+    states, state, cache_indices, seq, head, row, channel, num_states, slot_stride, head_stride, row_stride,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Stores rows of a sequence's state in its slot, if it has one."""
+    if states is not None:
+        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
+        inside = (row < VALUE_SIZE)[:, None] & (channel < KEY_SIZE)[None, :] & (slot >= 0) & (slot < num_states)
+        held = states + slot.to(tl.int64) * slot_stride + head * head_stride
+        held = held + row[:, None] * row_stride + channel[None, :]
+        tl.store(held, state.to(states.dtype.element_ty), mask=inside)
