@@ -89,6 +89,23 @@ def test_an_argument_that_a_caller_made_up_is_quoted_and_shortened() -> None:
     assert len(str(InvalidInput("x" * 10_000, "is no field"))) < 200
 
 
+@pytest.mark.parametrize("whole", [lambda ones: [*ones], lambda ones: (*ones,), lambda ones: {"a": {"b": [*ones]}}])
+def test_no_more_of_a_long_value_is_printed_than_is_shown(whole) -> None:
+    printed = []
+
+    class One:
+        def __repr__(self) -> str:
+            printed.append(1)
+            return "1"
+
+    value = whole([One() for _ in range(1000)])
+
+    text = shown(value)
+
+    assert len(printed) <= 80
+    assert text == f"{str(value)[:80]}..."
+
+
 def test_numbers_of_numpy_are_shown_as_numbers() -> None:
     assert (shown(np.int32(5)), shown(np.float32(0.5)), shown(True)) == ("5", "0.5", "True")
 

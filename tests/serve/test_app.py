@@ -6,15 +6,18 @@ import http.client
 import json
 import random
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
 import jattn
 from jattn.llm.load import tokenizer as text_tokenizer
+from jattn.llm.serve.protocol import parse_completion
 from jattn.llm.workers.pool import Task
 from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_until_idle
 from tests.serve.malformed import BAD_CHATS, BAD_COMPLETIONS, Malformed, drawn
@@ -92,6 +95,32 @@ def test_what_is_not_served_is_said_in_the_same_form(http_client, method, path, 
 
     assert response.status_code == status
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/v1/completions/"])
+def test_a_slash_behind_a_path_leads_nowhere(http_client, path) -> None:
+    response = http_client.get(path, headers={"Host": "elsewhere.example"})
+
+    assert (response.status_code, response.headers.get("location")) == (404, None)
+
+
+def test_the_server_answers_while_a_long_body_is_read(server, http_client, monkeypatch) -> None:
+    begun, answered = threading.Event(), threading.Event()
+
+    def read(*args: Any) -> Any:
+        begun.set()
+        assert answered.wait(60)
+        return parse_completion(*args)
+
+    monkeypatch.setattr("jattn.llm.serve.app.parse_completion", read)
+    with ThreadPoolExecutor(1) as threads:
+        body = {"prompt": "x", "max_tokens": 1, "metadata": {"a": "x" * 20_000}}
+        asked = threads.submit(http_client.post, "/v1/completions", json=body)
+        assert begun.wait(60)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        answered.set()
+
+    assert asked.result().status_code == 200
 
 
 @pytest.mark.parametrize("key", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}"])
@@ -215,6 +244,33 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream) -> None:
     # Before its 240 tokens are there.
     connection.sock.shutdown(socket.SHUT_RDWR) if connection.sock else None
     connection.close()
+
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize("num_streams", [16, pytest.param(500, marks=pytest.mark.nightly)])
+def test_streams_whose_clients_go_away_in_any_way_leave_nothing(server, seed, num_streams) -> None:
+    body = json.dumps({"prompt": "The", "max_tokens": 12, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    sent = f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode() + body
+
+    def ask(number: int) -> bytes:
+        choose = random.Random(seed + number)
+        way = choose.choice(["close", "reset", "half", "stay"])
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(sent)
+            if way in ("half", "stay"):
+                if way == "half":
+                    client.shutdown(socket.SHUT_WR)
+                with client.makefile("rb") as answer:
+                    return answer.read()
+            client.recv(choose.choice([1, 400, 4000]))
+            if way == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return b"[DONE]"
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(b"[DONE]" in answer for answer in threads.map(ask, range(num_streams)))
 
     wait_until_idle(server)
 

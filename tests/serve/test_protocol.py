@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import random
 
 import pytest
 
 from jattn.llm.serve import bodies
 from jattn.llm.serve.bodies import UNUSED, DetokenizeBody, EmbeddingsBody, TokenizeBody, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
-from jattn.llm.serve.protocol import parse_chat, parse_completion
-from torch_core.base.errors import InvalidInput, Unsupported
+from jattn.llm.serve.protocol import parse_body, parse_chat, parse_completion
+from jattn.llm.serve.responses import json_bytes
+from tests.serve.malformed import drawn
+from torch_core.base.errors import ArgumentError, InvalidInput, Unsupported
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 50}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -134,3 +138,41 @@ def test_the_effort_is_a_variable_of_the_template() -> None:
         {"reasoning_effort": "high"},
         {"reasoning_effort": "low"},
     ]
+
+
+def test_two_thousand_malformed_bodies_are_refused_and_nothing_else_is_raised(seed) -> None:
+    choose, num_refused = random.Random(seed), 0
+    for _ in range(2000):
+        bad = drawn(choose)
+        read = parse_chat if bad.path.endswith("chat/completions") else parse_completion
+        try:
+            read(parse_body(bad.content))
+        except (RequestError, ArgumentError):
+            num_refused += 1
+
+    # The rest needs the engine to be refused.
+    assert num_refused > 1000
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b'"":0,'])
+def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(part) -> None:
+    with pytest.raises(RequestError, match=r"^the body has more than 262144 lists, objects and fields\.$"):
+        parse_body(b'{"a":[' + part * (1 << 18))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"a": [], "b": {}, "c": "é\n", "d": None, "e": [1, 2.5]},
+        {"choices": [{"logprobs": {"content": [{"token": "a", "top_logprobs": [{}, {"x": [{}]}]}]}}, {}]},
+        {"prompt_logprobs": [None, {"1": {"logprob": -1.5}}, {"2": {}}]},
+    ],
+)
+def test_an_answer_in_pieces_is_its_json(body) -> None:
+    assert json_bytes(body).decode() == json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_a_number_that_json_lacks_is_no_answer() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_bytes({"logprob": float("nan")})

@@ -72,6 +72,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
         (["--port", "99999"], "jattn: port is 99999; it must be from 0 to 65535."),
         (["--host", "192.0.2.1"], "jattn: nothing can listen at host '192.0.2.1' and port 8000: "),
         (["--drain-seconds", "-1"], "jattn: drain_seconds is -1; it must be an int of at least 0."),
+        (["--body-seconds", "0"], "jattn: body_seconds is 0.0; it must be above 0."),
         (["--max-body-bytes", "0"], "jattn: max_body_bytes is 0; it must be an int of at least 1."),
         (["--max-num-seqs", "0"], "jattn: max_num_seqs is 0; it must be from 1 to 65536."),
         (["--engine-config", "{"], "jattn: --engine-config is not valid JSON: "),

@@ -7,12 +7,16 @@ never its text.
 from __future__ import annotations
 
 import copy
+import itertools
 import numbers
 import re
-from typing import Self, overload
+from collections.abc import Iterable
+from typing import Self, cast, overload
 
 _NOT_GIVEN = object()
 _LONGEST_NAME, _LONGEST_TEXT = 160, 80
+# Levels of a value that messages shorten.
+_MAX_DEPTH = 3
 
 
 class JattnError(Exception):
@@ -187,10 +191,22 @@ def shown(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         # numpy's numbers print as numbers: repr() would say np.int32(5).
-        text = str(value) if isinstance(value, numbers.Number) else repr(value)
+        text = str(value) if isinstance(value, numbers.Number) else repr(_beginning(value, _MAX_DEPTH))
     except Exception:
         return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _beginning(value: object, depth: int) -> object:
+    """Returns as much of a value as a message shows: repr() of a long list holds every other thread up."""
+    if type(value) is str:
+        return value[: _LONGEST_TEXT + 1]
+    if not depth or type(value) not in (list, tuple, dict):
+        return value
+    if isinstance(value, dict):
+        return {name: _beginning(each, depth - 1) for name, each in itertools.islice(value.items(), _LONGEST_TEXT)}
+    first = [_beginning(each, depth - 1) for each in itertools.islice(cast(Iterable[object], value), _LONGEST_TEXT)]
+    return first if type(value) is list else tuple(first)
 
 
 def _name(name: str | None) -> str:

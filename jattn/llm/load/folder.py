@@ -103,8 +103,10 @@ def read_json(text: str, name: str) -> dict[str, Any]:
     def refuse_constant(text: str) -> NoReturn:
         raise InvalidInput(name, f"contains {text}, which is not JSON")
 
+    # Numbers are parsed by functions of Python, between which other threads run.
+    numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant, **numbers)
     except InvalidInput:
         raise
     except RecursionError:

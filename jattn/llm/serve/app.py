@@ -11,8 +11,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,21 +27,26 @@ from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.access import AccessLog
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
 from jattn.llm.serve.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, prompts_of, read_body
+from jattn.llm.serve.connection import TimeLimits
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, tokens_answer, usage
+from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, json_bytes, tokens_answer, usage
+from jattn.llm.serve.unread import UnreadBodies
 from jattn.llm.text.prompts import chat_prompt, encoded
 from jattn.llm.text.tokens import TextOffsets
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 
+_R = TypeVar("_R")
 _log = logging.getLogger("jattn.llm.serve")
 
 # OpenAI's limit.
 _MAX_INPUTS = 2048
 _MAX_THREADS = 128
+# A longer body is parsed off the event loop.
+_SHORT_BODY = 1 << 14
 # The status that nginx logs for a client that disconnected.
 _CLIENT_GONE = 499
 
@@ -56,6 +61,7 @@ class ServeConfig:
         isolate_tenants: requests share cached prefixes only with requests of the same tenant.
         max_body_bytes: largest body of a request, in bytes.
         max_unfinished: most samples that wait or run; beyond it the answer is 429.
+        time_limits: seconds after which a slow client is dropped.
         chat_template: template instead of the model's.
         trust_request_chat_template: also accept a template from a request; it runs in the same sandbox.
         default_sampling: default values of requests' fields, by name.
@@ -69,6 +75,7 @@ class ServeConfig:
     isolate_tenants: bool = False
     max_body_bytes: int = 4 << 20
     max_unfinished: int = 1024
+    time_limits: TimeLimits = field(default_factory=TimeLimits)
     chat_template: ChatTemplate | str | None = None
     trust_request_chat_template: bool = False
     default_sampling: Mapping[str, Any] | None = None
@@ -105,12 +112,15 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(AccessLog)],
+        middleware=[Middleware(AccessLog), Middleware(UnreadBodies, most_bytes=config.max_body_bytes)],
         exception_handlers={HTTPException: server.refuse_route},
     )
+    # A redirect would lead to the host that the client names.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Server:
@@ -120,7 +130,8 @@ class _Server:
         self._metrics = Metrics(llm)
         self._started = int(time.time())
         self._keys = KeyRing(config.api_keys)
-        self._embeds, self._num_embedded, self._num_arriving = asyncio.Lock(), 0, 0
+        self._reads, self._embeds = asyncio.Lock(), asyncio.Lock()
+        self._num_embedded, self._num_arriving = 0, 0
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wraps a route: checks the key, and converts every error to OpenAI's form."""
@@ -145,13 +156,13 @@ class _Server:
         return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_completion(await self._body(request), self._config.default_sampling))
+        return await self._generate(request, await self._read(request, parse_completion))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, parse_chat(await self._body(request), self._config.default_sampling))
+        return await self._generate(request, await self._read(request, parse_chat))
 
     async def embeddings(self, request: Request) -> Response:
-        asked = read_body(EmbeddingsBody, await self._body(request))
+        asked = await self._read(request, lambda body, _: read_body(EmbeddingsBody, body))
         prompts = prompts_of("input", asked.input, _MAX_INPUTS)
         self._check_model(asked.model)
         self._check_room("input", len(prompts), self._num_embedded)
@@ -170,7 +181,7 @@ class _Server:
         request.state.log["prompt_tokens"] = num_tokens
         vectors = [each.outputs.embedding for each in found]
         is_base64 = asked.encoding_format == "base64"
-        return JSONResponse(embeddings_answer(vectors, self._config.model_name, num_tokens, as_base64=is_base64))
+        return await _written(embeddings_answer, vectors, self._config.model_name, num_tokens, as_base64=is_base64)
 
     async def models(self, request: Request) -> Response:
         model = {
@@ -187,14 +198,14 @@ class _Server:
         return JSONResponse(model)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        if "messages" in body:
-            generation = parse_chat(body)
-            self._check_model(generation.body.model)
-            prompt = await asyncio.to_thread(self._chat_prompt, generation, tokenizes=True)
+        asked = await self._read(
+            request, lambda body, _: parse_chat(body) if "messages" in body else read_body(TokenizeBody, body)
+        )
+        if isinstance(asked, Generation):
+            self._check_model(asked.body.model)
+            prompt = await asyncio.to_thread(self._chat_prompt, asked, tokenizes=True)
             token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
         else:
-            asked = read_body(TokenizeBody, body)
             self._check_model(asked.model)
             token_ids = await asyncio.to_thread(
                 self._tokenizer().encode, asked.prompt, add_special_tokens=asked.add_special_tokens
@@ -202,7 +213,7 @@ class _Server:
         return StreamingResponse(tokens_answer(token_ids, self._llm.llm.max_model_len), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        asked = read_body(DetokenizeBody, await self._body(request))
+        asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))
         self._check_model(asked.model)
         vocab_size = self._llm.llm.vocab_size
         if (largest := max(asked.tokens, default=0)) >= vocab_size:
@@ -253,7 +264,7 @@ class _Server:
         with submission:
             outputs = await _unless_gone(request, self._outputs(submission))
         self._note_usage(request, outputs)
-        return JSONResponse(answer.whole(outputs))
+        return await _written(answer.whole, outputs)
 
     async def _outputs(self, submission: Submission) -> list[RequestOutput]:
         finished = {}
@@ -284,14 +295,23 @@ class _Server:
                 yield event(error_body(as_request_error(error)))
             yield event("[DONE]")
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        most = self._config.max_body_bytes
-        body = bytearray()
+    async def _read(self, request: Request, read: Callable[[dict[str, Any], Mapping[str, Any] | None], _R]) -> _R:
+        """Returns what `read` makes of a request's JSON and the values of fields that it leaves out."""
+        most, body = self._config.max_body_bytes, bytearray()
+        problem = RequestError(413, f"the body is longer than {most} bytes.")
+        given = request.headers.get("content-length", "")
+        if given.isdecimal() and int(given) > most:
+            raise problem
         async for part in request.stream():
             body += part
             if len(body) > most:
-                raise RequestError(413, f"the body is longer than {most} bytes.")
-        return parse_body(bytes(body))
+                raise problem
+        work = lambda: read(parse_body(bytes(body)), self._config.default_sampling)  # noqa: E731
+        if len(body) <= _SHORT_BODY:
+            return work()
+        # One after another: the loop waits for Python's lock behind one of them, not behind all.
+        async with self._reads:
+            return await asyncio.to_thread(work)
 
     def _chat_prompt(self, generation: Generation, *, tokenizes: bool = False) -> Any:
         own = generation.chat_template
@@ -354,6 +374,12 @@ class _Server:
         self._metrics.refused(error.status)
         headers = {"Retry-After": "1"} if error.status == 429 else None
         return JSONResponse(error_body(error), error.status, headers)
+
+
+async def _written(make: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> Response:
+    """Returns the answer whose JSON `make` makes, both off the event loop: vectors and log-probabilities are long."""
+    content = await asyncio.to_thread(lambda: json_bytes(make(*args, **options)))
+    return Response(content, media_type="application/json")
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:

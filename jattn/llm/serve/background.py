@@ -10,6 +10,7 @@ import uvicorn
 
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.connection import uvicorn_options
 from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import Owner
 
@@ -31,7 +32,7 @@ class BackgroundServer(Owner, contextlib.AbstractContextManager):
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
         # The process's logging is its owner's: uvicorn's own would also close the handlers that are there.
-        options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
+        options: dict[str, Any] = {"log_config": None, "log_level": "error", **uvicorn_options(config.time_limits)}
         self._server = _Server(uvicorn.Config(create_app(llm, config), host="127.0.0.1", port=0, **options))
         self._thread = threading.Thread(target=self._server.run, name="jattn-serve", daemon=True)
         self._thread.start()

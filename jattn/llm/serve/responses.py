@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,9 +27,20 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
+# JSON without spaces, and in UTF-8.
+_dumped = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+# The log-probabilities of one token of a choice.
+_MAX_DEPTH = 5
+
+
 def event(body: dict[str, Any] | str) -> str:
     """Returns one server-sent event."""
     return f"data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def json_bytes(body: dict[str, Any]) -> bytes:
+    """Returns an answer as JSON, written in pieces: Python runs no other thread within a call of `json.dumps`."""
+    return "".join(_pieces(body, _MAX_DEPTH)).encode()
 
 
 def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int, *, as_base64: bool) -> dict[str, Any]:
@@ -208,6 +220,22 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """Yields the JSON of a value: of dicts, and lists of dicts, each value by itself, down to a depth."""
+    if depth and isinstance(value, dict):
+        for index, (name, each) in enumerate(value.items()):
+            yield f"{',' if index else '{'}{_dumped(name)}:"
+            yield from _pieces(each, depth - 1)
+        yield "}" if value else "{}"
+    elif depth and isinstance(value, list) and value and isinstance(value[-1], dict):
+        for index, each in enumerate(value):
+            yield "," if index else "["
+            yield from _pieces(each, depth - 1)
+        yield "]"
+    else:
+        yield _dumped(value)
 
 
 def _of_no_tokens(output: RequestOutput) -> RequestOutput:

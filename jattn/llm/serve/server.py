@@ -29,9 +29,17 @@ from jattn.llm.load.folder import read_given
 from jattn.llm.serve import access
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.connection import TimeLimits, uvicorn_options
 from jattn.llm.serve.keys import read_keys
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
+
+_TIME_LIMITS = {
+    "head_seconds": "longest time for the head of a request",
+    "body_seconds": "longest time for its body",
+    "idle_seconds": "longest time between an answer and the next request of a connection",
+    "unread_seconds": "longest time in which a client reads nothing of an answer that waits for it",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
     add("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
     add("--max-unfinished", type=int, default=1024, help="most samples that wait or run (1024)")
+    for name, meaning in _TIME_LIMITS.items():
+        default = getattr(TimeLimits(), name)
+        add(f"--{name.replace('_', '-')}", type=float, default=default, help=f"{meaning} ({default:g})")
     add("--drain-seconds", type=int, default=60, help="seconds for running requests to finish after a signal (60)")
     add_loading_arguments(parser)
     add_flag("--no-warmup", help="compile each program when a request first needs it")
@@ -74,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         isolate_tenants=arguments.isolate_tenants,
         max_body_bytes=arguments.max_body_bytes,
         max_unfinished=arguments.max_unfinished,
+        time_limits=TimeLimits(**{name: getattr(arguments, name) for name in _TIME_LIMITS}),
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
     )
@@ -103,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         host=arguments.host,
         port=arguments.port,
         timeout_graceful_shutdown=arguments.drain_seconds,
-        access_log=False,
+        **uvicorn_options(config.time_limits),
     )
     return 0
 
