@@ -18,7 +18,7 @@ from torch_core.metadata import (
     common_prefix_length,
     encoder_layout,
     get_dcp_local_seq_lens,
-    make_dcp_common_attn_metadata,
+    get_dcp_local_slots,
     make_local_attention_virtual_batches,
     metadata_layout,
     prefix_piece_tokens,
@@ -296,36 +296,25 @@ def test_every_token_lives_on_exactly_one_rank(world, interleave):
 def test_every_new_token_has_a_slot_on_the_rank_where_it_lives(world, interleave):
     rows = [SequenceRow([5, 2, 3], 13, 9), SequenceRow([7], 0, 3)]
     step = build_common_metadata(rows, block_size=4 * world, num_blocks=8, num_tokens=16)
-    by_rank = [
-        make_dcp_common_attn_metadata(step, dcp_world_size=world, dcp_rank=rank, interleave_size=interleave)
-        for rank in range(world)
-    ]
+    place = {"dcp_world_size": world, "interleave_size": interleave}
+    by_rank = [get_dcp_local_slots(step.slot_mapping, block_size=4, dcp_rank=rank, **place) for rank in range(world)]
 
     assert step.positions is not None
     for token, position in enumerate(step.positions[:12].tolist()):
         row = rows[0] if token < 9 else rows[1]
         owner = position // interleave % world
-        place = position // (interleave * world) * interleave + position % interleave
+        local = position // (interleave * world) * interleave + position % interleave
         expected = [-1] * world
-        expected[owner] = row.block_ids[place // 4] * 4 + place % 4
-        assert [int(each.slot_mapping[token]) for each in by_rank] == expected
-    for rank, each in enumerate(by_rank):
-        assert each.slot_mapping[12:].tolist() == [-1] * 4
-        assert (each.block_size, each.slot_mapping.dtype) == (4, np.int32)
-        lens = [sum(t // interleave % world == rank for t in range(n)) for n in (22, 3)]
-        assert each.dcp_local_seq_lens is not None
-        assert each.dcp_local_seq_lens.tolist() == lens
+        expected[owner] = row.block_ids[local // 4] * 4 + local % 4
+        assert [int(slots[token]) for slots in by_rank] == expected
+    for slots in by_rank:
+        assert slots[12:].tolist() == [-1] * 4
+        assert slots.dtype == np.int32
 
 
-def test_blocks_that_ranks_cannot_share_are_refused():
-    step = build_common_metadata([SequenceRow([1], 0, 3)], block_size=8, num_blocks=2)
-    with refuses(
-        "block_size of the metadata is 8; 3 ranks share a block, so it must be a multiple. Build it with "
-        "block_size = dcp_world_size * a rank's block size."
-    ):
-        make_dcp_common_attn_metadata(step, dcp_world_size=3, dcp_rank=0)
+def test_runs_that_blocks_do_not_hold_whole_are_refused():
     with refuses("interleave_size is 3; it must divide the block size, 4."):
-        make_dcp_common_attn_metadata(step, dcp_world_size=2, dcp_rank=0, interleave_size=3)
+        get_dcp_local_slots(np.zeros(1, np.int32), block_size=4, dcp_world_size=2, dcp_rank=0, interleave_size=3)
 
 
 def test_impossible_ranks_are_refused():

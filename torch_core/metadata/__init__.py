@@ -21,11 +21,7 @@ from torch_core.metadata.cascade import (
 )
 from torch_core.metadata.check import check_metadata
 from torch_core.metadata.common import CommonAttentionMetadata, EncoderMetadata
-from torch_core.metadata.context_parallel import (
-    get_dcp_local_seq_lens,
-    get_dcp_local_slots,
-    make_dcp_common_attn_metadata,
-)
+from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, get_dcp_local_slots
 from torch_core.metadata.encoder import EncoderRow, build_dense_metadata, encoder_layout
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
@@ -36,7 +32,7 @@ __all__ = [
     "EncoderRow", "FieldLayout", "PackedLayout", "PrefixGroups", "SequenceRow", "SequenceRowLike",
     "build_common_metadata", "build_dense_metadata", "build_group_metadata", "check_metadata", "common_prefix_length",
     "encoder_layout", "get_dcp_local_seq_lens", "get_dcp_local_slots", "group_fields", "group_layout",
-    "make_dcp_common_attn_metadata", "make_kv_sharing_fast_prefill_common_attn_metadata",
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
     "make_local_attention_virtual_batches", "metadata_layout", "prefix_groups", "prefix_piece_tokens",
     "reorder_batch_to_split_decodes_and_prefills", "split_decodes_and_prefills", "split_prefill_chunks",
     "use_cascade_attention",

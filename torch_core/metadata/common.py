@@ -53,7 +53,6 @@ class CommonAttentionMetadata:
         cache_group: the group of layers whose tables these are; 0 when there is only one.
         causal: whether a query sees no key after itself.
         encoder: the arrays of cross attention, or None for a batch without.
-        dcp_local_seq_lens: [S] or None; the share of `seq_lens` on this rank of decode context parallelism.
         packed: the one buffer that holds the arrays, or None when they were given separately.
         layout: place of each array in `packed`.
     """
@@ -72,7 +71,6 @@ class CommonAttentionMetadata:
     cache_group: int = 0
     causal: bool = True
     encoder: EncoderMetadata | None = None
-    dcp_local_seq_lens: np.ndarray | None = None
     packed: np.ndarray | None = None
     layout: PackedLayout | None = None
 
@@ -139,7 +137,6 @@ class CommonAttentionMetadata:
             num_reqs=reqs,
             num_actual_tokens=tokens,
             encoder=encoder,
-            dcp_local_seq_lens=None if self.dcp_local_seq_lens is None else self.dcp_local_seq_lens[:reqs],
             packed=None,
             layout=None,
         )

@@ -7,12 +7,10 @@ once, as if blocks were that large. vLLM lays caches out so (`vllm/v1/worker/blo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
-from torch_core.metadata.common import CommonAttentionMetadata
 
 
 def get_dcp_local_seq_lens(seq_lens: Any, *, dcp_world_size: int, dcp_rank: Any, interleave_size: int = 1) -> Any:
@@ -68,44 +66,6 @@ def get_dcp_local_slots(
     local = get_dcp_local_seq_lens(slot_mapping, **place)
     mine = (slot_mapping >= 0) & (slot_mapping // interleave_size % dcp_world_size == dcp_rank)
     return (local + 1) * mine - 1
-
-
-def make_dcp_common_attn_metadata(
-    metadata: CommonAttentionMetadata, *, dcp_world_size: int, dcp_rank: int, interleave_size: int = 1
-) -> CommonAttentionMetadata:
-    """Returns the batch as one rank sees it: its own slots and lengths, blocks of its own size, the same tables.
-
-    Args:
-        metadata: built with a block size of `dcp_world_size` times a rank's; `seq_lens` stay the whole sequences'.
-        dcp_world_size, dcp_rank, interleave_size: as in `get_dcp_local_slots`.
-
-    Raises:
-        InvalidInput: a size or the rank is out of range, or the block size is no multiple of the ranks and runs.
-
-    Example:
-        >>> from torch_core.metadata import SequenceRow, build_common_metadata
-        >>> step = build_common_metadata([SequenceRow([5, 2], 7, 2)], block_size=8, num_blocks=8)
-        >>> mine = make_dcp_common_attn_metadata(step, dcp_world_size=2, dcp_rank=0)
-        >>> mine.slot_mapping.tolist(), mine.dcp_local_seq_lens.tolist(), mine.block_size
-        ([-1, 8], [5], 4)
-    """
-    place = {"dcp_world_size": dcp_world_size, "dcp_rank": dcp_rank, "interleave_size": interleave_size}
-    _check_ranks(**place)
-    if metadata.block_size % dcp_world_size:
-        wanted = (
-            f"{dcp_world_size} ranks share a block, so it must be a multiple. Build it with block_size = "
-            "dcp_world_size * a rank's block size"
-        )
-        raise InvalidInput("block_size", f"of the metadata is {metadata.block_size}", wanted)
-    block_size = metadata.block_size // dcp_world_size
-    return replace(
-        metadata,
-        slot_mapping=get_dcp_local_slots(metadata.slot_mapping, block_size=block_size, **place),
-        dcp_local_seq_lens=get_dcp_local_seq_lens(metadata.seq_lens, **place),
-        block_size=block_size,
-        packed=None,
-        layout=None,
-    )
 
 
 def _check_ranks(dcp_world_size: int, dcp_rank: Any, interleave_size: int) -> None:
