@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import jax
 import torch
 
 from jattn.bench import measure, mla
-from jattn.bench.batch import HEADS, dense_call, dense_rows, ours_in_jax, random_batch
+from jattn.bench.batch import HEADS, dense_call, dense_rows, ours_in_jax, random_batch, segments_in_jax
 from jattn.bench.peers import cudnn, sdpa
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.prefill import LENGTHS, TOTAL_TOKENS, check_lengths
@@ -38,6 +39,7 @@ def run(
     both: bool = False,
     peers: bool = False,
     dropout: float = 0.0,
+    segments: bool = False,
 ) -> BenchReport:
     """Measures 16k tokens in sequences of each length: 32 query heads, 8 key/value heads, bfloat16.
 
@@ -48,6 +50,7 @@ def run(
         both: the same as passes "both".
         peers: measure cuDNN and FlashAttention-2, of JAX and of torch, too.
         dropout: also measure torch's call with dropout at this rate, if it is above 0.
+        segments: also measure the sequences as segments of one packed row, by segment_ids.
     """
     check_lengths(lengths)
     if not 0 <= dropout < 1:
@@ -60,6 +63,11 @@ def run(
         columns[f"{OURS} dropout"] = in_graph(lambda call: step.ours(_dropping(call, dropout), ops.run))
         if peers:
             columns["FA2 SDPA dropout"] = lambda calls: step.sdpa("flash", calls[0], dropout)
+    if segments:
+        columns[f"{OURS} segments"] = in_graph(lambda call: step.ours(_segmented(call), ops.run))
+        columns[f"{OURS} segments in JAX"] = lambda calls: step.in_jax(
+            calls[0], segments_in_jax, _segmented(calls[0]).segment_ids
+        )
     if passes != "forward":
         columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(replace(call, deterministic=False), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
@@ -127,22 +135,26 @@ class _Step:
         step()
         return measure.eager_us(step)
 
-    def in_jax(self, call: DenseCall[torch.Tensor], attend: Callable[..., Any]) -> float:
+    def in_jax(
+        self, call: DenseCall[torch.Tensor], attend: Callable[..., Any], index: torch.Tensor | None = None
+    ) -> float:
         rows = [to_jax(x) for x in (call.query, call.key, call.value)]
-        d_out, starts = to_jax(_d_out(call)), to_jax(call.query_start_loc)
+        d_out = to_jax(_d_out(call))
+        # An argument of the programs: XLA would compute with a constant while it compiles.
+        places = to_jax(call.query_start_loc if index is None else index)
 
-        def forward(*rows: Any) -> Any:
-            return attend(*rows, starts, call.max_query_len)
+        def forward(places: Any, *rows: Any) -> Any:
+            return attend(*rows, places, call.max_query_len)
 
-        def step(rows: Any, d_out: Any) -> Any:
-            out, pull = jax.vjp(forward, *rows)
+        def step(places: Any, rows: Any, d_out: Any) -> Any:
+            out, pull = jax.vjp(functools.partial(forward, places), *rows)
             return out, pull(d_out)
 
         if self._forward_only:
-            return measure.jax_us(jax.jit(forward), rows, calls=1)
+            return measure.jax_us(jax.jit(forward), (places, *rows), calls=1)
         if self._both:
-            return measure.jax_us(jax.jit(step), (rows, d_out), calls=1)
-        _, pull = jax.vjp(jax.jit(forward), *rows)
+            return measure.jax_us(jax.jit(step), (places, rows, d_out), calls=1)
+        _, pull = jax.vjp(functools.partial(jax.jit(forward), places), *rows)
         return measure.jax_us(jax.jit(lambda pull, d_out: pull(d_out)), (pull, d_out), calls=1)
 
 
@@ -150,6 +162,22 @@ def _call(head_size: int, length: int) -> DenseCall[torch.Tensor]:
     if head_size == mla.KEY_SIZE:
         return mla.prompt_call(length)
     return dense_call(random_batch(((TOTAL_TOKENS // length, length, 0),), head_size=head_size))
+
+
+def _segmented(call: DenseCall[torch.Tensor]) -> DenseCall[torch.Tensor]:
+    """Returns the same sequences, all of one length, as the segments of one row."""
+    total, length = call.num_tokens, call.max_query_len
+    starts = torch.tensor([0, total], device="cuda", dtype=torch.int32)
+    return replace(
+        call,
+        query_start_loc=starts,
+        key_start_loc=starts,
+        max_query_len=total,
+        max_key_len=total,
+        segment_ids=torch.arange(total, device="cuda", dtype=torch.int32) // length + 1,
+        max_segments=total // length,
+        max_segment_len=length,
+    )
 
 
 def _d_out(call: DenseCall[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
 from jattn import ops
@@ -200,3 +201,11 @@ def dense_in_jax(attend: Callable[..., Any]) -> Column:
 def ours_in_jax(query: Any, key: Any, value: Any, starts: Any, length: int) -> Any:
     """Runs this project's JAX function for `dense_in_jax`."""
     return ops.attention(query, key, value, starts, max_query_len=length, implementation="triton")
+
+
+def segments_in_jax(query: Any, key: Any, value: Any, segment_ids: Any, length: int) -> Any:
+    """Runs it on one packed row, of segments of that length."""
+    total = query.shape[0]
+    bounds = {"max_query_len": total, "max_segments": total // length, "max_segment_len": length}
+    starts = jnp.array([0, total], jnp.int32)
+    return ops.attention(query, key, value, starts, segment_ids=segment_ids, **bounds, implementation="triton")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def test_every_time_stands_on_stderr_when_it_is_known(capsys: pytest.CaptureFixt
     backward.run(lengths=[8192], passes="forward")
 
     assert capsys.readouterr().err == "8192, jattn: 50.0 us\n8192, jattn in JAX: 100.0 us\n"
+
+
+@pytest.mark.usefixtures("measured")
+def test_segments_are_timed_next_to_the_same_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "_segmented", lambda call: SimpleNamespace(segment_ids=None))
+    report = backward.run(lengths=[8192], passes="both", segments=True)
+
+    assert {"jattn segments", "jattn segments in JAX", "jattn in JAX"} <= report.rows[0].us.keys()
 
 
 @pytest.mark.usefixtures("measured")
