@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
@@ -14,9 +16,11 @@ from flax.nnx.nn import dtypes
 from jattn import ops
 from jattn.nn.options import DenseOptions
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
+from jattn.nn.segments import Segments, positions_in_segments, segments_of_mask
 from jattn.ops.attention import dense_call
 from torch_core.base.errors import InvalidInput, Unsupported
 
+_LOG = logging.getLogger(__name__)
 # Outside jit this is one program instead of one for each primitive. A function that looks at weights has side effects.
 _one_program = jax.jit(ops.masked_attention, static_argnames=("precision", *ops.MASK_OPTIONS), inline=True)
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
@@ -59,6 +63,9 @@ def attention_fn(
     rope: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     lengths: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
     deterministic_gradients: bool = True,
     implementation: str | None = None,
     force_fp32_for_softmax: bool = True,
@@ -68,10 +75,12 @@ def attention_fn(
 ) -> jax.Array:
     """Replaces `nnx.dot_product_attention` and linen's: `MultiHeadAttention(attention_fn=jattn.attention_fn)`.
 
-    The kernels serve calls without a mask. They also serve a padding mask `[batch..., 1, 1, key_length]` if no option
-    depends on positions: the real keys are packed, and the mask becomes lengths. Any other mask, a bias, a precision
-    and sown weights are computed exactly, in jnp; an explicit `implementation` that does not serve them is refused.
-    Set `rope` and the options of `jattn.attention` with `functools.partial`.
+    The kernels serve calls without a mask, with segments too. They also serve a padding mask `[batch..., 1, 1,
+    key_length]` if no option depends on positions: the real keys are packed, and the mask becomes lengths. Outside jit,
+    a mask `[batch..., 1, length, length]` that only separates segments, causal or not, becomes segments. Any other
+    mask, a bias, a precision, sown weights and dropout in segments are computed exactly, in jnp; an explicit
+    `implementation` that does not serve them is refused. Set `rope` and the options of `jattn.attention` with
+    `functools.partial`.
 
     There are two differences from flax. A row that sees no key gives 0 instead of the mean of all values. With
     `is_causal` and more keys than queries, the last query sees all keys (in flax 0.12.11 and older, a single query sees
@@ -84,10 +93,13 @@ def attention_fn(
         bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision, module,
             promote_dtype, is_causal: as in `nnx.dot_product_attention`. In jnp dropout draws flax's own numbers, in
             the kernels those of `jattn.attention`, by seeds from `dropout_rng`.
-        input_positions: int[batch..., length] or [length], for `rope`.
+        input_positions: int[batch..., length] or [length], for `rope`; by default they count from 0 in each segment.
         rope: newer flax's `nnx.RoPE`, or any function of x[heads, tokens, head_size] and positions[tokens].
         lengths, key_lengths: int32[batch...], number of real tokens of each row; the rest is padding, with output 0.
             `key_lengths` is `lengths` by default if there are as many keys as queries.
+        segment_ids: int32[batch..., length], the segment of each token, such as a document of a packed row: tokens
+            attend within their segment. Ids of 0 and below are padding, at any place; its output is 0.
+        key_segment_ids, max_segments: as in `jattn.attention`; int32[batch..., key_length].
         deterministic_gradients: as `deterministic` in `jattn.attention`; in flax that name means "no dropout".
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         force_fp32_for_softmax: ignored; the softmax is always float32.
@@ -113,12 +125,20 @@ def attention_fn(
         raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
     ops.refuse_leaked(
         query=query, key=key, value=value, bias=bias, mask=mask, dropout_rng=dropout_rng,
-        input_positions=input_positions, lengths=lengths, key_lengths=key_lengths,
+        input_positions=input_positions, lengths=lengths, key_lengths=key_lengths, segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
     )  # fmt: skip
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     batch_dims = _check_shapes(query, key, value)
+    segments = Segments.of(segment_ids, key_segment_ids, max_segments, query.shape[:-2], key.shape[:-2])
+    if segments is not None and (lengths is not None or key_lengths is not None):
+        raise InvalidInput("lengths", "are given beside segment_ids", "mark padding by ids of 0 instead")
     if rope is not None:
-        query, key = (rotated(rope, x, input_positions) for x in (query, key))
+        key_ids = segment_ids if key_segment_ids is None else key_segment_ids
+        for_query, for_key = (
+            positions_in_segments(ids) if input_positions is None else input_positions for ids in (segment_ids, key_ids)
+        )
+        query, key = rotated(rope, query, for_query), rotated(rope, key, for_key)
     elif input_positions is not None:
         raise InvalidInput("input_positions is given and rope is not; pass functools.partial(attention_fn, rope=...).")
     dropout = None
@@ -137,26 +157,36 @@ def attention_fn(
     bias = None if bias is None else _scores_like("bias", bias, query, key)
     sow = None if module is None else _sow(module, batch_dims)
     query, key, value = (x.reshape(size, *x.shape[-3:]) for x in (query, key, value))
+    chosen = ops.choose(implementation, _described(query, key, value, causal=is_causal, **options))
+    unpadded = lengths is None and key_lengths is None and segments is None
+    # The positions of a chunk would count from another token.
+    if mask is not None and unpadded and chosen != "xla" and options.get("attention_chunk") is None:
+        found = segments_of_mask(mask)
+        if found is not None:
+            mask, segments, is_causal = None, found[0], is_causal or found[1]
     positional = (is_causal and query.shape[1] > 1) or any(options.get(name) is not None for name in ops.POSITIONAL)
     reasons = {
         "a mask that is not [batch..., 1, 1, key_length], or one beside causal, a window, a chunk or ALiBi": (
-            mask is not None and (positional or mask.shape[1:3] != (1, 1))
+            mask is not None and (segments is not None or positional or mask.shape[1:3] != (1, 1))
         ),
+        "dropout in segments": dropout is not None and segments is not None,
         "a bias": bias is not None,
         "weights to sow": sow is not None,
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    chosen = ops.choose(implementation, _described(query, key, value, causal=is_causal, **options))
     if chosen != "xla" and reason is not None and implementation is not None:
         problem = f"attention with {reason} is not served by implementation {implementation!r}"
         raise Unsupported(f"{problem}; use 'xla', or None.")
     lens = {"lengths": lengths, "key_lengths": key_lengths, "dropout": dropout, "causal": is_causal}
-    if chosen == "xla" or reason is not None:
-        out = _in_jnp(query, key, value, mask=mask, bias=bias, sow=sow, precision=precision, **lens, **options)
+    if reason is not None or (chosen == "xla" and segments is None):
+        if chosen != "xla" and mask is not None:
+            _say_slow(reason)
+        masks = {"mask": mask, "bias": bias, "segment_ids": None if segments is None else segments.pair}
+        out = _in_jnp(query, key, value, sow=sow, precision=precision, **masks, **lens, **options)
     else:
         fixed = {"deterministic": deterministic_gradients, "implementation": implementation}
-        out = _by_kernels(query, key, value, mask=mask, **lens, **fixed, **options)
+        out = _by_kernels(query, key, value, mask=mask, segments=segments, **lens, **fixed, **options)
     return out.reshape(*batch_dims, *out.shape[1:])
 
 
@@ -186,6 +216,7 @@ def _by_kernels(
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
+    segments: Segments | None,
     lengths: jax.Array | None,
     key_lengths: jax.Array | None,
     dropout: Dropout | None,
@@ -201,9 +232,20 @@ def _by_kernels(
     if dropout is not None:
         options["dropout_rate"] = dropout.rate
         options["dropout_seeds"] = ops.dropout_seeds(dropout.rng, batch, query.shape[2], broadcast=dropout.broadcast)
+    if segments is not None:
+        options |= segments.options
     packed = queries.pack(query), keys.pack(key), keys.pack(value), queries.start_loc, keys.start_loc
     out = ops.attention(*packed, max_query_len=length, max_key_len=key_length, **options)
     return queries.unpack(out).reshape(batch, length, *out.shape[1:])
+
+
+@functools.cache
+def _say_slow(reason: str | None) -> None:
+    _LOG.warning(
+        "attention with %s is computed in jnp, with every score in memory. The kernels serve is_causal=True, lengths=, "
+        "and segment_ids= for documents and padding.",
+        reason,
+    )
 
 
 def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:

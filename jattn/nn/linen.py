@@ -79,13 +79,16 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        key_segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
     ) -> jax.Array:
         """Attends; arguments and errors are those of `jattn.nn.MultiHeadAttention`, and `dropout_rng` is linen's."""
         if self.qk_attn_weights_einsum_cls is not None or self.attn_weights_value_einsum_cls is not None:
             raise Unsupported("an einsum of your own was given; jattn computes both products itself: leave it None.")
         ops.refuse_leaked(
             inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, mask=mask, input_positions=input_positions,
-            lengths=lengths, variables=self.variables,
+            lengths=lengths, segment_ids=segment_ids, key_segment_ids=key_segment_ids, variables=self.variables,
         )  # fmt: skip
         if input_positions is not None and self.rope is None:
             raise InvalidInput(POSITIONS_WITHOUT_ROPE)
@@ -133,12 +136,16 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 input_positions=input_positions,
                 rope=self.rope,
                 lengths=lengths,
+                segment_ids=segment_ids,
+                key_segment_ids=key_segment_ids,
+                max_segments=max_segments,
                 deterministic_gradients=self.deterministic_gradients,
                 **core.options,
             )
         else:
             dropped = dropout_rng is not None
-            refuse_with_cache({"a mask": mask is not None, "dropout": dropped, "sow_weights": sow_weights})
+            given = {"a mask": mask is not None, "segment_ids": segment_ids is not None}
+            refuse_with_cache({**given, "dropout": dropped, "sow_weights": sow_weights})
             cache = ModuleCache(*(variable.value for variable in held))
             check_module_cache(cache, query.shape[:-3], core)
             if self.rope is not None:

@@ -15,6 +15,7 @@ from jattn.metadata import AttentionMetadata
 from jattn.nn import checks, dense, options
 from jattn.nn.module_cache import ModuleCache, PagedCache, check_module_cache, decode_module_cache, new_module_cache
 from jattn.nn.paged import PagedAttention
+from jattn.nn.segments import positions_in_segments
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import checked
 
@@ -159,6 +160,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         input_positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
         key_lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        key_segment_ids: jax.Array | None = None,
+        max_segments: int | None = None,
         shared_kv: tuple[jax.Array, jax.Array] | None = None,
         cache: Any = None,
         metadata: AttentionMetadata | None = None,
@@ -168,11 +172,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         Args:
             inputs_q, inputs_k, inputs_v, mask, deterministic, rngs, sow_weights, decode, is_causal, out_sharding,
                 qkv_sharding: as in flax. With a cache, a mask, dropout and sown weights raise Unsupported.
-            input_positions: int[batch..., length] or [tokens], for `rope`; by default those of lengths and metadata.
-                Keys have the positions of the queries if there are as many, and otherwise count from 0.
+            input_positions: int[batch..., length] or [tokens], for `rope`; by default those of segments, lengths and
+                metadata. Keys have the positions of the queries if there are as many, and otherwise count from 0.
             lengths: int32[batch...], number of real tokens of each row of `inputs_q`. The rest is padding: its output
                 is the output bias.
             key_lengths: the same for `inputs_k`; only without a cache, or in cross attention.
+            segment_ids, key_segment_ids, max_segments: the documents of packed rows, with ids of 0 and below for
+                padding, left padding too; as in `jattn.attention_fn`, only without a cache.
             shared_kv: `keys_and_values` of another layer, for `kv_sharing` without a cache.
             cache: this layer's cache array, or its key and value caches. It is consumed; use the returned one.
             metadata: the batch of the step, for `cache`. In cross attention, lengths, tables and slots are the
@@ -193,25 +199,32 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         ops.refuse_leaked(
             inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, mask=mask, input_positions=input_positions,
             lengths=lengths, key_lengths=key_lengths, shared_kv=shared_kv, cache=cache, metadata=metadata,
+            segment_ids=segment_ids, key_segment_ids=key_segment_ids,
         )  # fmt: skip
         checks.check_inputs(self, inputs_q, inputs_k, inputs_v, input_positions, shared_kv, cached=cached)
         checks.check_explicit(self, cache, metadata, (lengths, key_lengths))
         drops = self._drops(deterministic)
         if cached:
-            checks.refuse_with_cache({"a mask": mask is not None, "dropout": drops, "sow_weights": sow_weights})
+            given = {"a mask": mask is not None, "segment_ids": segment_ids is not None}
+            checks.refuse_with_cache({**given, "dropout": drops, "sow_weights": sow_weights})
         held = self._held(inputs_q.shape[:-2]) if decode else None
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         query = query if self.query_ln is None else self.query_ln(query)
         if self.rope is not None:
-            input_positions = _positions(query, held, metadata) if input_positions is None else input_positions
+            if input_positions is None:
+                own = positions_in_segments(segment_ids)
+                input_positions = _positions(query, held, metadata) if own is None else own
             query = dense.rotated(self.rope, query, input_positions)
         new = shared_kv
         if not self.kv_sharing and not (cached and inputs_k is None and self.attention_type == "encoder_decoder"):
             inputs_k = inputs_q if inputs_k is None else inputs_k
             alike = self.attention_type != "encoder_decoder" and inputs_k.shape[-2] == inputs_q.shape[-2]
             new = self.keys_and_values(
-                inputs_k, inputs_v, input_positions=input_positions if alike else None, qkv_sharding=qkv_sharding
+                inputs_k,
+                inputs_v,
+                input_positions=input_positions if alike else positions_in_segments(key_segment_ids),
+                qkv_sharding=qkv_sharding,
             )
         scores: dict[str, Any] = {"sinks": None if self.sinks is None else self.sinks[...]}
         lens: dict[str, Any] = {"lengths": lengths, "key_lengths": key_lengths}
@@ -238,6 +251,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 module=self if sow_weights else None,
                 is_causal=is_causal,
                 deterministic_gradients=self.deterministic_gradients,
+                segment_ids=segment_ids,
+                key_segment_ids=key_segment_ids,
+                max_segments=max_segments,
                 **lens,
                 **self.core.options,
                 **scores,

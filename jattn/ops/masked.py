@@ -21,6 +21,7 @@ def masked_attention(
     *,
     query_lens: jax.Array | None = None,
     key_lens: jax.Array | None = None,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     on_weights: Callable[[jax.Array], jax.Array] | None = None,
@@ -35,6 +36,8 @@ def masked_attention(
         value: float[batch, key_length, num_kv_heads, value_head_size].
         query_lens, key_lens: int32[batch], real tokens of each row; None for all. The last real query is aligned
             with the last real key.
+        segment_ids: int32[batch, length] and int32[batch, key_length]: queries see keys with their id, and positions
+            count in these segments; 0 and below is padding.
         mask: bool, broadcastable to [batch, num_heads, length, key_length]; False hides.
         bias: float, likewise, added to the scores.
         on_weights: takes the weights float[batch, num_heads, length, key_length] and returns those to use: dropout.
@@ -52,6 +55,9 @@ def masked_attention(
     # Only described, never run: the inputs of masks and score modifications of the packed form.
     starts = jnp.arange(batch + 1, dtype=jnp.int32)
     packed_query, packed_key, packed_value = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    ids: dict[str, Any] = {}
+    if segment_ids is not None:
+        ids = {"segment_ids": segment_ids[0].reshape(-1), "key_segment_ids": segment_ids[1].reshape(-1)}
     call = dense_call(
         packed_query,
         packed_key,
@@ -59,12 +65,13 @@ def masked_attention(
         starts * length,
         starts * key_length,
         max_query_len=length,
+        **ids,
         **options,
     )
     call.check()
     # One row of positions serves the whole batch where no row has a length of its own.
     own = any(array_fields(DenseCall)[name].dims[0] == "num_seqs" for name in call.arrays())
-    rows = 1 if query_lens is None and key_lens is None and not own else batch
+    rows = 1 if query_lens is None and key_lens is None and segment_ids is None and not own else batch
     query, (key, value) = _real(query, query_lens), (_real(x, key_lens) for x in (key, value))
     query_lens, key_lens = (
         jnp.full(rows, size, jnp.int32) if lens is None else lens
@@ -72,7 +79,15 @@ def masked_attention(
     )
     context = key_lens - query_lens
     positions, key_positions = context[:, None] + jnp.arange(length), jnp.arange(key_length)
+    pairs = None
+    if segment_ids is not None:
+        positions, key_positions, pairs = softmax.segments(*segment_ids)
+        query, key, value = (
+            jnp.where((each > 0)[:, :, None, None], x, 0)
+            for x, each in ((query, segment_ids[0]), (key, segment_ids[1]), (value, segment_ids[1]))
+        )
     visible, new_bias = softmax.visible(call, positions, key_positions, key_lens, context)
+    visible = visible if pairs is None else visible & pairs
     if rows == batch:
         visible &= (jnp.arange(length) < query_lens[:, None])[:, :, None]
 

@@ -24,7 +24,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 
 # Options that count the rows or the keys of a whole sequence.
-_OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal")
+_OF_WHOLE_SEQUENCES = ("mm_prefix_range", "qq_bias", "seq_causal", "segment_ids")
 # Those that ask how far a key is from the query; plain ALiBi tells keys apart by their own places.
 _DISTANCES = ("sliding_window", "attention_chunk", "relative_bias", "use_alibi_sqrt")
 
@@ -111,8 +111,8 @@ def all_gather_attention(
 
     Raises:
         InvalidInput: shapes do not fit, or the tokens do not form two chunks.
-        Unsupported: options that count a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`), and, without
-            the causal mask, windows, chunks and other options that depend on distances.
+        Unsupported: options that count a sequence's own rows (`qq_bias`, `mm_prefix_range`, `seq_causal`,
+            `segment_ids`), and, without the causal mask, windows, chunks and other options that depend on distances.
     """
     _check_chunks(query, key, value)
     batch, tokens = query.shape[:2]
