@@ -2,13 +2,13 @@
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
 
-Names of groups (forward, backward, dropout, latent) after it run those alone.
+Names of groups (forward, backward, dropout, latent, state) after it run those alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,17 @@ import torch
 
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case, with_dropout
 from tests.support.backward_cases import backward_call
+from tests.support.conv_cases import conv_call
+from tests.support.delta_cases import delta_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
 from torch_core.base.specs import AttentionSpec
+from torch_core.launch.call import Call
 
-__all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes"]
+__all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes", "state_calls"]
 
 _INDEXED: dict[str, Any] = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 9], "num_heads": 64, "head_size": 128}
 _LENGTHS = (
@@ -98,6 +101,15 @@ def latent_shapes() -> list[LatentCase]:
     return [*cases, sparse_case(1, num_heads=16, **chosen, **sizes)]
 
 
+def state_calls() -> list[Call[torch.Tensor]]:
+    """Returns calls of layers with a state: decoded tokens, prompts in chunks and token by token, tails."""
+    lens = (70, 1, 0, 130, 2)
+    convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4)]
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
+    deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
+    return [*convolutions, conv_call(1, (1,) * 40), *deltas, delta_call(1, (1,) * 40, **sizes)]
+
+
 def _long_shapes() -> list[AttentionCase]:
     """Problems for the Hopper kernel, where the device is one: ragged ends, windows, empty sequences, padding."""
     cases = []
@@ -166,8 +178,10 @@ def main(groups: Sequence[str]) -> None:
     torch.cuda.synchronize()
 
 
-def _run(case: AttentionCase, *, differentiate: bool) -> None:
-    if isinstance(case, LatentCase):
+def _run(case: AttentionCase | Call[torch.Tensor], *, differentiate: bool) -> None:
+    if isinstance(case, Call):
+        ops.run(case.map(torch.Tensor.cuda))
+    elif isinstance(case, LatentCase):
         ops.run(case.call("cuda", with_lse=True))
     elif differentiate:
         call = backward_call(case, ops.run, "cuda", with_d_lse=True)
@@ -177,7 +191,13 @@ def _run(case: AttentionCase, *, differentiate: bool) -> None:
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
 
 
-_GROUPS = {"forward": shapes, "backward": backward_shapes, "dropout": dropout_shapes, "latent": latent_shapes}
+_GROUPS: dict[str, Callable[[], Sequence[AttentionCase | Call[torch.Tensor]]]] = {
+    "forward": shapes,
+    "backward": backward_shapes,
+    "dropout": dropout_shapes,
+    "latent": latent_shapes,
+    "state": state_calls,
+}
 
 
 if __name__ == "__main__":
