@@ -49,7 +49,8 @@ def cached_key_dtype(*caches: str) -> Served:
     return row._replace(limit=limit)
 
 
-def _head_size(call: AttentionCall[Any], implementation: str) -> str | None:
+def head_size_limit(call: AttentionCall[Any], implementation: str) -> str | None:
+    """Returns which head size of a call an implementation does not serve; None if it serves both."""
     sizes = {"head_size": call.head_size, "value_head_size": call.value_head_size}
     return too_large(implementation, *((name, size, _MAX_HEAD_SIZE) for name, size in sizes.items()))
 
@@ -80,7 +81,7 @@ HEAD_SIZE = Served(
         "torch": "any; values may differ",
         "xla": "the same",
     },
-    _head_size,
+    head_size_limit,
 )
 BLOCK_SIZE = Served("block size", {"triton": f"1 to {_MAX_BLOCK_SIZE}", "torch": "any", "xla": "any"}, _block_size)
 PAGED_STRIDES = strides()._replace(limit=_paged_strides)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_core.attention.call import PagedCall
+from torch_core.attention.serves import head_size_limit
 from torch_core.base.specs import AttentionSpec
 from torch_core.latent.call import LatentCall
-from torch_core.launch.serves import unserved
 from torch_core.launch.tensors import array_spec
 from torch_core.ops import run
 from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale
@@ -60,7 +60,7 @@ def decode_attention_fwd(
     else:
         v_scale = one_scale("v_scale", v_scale) if scaled else None
         call = PagedCall(key_cache=k, value_cache=v, v_scale=v_scale, **batch)
-        is_wide = q.device.type == "cuda" and unserved(call.map(array_spec), "triton") is not None
+        is_wide = q.device.type == "cuda" and head_size_limit(call, "triton") is not None
         found = attend_plainly(call, o) if is_wide else run(call)
     lse.copy_(found["lse"])
 
