@@ -167,6 +167,7 @@ def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(part) -> None:
         {"a": [], "b": {}, "c": "é\n", "d": None, "e": [1, 2.5]},
         {"choices": [{"logprobs": {"content": [{"token": "a", "top_logprobs": [{}, {"x": [{}]}]}]}}, {}]},
         {"prompt_logprobs": [None, {"1": {"logprob": -1.5}}, {"2": {}}]},
+        {"tokens": list(range(40_000))},
     ],
 )
 def test_an_answer_in_pieces_is_its_json(body) -> None:

@@ -32,7 +32,7 @@ from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, json_bytes, tokens_answer, usage
+from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, json_bytes, usage
 from jattn.llm.serve.unread import UnreadBodies
 from jattn.llm.text.prompts import chat_prompt, encoded
 from jattn.llm.text.tokens import TextOffsets
@@ -210,7 +210,8 @@ class _Server:
             token_ids = await asyncio.to_thread(
                 self._tokenizer().encode, asked.prompt, add_special_tokens=asked.add_special_tokens
             )
-        return StreamingResponse(tokens_answer(token_ids, self._llm.llm.max_model_len), media_type="application/json")
+        length = self._llm.llm.max_model_len
+        return await _written(dict, tokens=list(token_ids), count=len(token_ids), max_model_len=length)
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))

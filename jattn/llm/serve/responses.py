@@ -17,7 +17,6 @@ from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
 from jattn.llm.text.tokens import TextOffsets, TokenBytes
 
-_TOKENS_PER_PART = 1 << 15
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
 
@@ -31,6 +30,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
 _dumped = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 # The log-probabilities of one token of a choice.
 _MAX_DEPTH = 5
+# Of a list in one piece.
+_MAX_ELEMENTS = 1 << 14
 
 
 def event(body: dict[str, Any] | str) -> str:
@@ -51,15 +52,6 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
     ]
     counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return {"object": "list", "data": data, "model": model, "usage": counts}
-
-
-def tokens_answer(token_ids: Sequence[int], max_model_len: int) -> Iterator[str]:
-    """Yields the answer of `/tokenize` in parts: the encoder of JSON holds the interpreter's lock."""
-    yield f'{{"count":{len(token_ids)},"max_model_len":{max_model_len},"tokens":['
-    for start in range(0, len(token_ids), _TOKENS_PER_PART):
-        part = ",".join(map(str, token_ids[start : start + _TOKENS_PER_PART]))
-        yield part if start == 0 else f",{part}"
-    yield "]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +225,10 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         for index, each in enumerate(value):
             yield "," if index else "["
             yield from _pieces(each, depth - 1)
+        yield "]"
+    elif isinstance(value, list) and len(value) > _MAX_ELEMENTS:
+        for start in range(0, len(value), _MAX_ELEMENTS):
+            yield ("," if start else "[") + _dumped(value[start : start + _MAX_ELEMENTS])[1:-1]
         yield "]"
     else:
         yield _dumped(value)
