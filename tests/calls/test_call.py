@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jattn.bridge  # noqa: F401 - calls become pytrees
+import jattn.ops  # noqa: F401 - calls become pytrees
 from tests.support.attention_plans import dense_call, paged_call
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.merge_call import MergeCall
