@@ -207,6 +207,13 @@ def test_what_cannot_be_tokenized_is_refused_by_name(http_client, path, body, pa
     check_refusal(http_client, Malformed(path, json.dumps(body).encode(), param))
 
 
+def test_more_ids_than_a_call_takes_are_refused(http_client, monkeypatch) -> None:
+    monkeypatch.setattr("jattn.llm.serve.app._MAX_DECODED", 300)
+
+    assert http_client.post("/detokenize", json={"tokens": [1] * 300}).status_code == 200
+    check_refusal(http_client, Malformed("/detokenize", json.dumps({"tokens": [1] * 301}).encode(), "tokens"))
+
+
 def test_health_and_metrics_need_no_key(server, http_client) -> None:
     http_client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "ignore_eos": True})
 

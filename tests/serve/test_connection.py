@@ -116,7 +116,10 @@ def rest_of(client: socket.socket) -> bytes:
 def answer_of(client: socket.socket) -> bytes:
     found = b""
     while not found.endswith(b"bytes"):
-        found += client.recv(1 << 16)
+        data = client.recv(1 << 16)
+        if not data:
+            raise ConnectionError(f"the server closed the connection after {found!r}")
+        found += data
     return found
 
 
@@ -126,7 +129,7 @@ def answer_of(client: socket.socket) -> bytes:
     ids=["nothing", "half a line", "half a head", "no body", "half a body", "half a chunked body"],
 )
 def test_a_client_that_stops_sending_is_dropped(impatient, sent) -> None:
-    with connected(impatient[1]) as client:
+    with connected(impatient[1]) as client, contextlib.suppress(ConnectionError):
         client.sendall(sent)
 
         assert rest_of(client) == b""
@@ -134,17 +137,19 @@ def test_a_client_that_stops_sending_is_dropped(impatient, sent) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /ec"], ids=["idle", "half a head"])
 def test_a_client_that_asks_no_further_is_dropped(impatient, sent) -> None:
-    with connected(impatient[1]) as client:
-        client.sendall(GET)
-        answer_of(client)
-        client.sendall(sent)
+    # On a busy machine this client may be too slow for its first answer, too.
+    for _ in range(20):
+        with connected(impatient[1]) as client, contextlib.suppress(ConnectionError):
+            client.sendall(GET)
+            answer_of(client)
+            client.sendall(sent)
+            assert rest_of(client) == b""
+            return
+    pytest.fail("no request was answered")
 
-        assert rest_of(client) == b""
 
-
-def test_a_client_that_does_not_read_its_stream_is_dropped(impatient) -> None:
-    app, port = impatient
-    with connected(port) as client:
+def test_a_client_that_does_not_read_its_stream_is_dropped() -> None:
+    with serving(TimeLimits(unread_seconds=0.2)) as (app, port), connected(port) as client:
         client.sendall(GET.replace(b"echo", b"stream"))
 
         assert app.is_gone.wait(60)
@@ -264,9 +269,9 @@ def test_what_is_no_request_during_or_after_an_answer_leaves_no_traceback(patien
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
 
 
-def test_malformed_requests_of_any_kind_leave_no_traceback(impatient, seed, caplog) -> None:
+def test_malformed_requests_of_any_kind_leave_no_traceback(patient, seed, caplog) -> None:
     choose = random.Random(seed)
-    app, port = impatient
+    app, port = patient
     app.may_answer.set()
     for _ in range(400):
         with connected(port) as client:

@@ -45,6 +45,8 @@ _log = logging.getLogger("jattn.llm.serve")
 # OpenAI's limit.
 _MAX_INPUTS = 2048
 _MAX_THREADS = 128
+# Token ids of one call of `/detokenize`, which holds Python's lock; a longer context raises it.
+_MAX_DECODED = 1 << 17
 # A longer body is parsed off the event loop.
 _SHORT_BODY = 1 << 14
 # The status that nginx logs for a client that disconnected.
@@ -216,7 +218,9 @@ class _Server:
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))
         self._check_model(asked.model)
-        vocab_size = self._llm.llm.vocab_size
+        vocab_size, most = self._llm.llm.vocab_size, max(_MAX_DECODED, self._llm.llm.max_model_len)
+        if len(asked.tokens) > most:
+            raise InvalidInput("tokens", f"has {len(asked.tokens)} ids", f"it must have at most {most}")
         if (largest := max(asked.tokens, default=0)) >= vocab_size:
             raise InvalidInput("tokens", f"has {largest}, outside the vocabulary", f"ids are 0 to {vocab_size - 1}")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import logging
 import socket
 import sys
@@ -109,6 +110,9 @@ def main(argv: Sequence[str]) -> int:
         # A separate stream, with lines of JSON only.
         access.log.addHandler(logging.StreamHandler(sys.stdout))
         access.log.setLevel(logging.INFO)
+    # A search of all objects for garbage would stop every request for a tenth of a second or more.
+    gc.collect()
+    gc.freeze()
     # uvicorn stops listening at SIGTERM and SIGINT, and waits for running answers.
     uvicorn.run(
         create_app(AsyncLLM(llm), config),
