@@ -144,7 +144,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             )
         else:
             dropped = dropout_rng is not None
-            given = {"a mask": mask is not None, "segment_ids": segment_ids is not None}
+            segmented = any(given is not None for given in (segment_ids, key_segment_ids, max_segments))
+            given = {"a mask": mask is not None, "segment_ids": segmented}
             refuse_with_cache({**given, "dropout": dropped, "sow_weights": sow_weights})
             cache = ModuleCache(*(variable.value for variable in held))
             check_module_cache(cache, query.shape[:-3], core)

@@ -205,7 +205,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         checks.check_explicit(self, cache, metadata, (lengths, key_lengths))
         drops = self._drops(deterministic)
         if cached:
-            given = {"a mask": mask is not None, "segment_ids": segment_ids is not None}
+            segmented = any(given is not None for given in (segment_ids, key_segment_ids, max_segments))
+            given = {"a mask": mask is not None, "segment_ids": segmented}
             checks.refuse_with_cache({**given, "dropout": drops, "sow_weights": sow_weights})
         held = self._held(inputs_q.shape[:-2]) if decode else None
 

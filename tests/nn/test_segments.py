@@ -163,8 +163,9 @@ def test_segments_that_do_not_fit_are_refused_by_name(options: dict[str, Any], m
         attention_fn(*_arrays(seed), **options)
 
 
-def test_a_call_with_a_cache_takes_no_segments() -> None:
+@pytest.mark.parametrize("options", [{"segment_ids": jnp.ones((1, 2), int)}, {"max_segments": 2}], ids=str)
+def test_a_call_with_a_cache_takes_no_segments(options: dict[str, Any]) -> None:
     module = MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
     module.init_cache((1, 4, 8))
     with pytest.raises(Unsupported, match="segment_ids with a cache"):
-        module(jnp.ones((1, 2, 8)), segment_ids=jnp.ones((1, 2), int))
+        module(jnp.ones((1, 2, 8)), **options)
