@@ -28,7 +28,7 @@ from jattn.pool.checks import (
 )
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, OutOfMemory
 from torch_core.base.owners import Owner
 from torch_core.base.specs import CacheSpec
 
@@ -81,7 +81,8 @@ class KVPool(Owner):
         generation: counts the allocations; a higher number means that all earlier contents are gone.
 
     Raises:
-        InvalidInput: sizes out of range, another split, or more memory than a device has free; nothing was allocated.
+        InvalidInput: sizes out of range or another split.
+        OutOfMemory: more memory than a device has free, or has in pieces of an array; nothing was allocated.
 
     Example:
         >>> from torch_core.base.specs import KVCacheSpec
@@ -363,7 +364,15 @@ class KVPool(Owner):
             # Under a mesh of the caller's an array of no device in particular lies on all of them.
             first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
             device = first if self._device is None else self._device
-            return tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
+            arrays = tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
+        try:
+            # A GPU reports an allocation that failed when it is awaited: a step would be the first to do so.
+            return jax.block_until_ready(arrays)
+        except jax.errors.JaxRuntimeError as error:
+            for array in arrays:
+                array.delete()
+            wanted = f"the device has no room for its {len(arrays)} arrays, {self.num_bytes:,} bytes; ask for fewer"
+            raise OutOfMemory("num_blocks", value=self.num_blocks, wanted=wanted) from error
 
     def _shards(self) -> list[jax.Array]:
         if self.sharding is None:

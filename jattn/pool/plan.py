@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, OutOfMemory, Unsupported
 from torch_core.base.specs import CacheSpec
 
 
@@ -125,7 +125,7 @@ def check_room(num_bytes: int, device: Any = None) -> None:
         device: JAX's default device if None.
 
     Raises:
-        InvalidInput: the message has the needed bytes, the free bytes, and the holders of the rest.
+        OutOfMemory: the message has the needed bytes, the free bytes, and the holders of the rest.
     """
     device = _device(device)
     if num_bytes <= _room(device):
@@ -134,7 +134,7 @@ def check_room(num_bytes: int, device: Any = None) -> None:
     gc.collect()
     room = _room(device)
     if num_bytes > room:
-        raise InvalidInput(
+        raise OutOfMemory(
             f"{num_bytes:,} bytes are needed and {room:,} are free on {device}; {_holders(device)}. Close or drop "
             "what is not needed any more, or ask for fewer blocks."
         )

@@ -14,6 +14,7 @@ from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
+from jattn.pool import kv_pool
 from tests.engine.cores import CoreEngine
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -43,6 +44,23 @@ def test_the_pool_leaves_room_for_the_largest_step(decoder: Decoder, monkeypatch
     assert num_blocks(decoder) == 970 - 300
     (bucket,) = asked
     assert (bucket.num_seqs, bucket.num_tokens, bucket.sampler.kind) == (64, 512, SamplingKind.FULL)
+
+
+def test_where_the_memory_is_in_pieces_the_pool_is_smaller(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    def wait(arrays: Any) -> Any:
+        waited.append(len(arrays[0]))
+        if len(arrays[0]) > 640:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return arrays
+
+    monkeypatch.setattr(engine_device, "free_bytes", reports(1000 * BLOCK_BYTES))
+    monkeypatch.setattr(Programs, "step_bytes", lambda *_: 300 * BLOCK_BYTES)
+    monkeypatch.setattr(kv_pool.jax, "block_until_ready", wait)
+    assert num_blocks(decoder) == 630
+    # The first array is that of the measured step.
+    assert waited[1:] == [670, 650, 630]
 
 
 def test_a_step_is_measured_by_the_compiler(decoder: Decoder) -> None:

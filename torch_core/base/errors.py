@@ -133,6 +133,10 @@ class EngineAsleep(InvalidInput):
     """The engine released its pool's memory until `wake`; its requests survive, and callers can wait and try again."""
 
 
+class OutOfMemory(InvalidInput):
+    """A device lacks the memory for what was asked; nothing was allocated."""
+
+
 class RequestTooLong(InvalidInput):
     """A request needs more blocks or tokens than the pool or the model can ever give it."""
 

@@ -25,7 +25,7 @@ from jattn.llm.processes import Announce, Channel, check_together, model_facts, 
 from jattn.llm.reports import Watchdog
 from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, OutOfMemory, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
 from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
 
@@ -173,6 +173,16 @@ def open_device(
     if free and cache.plan.num_bytes > cache.parts * free // 2:
         budget -= _step_bytes(placed, cache, config, mesh)
         cache = _plan_cache(placed, config, mesh, max_model_len, max(1, budget))
+    while True:
+        try:
+            pool = _allocate(placed, cache, cache.plan.num_blocks)
+            break
+        except OutOfMemory:
+            if not free or budget < free // 2:
+                raise
+        # The free memory is in pieces that are no multiples of an array.
+        budget -= free // 50
+        cache = _plan_cache(placed, config, mesh, max_model_len, budget)
     cache_config = CacheConfig(
         num_blocks=cache.plan.num_blocks,
         block_size=config.tokens_per_block,
@@ -185,7 +195,6 @@ def open_device(
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
     )
-    pool = _allocate(placed, cache, cache.plan.num_blocks)
     return _build(placed, cache, pool, config, mesh), cache_config, cache.plan
 
 
