@@ -30,23 +30,22 @@ def _emulated(call: Call[torch.Tensor], kernel: str) -> dict[str, torch.Tensor]:
     return run_emulated_operation(plan, call.arrays(), 0)
 
 
-@pytest.mark.parametrize("seed", [2, 5, 7])
+@pytest.mark.parametrize("seed", [2, 5])
 def test_a_random_problem_is_as_exact_as_torch_in_its_dtype(seed: int) -> None:
     case = random_segment_case(seed, longest=6, num_heads=1, num_kv_heads=1)
     call = padded_backward(case, run_triton)
     assert_padded_match(case, call, run_triton(call))
 
 
-def _hopper_case(seed: int, **options: Any) -> AttentionCase:
+def _hopper_case(seed: int) -> AttentionCase:
     sizes: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64, "dtype": "bfloat16"}
-    case = segment_case(seed, ROWS, **sizes, **options, max_segments=4)
+    case = segment_case(seed, ROWS, **sizes, max_segments=4)
     # The backward kernel serves calls whose queries may be this long.
     return replace(case, limits={"max_query_len": 256, "max_key_len": 256})
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_hopper_kernels_serve_segments_as_sequences(sinks: bool, seed: int) -> None:
-    case = _hopper_case(seed, **({"sinks": np.array([-0.5, 1.0], np.float32)} if sinks else {}))
+def test_hopper_kernels_serve_segments_as_sequences(seed: int) -> None:
+    case = _hopper_case(seed)
     call = padded_backward(case, lambda call: _emulated(call, "hopper_prefill_kernel"))
     assert_padded_match(case, call, _emulated(call, "hopper_backward_kernel"))
 

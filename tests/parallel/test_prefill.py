@@ -182,6 +182,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "qq_bias": {"qq_bias": np.ones((LENGTH, LENGTH), np.float32)},
     "seq_causal": {"causal": False, "seq_causal": np.array([True, False])},
     "mm_prefix_range": {"mm_prefix_range": np.zeros((BATCH, 1, 2), np.int32)},
+    "segment_ids": {"segment_ids": np.ones(BATCH * LENGTH, np.int32)},
 }
 
 
