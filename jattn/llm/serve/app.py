@@ -224,7 +224,10 @@ class _Server:
         if (largest := max(asked.tokens, default=0)) >= vocab_size:
             raise InvalidInput("tokens", f"has {largest}, outside the vocabulary", f"ids are 0 to {vocab_size - 1}")
         try:
-            return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer().decode_plainly, asked.tokens)})
+            # One after another, as long bodies.
+            async with self._reads:
+                text = await asyncio.to_thread(self._tokenizer().decode_plainly, asked.tokens)
+            return JSONResponse({"prompt": text})
         except InvalidInput as error:
             raise as_request_error(error, default="tokens") from None
 
