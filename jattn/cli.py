@@ -18,7 +18,6 @@ from jattn.bench import NAMES as BENCHMARKS
 from jattn.bench import load_benchmark
 from jattn.llm.arguments import (
     add_engine_arguments,
-    add_implementation,
     add_loading_arguments,
     add_process_arguments,
     engine_config,
@@ -90,7 +89,7 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     )
     crosscheck.add_argument("--picture", metavar="FILE", help="draw the error by layer and position (needs matplotlib)")
     crosscheck.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    add_implementation(crosscheck)
+    add_loading_arguments(crosscheck)
     crosscheck.set_defaults(run=_crosscheck)
 
     doctor = commands.add_parser("doctor", help="list the features that work on this machine, and why others do not")
@@ -247,12 +246,15 @@ def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     if arguments.picture is not None:
         check_picture_path(arguments.picture)
+    options = loading_options(arguments)
+    implementation = options.pop("implementation")
     report = compare_with_torch(
         arguments.model,
         arguments.prompt,
-        implementations=None if arguments.implementation is None else (arguments.implementation,),
+        implementations=None if implementation is None else (implementation,),
         max_tokens=arguments.max_tokens,
         layers=arguments.layers or arguments.picture is not None,
+        **options,
     )
     print(report.to_json() if arguments.json else report)
     if arguments.picture is not None:

@@ -60,6 +60,17 @@ def test_overrides_stand_in_the_place_of_the_folders_config(folder, tmp_path, ca
     )
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "crosscheck", "serve"])
+def test_every_command_that_loads_a_model_has_each_option_of_loading(command, capsys) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main([command, "--help"])
+
+    text = capsys.readouterr().out
+    assert [
+        option for option in ("--dtype", "--implementation", "--quantization", "--hf-overrides") if option not in text
+    ] == []
+
+
 def test_equal_seeds_give_equal_text(folder, capsys) -> None:
     command = ["generate", "--model", str(folder), "--prompt", "a", "--max-tokens", "6", "--temperature", "1", "--json"]
     texts = []

@@ -25,7 +25,11 @@ _DEST = "engine."
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `loading_options` reads."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of weights and computation")
-    add_implementation(parser)
+    parser.add_argument(
+        "--implementation",
+        choices=("triton", "torch", "xla"),
+        help="implementation of attention (default: the fastest; crosscheck: all)",
+    )
     parser.add_argument(
         "--quantization",
         choices=("keep", "fp8"),
@@ -33,15 +37,6 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hf-overrides", metavar="JSON", help='values that replace those of config.json: {"some_key": null}'
-    )
-
-
-def add_implementation(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument for the implementation of attention."""
-    parser.add_argument(
-        "--implementation",
-        choices=("triton", "torch", "xla"),
-        help="implementation of attention (default: the fastest)",
     )
 
 

@@ -59,6 +59,30 @@ def test_activations_are_those_of_transformers(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=6 * 2.0**-21)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 128])
+def test_a_product_of_many_inputs_rounds_half_as_much_as_a_sum_of_one_after_the_other(rows: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    layer = linear(1536, 64, use_bias=False, rngs=nnx.Rngs(seed))
+    x, kernel = random.normal(size=(rows, 1536)).astype(np.float32), np.asarray(layer.kernel[...])
+    x[:, 5] *= 1000
+    exact = x.astype(np.float64) @ kernel
+
+    found = jax.jit(layer)(jnp.asarray(x))
+
+    one_by_one = np.add.accumulate(x[:, :, None] * kernel, axis=1, dtype=np.float32)[:, -1]
+    assert np.square(found - exact).mean() <= 0.5**2 * np.square(one_by_one - exact).mean()
+
+
+def test_a_product_of_inputs_with_a_prime_number_is_not_cut(seed: int) -> None:
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 521)), jnp.float32)
+    layer = linear(521, 8, use_bias=True, rngs=nnx.Rngs(seed))
+
+    found = layer(x)
+
+    assert jax.make_jaxpr(layer)(x).pretty_print(use_color=False).count("dot_general[") == 1
+    np.testing.assert_array_equal(found, x @ layer.kernel[...] + layer.bias[...])
+
+
 @pytest.mark.parametrize(("platform", "rows", "in_features"), [("cuda", 2, 64), ("cpu", 1, 64), ("cuda", 1, 1 << 13)])
 def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_out(
     platform: str, rows: int, in_features: int

@@ -15,7 +15,7 @@ import torch
 
 from jattn.llm.load import load_model
 from jattn.llm.models import num_parameters
-from jattn.llm.testing import CrosscheckReport, compare_with_torch
+from jattn.llm.testing import CrosscheckReport, compare, compare_with_torch
 from jattn.llm.testing.torch_side import load_torch_side
 from jattn.ops import available_implementations
 from tests.support.saved import write_changed
@@ -62,6 +62,54 @@ def test_a_prompt_of_few_tokens_which_torch_rounds_less_passes() -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_a_model_with_large_activations_passes_with_any_one_prompt(
+    folder: Path, tmp_path: Path, no_transformers: None, prompt: list[int]
+) -> None:
+    model, *_ = load_model(folder)
+    kernel = model.layers[0].mlp.down_proj.kernel
+    kernel[...] = kernel[...].at[:, 3].multiply(3000.0)
+
+    report = compare_with_torch(model, [prompt], implementations=["torch"], max_tokens=6)
+
+    assert report.passed, str(report)
+
+
+def test_torch_is_measured_in_each_order(
+    sound: CrosscheckReport, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = compare.logits_of
+
+    def wrong(*arguments: Any) -> np.ndarray:
+        return right(*arguments) + 1
+
+    monkeypatch.setattr(compare, "logits_of", wrong)
+
+    report = compare_with_torch(folder, PROMPTS, implementations=["torch"], max_tokens=6)
+
+    assert report.torch_error > 1e3 * sound.torch_error
+
+
+@pytest.mark.parametrize("names", ["transformers", "TorchDecoder"])
+def test_values_that_replace_those_of_the_config_do_so_on_both_sides(
+    folder: Path, names: str, request: pytest.FixtureRequest
+) -> None:
+    if names == "TorchDecoder":
+        request.getfixturevalue("no_transformers")
+    overrides = {"rms_norm_eps": 0.5, "zeta": None}
+
+    report = compare_with_torch(folder, PROMPTS, implementations=["torch"], max_tokens=6, hf_overrides=overrides)
+
+    assert report.passed, str(report)
+    assert report.torch_name == names
+
+
+@pytest.mark.parametrize("options", [{"hf_overrides": {"zeta": None}}, {"quantization": "fp8"}])
+def test_options_of_loading_are_refused_for_a_decoder(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{next(iter(options))} is .*; a Decoder is already loaded\.$"):
+        compare_with_torch(tiny_model(tiny_config(num_hidden_layers=1), SEED), [[1]], **options)
+
+
 def test_the_error_is_one_of_rounding_and_measured_along_each_path(sound: CrosscheckReport) -> None:
     errors = [row.error for row in sound.rows if row.error is not None]
 
@@ -101,7 +149,7 @@ def test_a_broken_transformers_is_named_with_its_own_words(folder: Path, monkeyp
     side = load_torch_side(folder, tiny_config(num_hidden_layers=1), dtype="float32", device="cpu")
 
     assert side.name == "TorchDecoder"
-    assert "(transformers cannot be imported: cannot import name 'AutoModelForCausalLM'" in side.description
+    assert "(transformers cannot be imported: cannot import name 'AutoConfig'" in side.description
 
 
 def test_one_changed_weight_fails_and_names_the_first_differing_token(folder: Path, tmp_path: Path) -> None:

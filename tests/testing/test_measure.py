@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jattn.llm.testing.measure import Truth, compare_tokens, measure
+from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 
 EPS = 2.0**-23
 
@@ -34,11 +34,17 @@ def test_the_limit_is_twice_torchs_error_and_eps() -> None:
     assert truth.limit == 0.75
 
 
-def test_the_limit_is_that_of_the_probe_where_torch_errs_more_on_it() -> None:
+def test_the_limit_is_that_of_the_run_in_which_torch_errs_most() -> None:
     exact, found = np.array([[1.0, -8.0]]), np.array([[2.0, -8.0]], np.float32)
 
-    assert Truth.of([exact], [exact], eps=0.25, probe=(exact, found)).limit == 0.75
-    assert Truth.of([exact], [found], eps=0.25, probe=(exact, exact)).limit == 0.75
+    assert Truth.of([exact], [exact], [(exact, exact), (exact, found)], eps=0.25).limit == 0.75
+    assert Truth.of([exact], [found], [(exact, exact)], eps=0.25).limit == 0.75
+
+
+def test_the_error_of_a_further_run_with_small_logits_counts_by_the_scale_of_all() -> None:
+    exact = np.array([[1.0, -8.0]])
+
+    assert Truth.of([exact], [exact], [(exact / 8, exact / 8 + 1)], eps=0.25).torch_error == 0.125
 
 
 def test_max_abs_is_against_torch_and_error_against_the_truth() -> None:
@@ -129,3 +135,12 @@ def test_the_earliest_difference_of_all_prompts_is_named_and_ties_after_it_are_c
     assert difference is not None
     assert (difference.prompt, difference.position) == (1, 1)
     assert ties == 1
+
+
+def test_the_limit_of_a_layer_is_that_of_the_sequence_in_which_torch_errs_most() -> None:
+    exact = np.array([[[1.0, -8.0]]] * 3)
+    off = exact + np.array([[[1.0, 0.0]]])
+
+    (row, _, _) = layer_rows("xla", [exact], [exact, off], [exact, exact], eps=0.25)
+
+    assert (row.error, row.limit, row.by_position) == (0.0, 0.75, ((0.0,),))

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
 # Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
@@ -88,6 +90,17 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     if file is None:
         raise InvalidInput(f"the folder has no {name}.")
     return read_json(read_text(file), name)
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the keys of config.json, with the values of `hf_overrides` in place of the file's."""
+    if not isinstance(overrides, Mapping | None):
+        wanted = "it must be a mapping of keys of config.json to values"
+        raise InvalidInput("hf_overrides", value=overrides, wanted=wanted)
+    for key in overrides or {}:
+        if not isinstance(key, str):
+            raise InvalidInput("hf_overrides", f"has the key {shown(key)}", "keys of config.json are text")
+    return {**read_object(folder, "config.json"), **(overrides or {})}
 
 
 def read_json(text: str, name: str) -> dict[str, Any]:

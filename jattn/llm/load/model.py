@@ -18,7 +18,7 @@ from rich.progress import track
 
 from jattn.llm.load.config import family_of, parse_config
 from jattn.llm.load.config_keys import is_whole
-from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.load.folder import check_folder, read_config
 from jattn.llm.load.generation import load_generation_defaults
 from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
 from jattn.llm.load.read_ahead import read_ahead
@@ -38,7 +38,7 @@ from jattn.llm.load.weights import (
 )
 from jattn.llm.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.llm.models.quantized import Fp8Kernel, dequantize, may_be_quantized, round_to_fp8
-from torch_core.base.checks import check_int, shown
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
 
@@ -114,7 +114,7 @@ def load_model(
         )
         raise Unsupported("quantization", "is 'keep' and there is a mesh", wanted)
     path = check_folder(folder)
-    raw = _overridden(read_object(path, "config.json"), hf_overrides)
+    raw = read_config(path, hf_overrides)
     config = parse_config(raw)
     config = _with_generation_config(path, config)
     if max_model_len is not None:
@@ -166,16 +166,6 @@ def load_model(
     for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
         model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
-
-
-def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    if not isinstance(overrides, Mapping | None):
-        wanted = "it must be a mapping of keys of config.json to values"
-        raise InvalidInput("hf_overrides", value=overrides, wanted=wanted)
-    for key in overrides or {}:
-        if not isinstance(key, str):
-            raise InvalidInput("hf_overrides", f"has the key {shown(key)}", "keys of config.json are text")
-    return {**raw, **(overrides or {})}
 
 
 def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:

@@ -6,10 +6,10 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 from flax import nnx
 
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
-from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.load.folder import check_folder, read_config
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
 from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow
 from jattn.llm.testing.torch_decoder import TorchDecoder
-from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, suitable_threads
+from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, logits_of, suitable_threads
 from jattn.ops import IMPLEMENTATIONS, available_implementations
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
@@ -41,8 +41,8 @@ DEFAULT_PROMPTS = (
 #: A sequence, and the input of the encoder, empty without one.
 _Fed: TypeAlias = tuple[Sequence[int], Sequence[int]]
 _States: TypeAlias = tuple[list[list[np.ndarray]], list[list[np.ndarray]]]
-#: Tokens of the sequence that shows torch's float32 error where all others are shorter.
-PROBE_LEN = 32
+#: Sequences that show torch's error, in addition to the prompts' own, and their length in tokens.
+NUM_PROBES, PROBE_LEN = 4, 32
 #: Lengths of the prompts for a model without a tokenizer.
 DEFAULT_PROMPT_LENS = (1, 7, 16, 45)
 
@@ -55,6 +55,8 @@ def compare_with_torch(
     implementations: Sequence[str] | None = None,
     max_tokens: int = 32,
     dtype: str | None = None,
+    quantization: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     torch_device: str = "cpu",
     layers: bool = False,
 ) -> CrosscheckReport:
@@ -64,7 +66,8 @@ def compare_with_torch(
     logits of every position of the same tokens through its paged cache, once by prefill and once by decode steps, with
     each implementation; and `LLM` generates on its own with the first of them. A float64 run (of `TorchDecoder`, or of
     transformers for families that it does not serve) says how much of a difference is rounding: jattn passes if its
-    error is at most 2 x (torch's own error + eps) and every greedy token is torch's, or ties with it.
+    error is at most 2 x (torch's own error + eps) and every greedy token is torch's, or ties with it. Torch's error is
+    the largest of several runs, because one is noise: the generation, the same tokens in one call, and random ones.
 
     float32 products are computed in full float32 on both sides; on CUDA, JAX would use TF32 by default.
 
@@ -77,12 +80,15 @@ def compare_with_torch(
         implementations: implementations of jattn's attention ops; all that run here if None.
         max_tokens: number of greedy tokens for each prompt.
         dtype: dtype of weights and computation on both sides; float32 for a folder if None. A `Decoder` has its own.
+        quantization: quantised weights of jattn's side; see `jattn.llm.load.load_model`. Torch's side has numbers of
+            `dtype`, so that what "fp8" rounds away shows as an error.
+        hf_overrides: values that replace those of config.json on both sides; see there. Neither is for a `Decoder`.
         torch_device: device of transformers.
         layers: also compare the output of every layer, so that the report names the first one that differs.
 
     Raises:
         InvalidInput: there are no prompts, an empty prompt, a token outside the vocabulary, an unknown implementation,
-            a dtype other than the Decoder's, or a folder that cannot be loaded.
+            an option of loading for a Decoder, or a folder that cannot be loaded.
         RequestTooLong: a prompt and its new tokens exceed the model's context.
         Unsupported: a named implementation cannot run here, or transformers is needed and not installed.
 
@@ -95,7 +101,7 @@ def compare_with_torch(
     check_int("max_tokens", max_tokens, 1)
     chosen, skipped = _choose(implementations)
     with contextlib.ExitStack() as stack:
-        subject = stack.enter_context(_subject(model, dtype))
+        subject = stack.enter_context(_subject(model, dtype, quantization, hf_overrides))
         if subject.decoder.config.is_encoder:
             raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
         tokens = _token_ids(prompts, subject, max_tokens)
@@ -103,16 +109,17 @@ def compare_with_torch(
             subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
         torch_folder = subject.folder if torch_model is None else check_folder(torch_model)
         config = subject.decoder.config
-        torch_config = parse_config(read_object(torch_folder, "config.json"))
+        torch_config = parse_config(read_config(torch_folder, hf_overrides))
         if torch_config.vocab_size != config.vocab_size:
             raise InvalidInput(
                 f"torch_model has vocab_size {torch_config.vocab_size} and the model {config.vocab_size}; the two "
                 "cannot be compared."
             )
-        side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device=torch_device)
+        shared: dict[str, Any] = {"dtype": config.dtype, "hf_overrides": hf_overrides}
+        side = load_torch_side(torch_folder, torch_config, device=torch_device, **shared)
         exact_side = None
         if layers or not TorchDecoder.serves(torch_config):
-            exact_side = load_torch_side(torch_folder, torch_config, dtype=config.dtype, device="cpu", widened=True)
+            exact_side = load_torch_side(torch_folder, torch_config, device="cpu", widened=True, **shared)
         stack.enter_context(suitable_threads(num_parameters(config)))
         # With an encoder, prompts are its inputs, and the generation begins with one token.
         inputs = tokens if config.encoder is not None else []
@@ -122,17 +129,15 @@ def compare_with_torch(
         torch_runs = [greedy_run(side, prompt, source, max_tokens) for prompt, source in fed]
         # The last new token is never fed, so a sequence has one position less than it has tokens.
         sequences = [(*prompt, *new[:-1]) for prompt, (new, _) in zip(prompts_fed, torch_runs, strict=True)]
-        probes = [] if inputs else _probes(torch_config, config.dtype, sequences)
+        probes = [] if inputs else _probes(torch_config, sequences)
         whole = list(zip([*sequences, *probes], [*sources, *(() for _ in probes)], strict=True))
-        exact, truth_name = _exact_logits(torch_folder, torch_config, config.dtype, whole, exact_side)
-        probe = None
-        if probes:
-            probe = exact.pop(), side.forward(probes[0], None, ())[0].float().cpu().numpy()
+        exact, truth_name = _exact_logits(torch_folder, torch_config, whole, exact_side, **shared)
+        again = ((true, logits_of(side, *each)) for true, each in zip(exact, whole, strict=True))
+        eps = torch.finfo(getattr(torch, config.dtype)).eps
+        truth = Truth.of(exact[: len(sequences)], [logits for _, logits in torch_runs], again, eps=eps)
         states: list[_States] = []
         if layers and exact_side is not None:
-            states = [_states_of(each, whole[: len(sequences)]) for each in (side, exact_side)]
-    eps = torch.finfo(getattr(torch, config.dtype)).eps
-    truth = Truth.of(exact, [logits for _, logits in torch_runs], eps=eps, probe=probe)
+            states = [_states_of(each, whole) for each in (side, exact_side)]
     expected = [new for new, _ in torch_runs]
     prompt_lens = [len(prompt) for prompt in prompts_fed]
     rows: list[CrosscheckRow] = []
@@ -191,29 +196,29 @@ def _as_long(decoder: Decoder, longest: int) -> Decoder:
     return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), nnx.state(decoder))
 
 
-def _probes(config: ModelConfig, dtype: str, sequences: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Returns random tokens if no sequence is long enough to show float32's error, otherwise nothing.
+def _probes(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns random sequences in place of the long ones that are too few to show torch's error.
 
     Torch multiplies few rows by other kernels than many, which round a third as much; jattn pads to many.
     """
     scaling = config.rope_scaling
     lengths = (PROBE_LEN, config.max_position_embeddings, scaling and scaling.original_max_position_embeddings)
     length = min(each for each in lengths if each)
-    if dtype != "float32" or max(map(len, sequences)) >= length:
-        return []
-    return [tuple(np.random.default_rng(0).integers(config.vocab_size, size=length).tolist())]
+    count = max(NUM_PROBES - sum(len(each) >= length for each in sequences), 0)
+    return np.random.default_rng(0).integers(config.vocab_size, size=(count, length)).tolist()
 
 
 def _exact_logits(
-    folder: Path, config: ModelConfig, dtype: str, whole: Sequence[_Fed], side: TorchSide | None
+    folder: Path, config: ModelConfig, whole: Sequence[_Fed], side: TorchSide | None, *, dtype: str, hf_overrides: Any
 ) -> tuple[list[np.ndarray], str]:
     """Returns float64 logits of every position and the name of their decoder: jattn's if it serves the model."""
     if TorchDecoder.serves(config):
-        decoder = TorchDecoder(folder, weight_dtype=getattr(torch, dtype), compute_dtype=torch.float64)
+        dtypes = {"weight_dtype": getattr(torch, dtype), "compute_dtype": torch.float64}
+        decoder = TorchDecoder(folder, **dtypes, hf_overrides=hf_overrides)
         return [decoder(sequence)[0].numpy() for sequence, _ in whole], "jattn.llm.testing.TorchDecoder in float64"
     if side is None:
         raise Unsupported(f"{config.architecture} is compared with transformers, and no model of it is given.")
-    return [side.forward(tokens, None, source)[0].numpy() for tokens, source in whole], "transformers in float64"
+    return [logits_of(side, *each) for each in whole], "transformers in float64"
 
 
 def _states_of(side: TorchSide, whole: Sequence[_Fed]) -> _States:
@@ -225,18 +230,32 @@ def _states_of(side: TorchSide, whole: Sequence[_Fed]) -> _States:
 
 
 @contextlib.contextmanager
-def _subject(model: str | os.PathLike[str] | Decoder | None, dtype: str | None) -> Iterator[_Subject]:
+def _subject(
+    model: str | os.PathLike[str] | Decoder | None,
+    dtype: str | None,
+    quantization: str | None,
+    hf_overrides: Mapping[str, Any] | None,
+) -> Iterator[_Subject]:
     if isinstance(model, Decoder):
         config = model.config
         if dtype is not None and dtype != config.dtype:
             raise InvalidInput("dtype", f"is {dtype!r} and the Decoder's is {config.dtype!r}", "leave dtype out")
+        for name, option in (("quantization", quantization), ("hf_overrides", hf_overrides)):
+            if option is not None:
+                raise InvalidInput(name, value=option, wanted="a Decoder is already loaded")
         with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
             save_model(folder, model, config)
             yield _Subject(model, None, Path(folder), f"Decoder ({num_parameters(config):,} parameters)")
         return
     folder = embedded_model_folder() if model is None else check_folder(model)
     has_tokenizer = (folder / "tokenizer.json").exists()
-    decoder, config, tokenizer = load_model(folder, dtype=dtype or "float32", with_tokenizer=has_tokenizer)
+    decoder, config, tokenizer = load_model(
+        folder,
+        dtype=dtype or "float32",
+        with_tokenizer=has_tokenizer,
+        quantization=quantization,
+        hf_overrides=hf_overrides,
+    )
     name = "embedded model" if model is None else folder.resolve().name
     yield _Subject(decoder, tokenizer, folder, f"{name} ({num_parameters(config):,} parameters)")
 

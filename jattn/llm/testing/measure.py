@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ class Truth:
     """The reference of every run: float64 logits [tokens, vocab_size] of each sequence, and torch's float32 ones.
 
     `scale` is the largest absolute value of the first. `torch_error` is torch's own error, relative to it, or that of
-    the probe if it is larger. `limit` is the error that is allowed: 2 x (torch_error + eps of the dtype).
+    further runs if it is larger. `limit` is the error that is allowed: 2 x (torch_error + eps of the dtype).
     """
 
     logits: Sequence[np.ndarray]
@@ -29,18 +29,16 @@ class Truth:
         cls,
         logits: Sequence[np.ndarray],
         torch_logits: Sequence[np.ndarray],
+        further: Iterable[tuple[np.ndarray, np.ndarray]] = (),
         *,
         eps: float,
-        probe: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> Truth:
-        """Measures torch, and `probe` (exact and torch's logits of a longer sequence), and derives the limit."""
+        """Measures torch, and further runs (the exact logits of each, and torch's), and derives the limit."""
         # The smallest normal number: logits that are all zero have no scale, and an error of zero stays zero.
         scale = max(float(max(np.abs(each).max() for each in logits)), np.finfo(np.float64).tiny)
-        worst = _worst([np.abs(found - each).max() for found, each in zip(torch_logits, logits, strict=True)])
-        error = worst / scale
-        if probe is not None:
-            exact, found = probe
-            error = _worst([error, np.abs(found - exact).max() / max(np.abs(exact).max(), np.finfo(np.float64).tiny)])
+        errors = [np.abs(found - each).max() / scale for found, each in zip(torch_logits, logits, strict=True)]
+        errors += [np.abs(found - exact).max() / max(scale, np.abs(exact).max()) for exact, found in further]
+        error = _worst(errors)
         return cls(logits=logits, scale=scale, torch_logits=torch_logits, torch_error=error, limit=2 * (error + eps))
 
 
@@ -107,7 +105,8 @@ def layer_rows(
     """Yields a row for each hidden state that transformers gives.
 
     `found` has the states of each sequence, [states, tokens, hidden_size], including the last layer's; `torch_found`
-    has those of transformers in the dtype under test, and `exact` in float64.
+    has those of transformers in the dtype under test, and `exact` in float64: of the same sequences, and of further
+    ones that show torch's error alone.
     """
     count = len(exact[0])
     names = ["embedding", *(f"layers.{index}" for index in range(count - 2)), "norm"]
@@ -115,9 +114,13 @@ def layer_rows(
     places = [*range(count - 1), -1]
     for state, (name, place) in enumerate(zip(names, places, strict=True)):
         truth = [each[state] for each in exact]
-        scale = max(float(max(np.abs(each).max() for each in truth)), np.finfo(np.float64).tiny)
-        theirs = max(_errors(each[state], true).max() for each, true in zip(torch_found, truth, strict=True)) / scale
-        errors = [_errors(each[place], true) / scale for each, true in zip(found, truth, strict=True)]
+        largest = [max(float(np.abs(each).max()), np.finfo(np.float64).tiny) for each in truth]
+        scale = max(largest[: len(found)])
+        theirs = max(
+            _errors(each[state], true).max() / max(scale, own)
+            for each, true, own in zip(torch_found, truth, largest, strict=True)
+        )
+        errors = [_errors(each[place], true) / scale for each, true in zip(found, truth[: len(found)], strict=True)]
         yield LayerRow(
             implementation=implementation,
             layer=f"{prefix}{name}",

@@ -128,8 +128,7 @@ class CrosscheckReport:
         jax_side: version and device.
         torch_side: the torch implementation; if it is not transformers, with the reason.
         torch_name: short name of the torch side.
-        torch_error: torch's own error against float64, relative to the largest logit; in float32 of a longer sequence
-            if all are short.
+        torch_error: torch's own error against float64, relative to the largest logit: the largest of several runs.
         torch_limit: largest error of torch for a meaningful comparison: the square root of the dtype's eps, half of its
             digits.
         limit: 2 x (torch_error + eps), the largest allowed error of jattn.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from jattn.llm.load import parse_config
-from jattn.llm.load.folder import check_folder, read_object
+from jattn.llm.load.folder import check_folder, read_config
 from jattn.llm.models import ModelConfig
 from jattn.llm.models.config import SIZE_LIMITS
 from torch_core.attention.call import DenseCall
@@ -42,6 +43,7 @@ class TorchDecoder:
         folder: a Hugging Face folder that `jattn.llm.load.load_model` accepts.
         weight_dtype: weights are rounded to this first, so that they are those of the model under test.
         compute_dtype: dtype of the arithmetic, and of the logits.
+        hf_overrides: values that replace those of config.json; see `jattn.llm.load.load_model`.
 
     Attributes:
         config: parsed from the folder's config.json.
@@ -57,9 +59,10 @@ class TorchDecoder:
         *,
         weight_dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype = torch.float32,
+        hf_overrides: Mapping[str, Any] | None = None,
     ) -> None:
         path = check_folder(folder)
-        self.config = config = parse_config(read_object(path, "config.json"))
+        self.config = config = parse_config(read_config(path, hf_overrides))
         if not self.serves(config):
             raise Unsupported(f"{config.architecture} has options that TorchDecoder does not compute.")
         self._dtype = compute_dtype

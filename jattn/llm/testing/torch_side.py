@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from jattn.llm.load.folder import read_config
 from jattn.llm.models import ModelConfig
 from jattn.llm.testing.torch_decoder import TorchDecoder
 from torch_core.base.errors import Unsupported
@@ -54,7 +55,15 @@ def _first_topk(values: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
     return torch.return_types.topk((ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)))  # type: ignore[attr-defined]
 
 
-def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: str, widened: bool = False) -> TorchSide:
+def load_torch_side(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    widened: bool = False,
+    hf_overrides: Mapping[str, Any] | None = None,
+) -> TorchSide:
     """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` if transformers cannot be imported.
 
     With `widened`, weights are rounded to `dtype` and the computation is in float64. Unsupported if neither serves it.
@@ -63,7 +72,7 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
     try:
         with _quiet():
             import transformers
-            from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
             from transformers.utils import logging
     except (ImportError, RuntimeError) as error:
         reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
@@ -73,17 +82,21 @@ def load_torch_side(folder: Path, config: ModelConfig, *, dtype: str, device: st
                 f"{config.architecture} is compared with transformers, which {reason}; pip install jattn[crosscheck]."
             ) from None
         compute_dtype = torch.float64 if widened else torch_dtype
-        decoder = TorchDecoder(folder, weight_dtype=torch_dtype, compute_dtype=compute_dtype)
+        dtypes = {"weight_dtype": torch_dtype, "compute_dtype": compute_dtype}
+        decoder = TorchDecoder(folder, **dtypes, hf_overrides=hf_overrides)
         return TorchSide("TorchDecoder", description, lambda token_ids, past, _: decoder(token_ids, past))
     # Its other ways to attend leave soft caps and sinks out, and those through experts have no float64. The eager one
     # of transformers 5 adds Falcon's ALiBi twice.
     attend = "sdpa" if config.architecture == "FalconForCausalLM" else "eager"
-    eager = {} if TorchDecoder.serves(config) else {"attn_implementation": attend}
-    eager |= {} if config.moe is None else {"experts_implementation": "eager"}
+    options: dict[str, Any] = {} if TorchDecoder.serves(config) else {"attn_implementation": attend}
+    options |= {} if config.moe is None else {"experts_implementation": "eager"}
+    if hf_overrides:
+        own = AutoConfig.from_pretrained(folder, local_files_only=True)
+        options["config"] = type(own).from_dict(read_config(folder, hf_overrides))
     with _quiet(), _without_progress_bar(logging):
         kind = AutoModelForCausalLM if config.encoder is None else AutoModelForSeq2SeqLM
         model: Any = kind.from_pretrained(
-            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **eager
+            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **options
         )
         model.to(device).eval()
         if widened:
@@ -125,6 +138,12 @@ def _of_transformers(model: Any, config: ModelConfig, description: str, device: 
 
 def _float64(states: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [state[0].double().cpu().numpy() for state in states]
+
+
+def logits_of(side: TorchSide, tokens: Sequence[int], source: Sequence[int]) -> np.ndarray:
+    """Returns the logits after each token of a sequence in one call: float[tokens, vocab_size], at least float32."""
+    logits = side.forward(tokens, None, source)[0].cpu()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy()
 
 
 def greedy_run(
