@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,29 @@ def test_dense_attention_is_as_exact_as_its_dtype_allows(implementation: str, nu
 def test_a_long_context_over_many_runs_of_keys_is_exact(implementation: str) -> None:
     case = paged_case(5, seq_lens=[700, 3], query_lens=[2, 1], num_heads=2, num_kv_heads=1)
     assert_matches_reference(case, *run_case(case, implementation))
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """Memory that torch does not initialise holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@each_implementation
+@pytest.mark.parametrize("case", [paged_case, dense_case])
+def test_rows_of_no_sequence_are_zeros_where_a_program_is_given_wrong_starts(
+    case: Callable[..., AttentionCase], implementation: str, filled_memory: None
+) -> None:
+    lens = {"seq_lens": [9, 9, 9]} if case is paged_case else {"key_lens": [9, 9, 9]}
+    made = case(6, query_lens=[3, 0, 3], **lens)
+
+    output, lse = run_numpy(made, implementation, query_start_loc=np.array([0, 3, 0, 3], np.int32))
+
+    assert np.isfinite(output[:3]).all()
+    assert not output[3:].any()
+    assert (lse[3:] == -np.inf).all()
 
 
 @each_implementation

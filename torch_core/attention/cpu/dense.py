@@ -18,7 +18,7 @@ def attention(call: DenseCall[Tensor]) -> dict[str, Tensor]:
         for seq in range(call.num_seqs)
         if query_starts[seq + 1] > query_starts[seq] and key_starts[seq + 1] > key_starts[seq]
     ]
-    found, results = open_results(call, sum(query_starts[seq + 1] - query_starts[seq] for seq in seqs))
+    found, results = open_results(call)
     query, key, value = (
         x.float() if x.stride(2) == 1 else x.float().contiguous() for x in (call.query, call.key, call.value)
     )

@@ -30,13 +30,11 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
     groupable = alike and fused_applies(call.spec.logits_soft_cap, call.head_size, call.value_head_size)
     groups: dict[int, list[tuple[int, int, int]]] = {}
     single: list[int] = []
-    num_stored = 0
     block_size = call.block_size
     for seq, seq_len in enumerate(lens):
         query_len = starts[seq + 1] - starts[seq]
-        if query_len == 0 or seq_len == 0:
+        if query_len <= 0 or seq_len == 0:
             continue
-        num_stored += query_len
         if query_len == 1 and groupable:
             first = first_key(seq_len - 1, seq_len, call.spec)
             keys = seq_len - first // block_size * block_size
@@ -44,7 +42,7 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
         else:
             single.append(seq)
 
-    found, results = open_results(call, num_stored)
+    found, results = open_results(call)
     query = _as_heads(call.query, call.num_kv_heads)
     scale = call.spec.scale * scale_value(call.k_scale) * scale_value(call.q_scale)
     for num_blocks, members in groups.items():

@@ -51,21 +51,13 @@ class ResultRows:
             _assign(self.lse, rows, lse)
 
 
-def open_results(call: AttentionCall[Tensor], num_stored: int) -> tuple[dict[str, Tensor], ResultRows]:
-    """Returns the results by name, and the record to store rows with.
-
-    Args:
-        call: the call.
-        num_stored: rows that will be stored. When it is fewer than all, the rest is zeros and -inf.
-    """
+def open_results(call: AttentionCall[Tensor]) -> tuple[dict[str, Tensor], ResultRows]:
+    """Returns the results by name, zeros and -inf, and the record to store rows with."""
     num_tokens, num_heads, _ = call.query.shape
     heads = (call.num_kv_heads, call.group)
-    out = call.out
-    if out is None:
-        shape = (num_tokens, num_heads, call.value_head_size)
-        out = torch.empty(shape, dtype=getattr(torch, call.result_dtype))
-    if num_stored < num_tokens:
-        out.zero_()
+    shape = (num_tokens, num_heads, call.value_head_size)
+    # All rows, and not those of no sequence alone: unchecked starts do not say which those are.
+    out = torch.zeros(shape, dtype=getattr(torch, call.result_dtype)) if call.out is None else call.out.zero_()
     results, lse_by_head = {"out": out}, None
     if call.with_lse:
         results["lse"] = torch.full((num_tokens, num_heads), -torch.inf)

@@ -16,7 +16,7 @@ def indexer_logits(call: IndexerCall[Tensor]) -> dict[str, Tensor]:
     for seq, seq_len in enumerate(call.seq_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])
         count = rows.stop - rows.start
-        if count == 0 or seq_len == 0:
+        if count <= 0 or seq_len == 0:
             continue
         blocks = call.block_tables[seq, : -(-seq_len // call.block_size)].long()
         keys = call.key_cache[blocks].flatten(0, 1)[:seq_len].float()
