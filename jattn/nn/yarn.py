@@ -75,8 +75,8 @@ class DeepSeekRoPE:
         weight = yarn_weight(self.factor, self.mscale or 1.0)
         if self.mscale and self.mscale_all_dim:
             weight /= yarn_weight(self.factor, self.mscale_all_dim)
-        angles = positions.astype(jnp.float32)[:, None] * self.frequencies()
-        cosine, sine = jnp.cos(angles) * weight, jnp.sin(angles) * weight
+        angles = positions.astype(jnp.float32)[:, None] * self.frequencies()[None]
+        cosine, sine = (jax.lax.broadcast_to_rank(turn(angles) * weight, x.ndim) for turn in (jnp.cos, jnp.sin))
         wide = x.astype(jnp.float32)
         first, second = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else jnp.split(wide, 2, axis=-1)
         rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

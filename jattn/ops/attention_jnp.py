@@ -45,7 +45,7 @@ def attend_to_blocks(
     query_lens = jnp.diff(call.query_start_loc)
     context = call.seq_lens - query_lens
     queries = _queries(call, dtype)
-    positions = context[:, None] + jnp.arange(call.max_query_len)
+    positions = context[:, None] + jnp.arange(call.max_query_len)[None]
 
     blocks_per_run = max(1, min(_TOKENS_PER_RUN // block_size, max_blocks))
     num_runs = math.ceil(max_blocks / blocks_per_run)
@@ -56,7 +56,7 @@ def attend_to_blocks(
     def visit(state: softmax.SoftmaxState, run: jax.Array) -> softmax.SoftmaxState:
         start = run * run_tokens
         key_positions = start + jnp.arange(run_tokens)
-        exists = key_positions < call.seq_lens[:, None]
+        exists = key_positions[None] < call.seq_lens[:, None]
         blocks = jax.lax.dynamic_slice_in_dim(tables, run * blocks_per_run, blocks_per_run, 1)
         # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
         blocks = jnp.where(exists[:, ::block_size], blocks, 0)
@@ -97,7 +97,7 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
         return empty_outputs(call)
     key_lens = jnp.diff(call.key_start_loc)
     context = key_lens - jnp.diff(call.query_start_loc)
-    positions = context[:, None] + jnp.arange(call.max_query_len)
+    positions = context[:, None] + jnp.arange(call.max_query_len)[None]
     key_positions = jnp.arange(max_key_len)
     pairs = None
     if call.segment_ids is not None:
@@ -187,7 +187,7 @@ def _results(call: AttentionCall[jax.Array], state: softmax.SoftmaxState) -> dic
 
 def _by_sequence(packed: jax.Array, start_loc: jax.Array, max_len: int) -> jax.Array:
     """Returns packed rows as `[num_seqs, max_len, ...]`, zeros past a sequence's end: a neighbour's NaN lies there."""
-    rows = start_loc[:-1, None] + jnp.arange(max_len)
+    rows = start_loc[:-1, None] + jnp.arange(max_len)[None]
     own = rows < start_loc[1:, None]
     own = own.reshape(*own.shape, *(1,) * (packed.ndim - 1))
     return jnp.where(own, packed.at[rows].get(mode="fill", fill_value=0), 0)

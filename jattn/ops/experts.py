@@ -120,7 +120,7 @@ def _route_experts(call: RouteCall[jax.Array]) -> dict[str, jax.Array]:
     """Computes a checked call."""
     logits = jnp.dot(call.hidden_states, call.kernel, preferred_element_type=jnp.float32)
     options = {name: getattr(call, name) for name in _CHOICE}
-    weights, experts = chosen_experts(logits if call.bias is None else logits + call.bias, **options)
+    weights, experts = chosen_experts(logits if call.bias is None else logits + call.bias[None], **options)
     return {"topk_weights": weights, "topk_ids": experts}
 
 

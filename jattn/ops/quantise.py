@@ -16,7 +16,8 @@ def quantised(x: jax.Array, scale: jax.Array | float | None, dtype: str) -> jax.
     if scale is not None or one_byte:
         x = x.astype(jnp.float32)
     if scale is not None:
-        x = x / scale
+        # One number, or one for each row.
+        x = x / (scale if jnp.ndim(scale) == x.ndim else jnp.reshape(scale, ()))
     if one_byte:
         x = jnp.clip(x, -LARGEST_CODE[dtype], LARGEST_CODE[dtype])
     return (jnp.round(x) if dtype == "int8" else x).astype(dtype)
@@ -24,4 +25,4 @@ def quantised(x: jax.Array, scale: jax.Array | float | None, dtype: str) -> jax.
 
 def scaled(array: jax.Array, scale: jax.Array | float | None) -> jax.Array:
     """Returns `array * scale`; None is 1."""
-    return array if scale is None else array * jnp.asarray(scale, array.dtype)
+    return array if scale is None else array * jnp.asarray(scale, array.dtype).reshape(())

@@ -59,12 +59,12 @@ def chosen_experts(
     """Returns weights and experts, `[rows, top_k]`, by logits `[rows, experts]` and the options of a RouteCall."""
     score = jax.nn.softmax if scoring_func == "softmax" else jax.nn.sigmoid
     scores = score(logits.astype(jnp.float32))
-    choice = scores if correction_bias is None else scores + correction_bias
+    choice = scores if correction_bias is None else scores + correction_bias[None]
     if n_group > 1:
         groups = choice.reshape(-1, n_group, choice.shape[-1] // n_group)
         best = jax.lax.top_k(groups, 1 if correction_bias is None else 2)[0].sum(-1)
         kept = jax.lax.top_k(best, topk_group)[1]
-        is_kept = (kept[..., None] == jnp.arange(n_group)).any(-2)
+        is_kept = (kept[..., None] == jnp.arange(n_group)[None, None]).any(-2)
         choice = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
     experts = jax.lax.top_k(choice, top_k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, experts, axis=-1)

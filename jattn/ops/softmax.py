@@ -128,7 +128,7 @@ def modified_scores(
         cap = jnp.asarray(spec.logits_soft_cap, scores.dtype)
         scores = cap * jnp.tanh(scores / cap)
     if call.alibi_slopes is not None:
-        slopes = call.alibi_slopes.astype(scores.dtype).reshape(call.num_kv_heads, -1, 1, 1)
+        slopes = call.alibi_slopes.astype(scores.dtype).reshape(1, call.num_kv_heads, -1, 1, 1)
         distance = (key_positions - query_positions[..., None])[:, None, None].astype(scores.dtype)
         if spec.use_alibi_sqrt:
             distance = jnp.where(distance <= 0, -jnp.sqrt(jnp.abs(distance)), 0)

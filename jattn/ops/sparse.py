@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jattn.ops.arguments import documented
 from jattn.ops.attention import Request, output, output_and_lse
 from jattn.ops.latent import latent_request
+from jattn.ops.quantise import scaled
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.attention.options import LatentOptions
@@ -149,11 +150,11 @@ def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
     if num_seqs == 0:
         return {"logits": jnp.full((call.num_tokens, call.table_tokens), -jnp.inf)}
     places = jnp.arange(call.table_tokens)
-    exists = places < call.seq_lens[:, None]
+    exists = places[None] < call.seq_lens[:, None]
     # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
     keys = call.key_cache[jnp.where(exists[:, :: call.block_size], call.block_tables, 0)]
     keys = keys.astype(jnp.float32).reshape(num_seqs, call.table_tokens, -1)
-    keys = jnp.where(exists[..., None], keys, 0) * (1.0 if call.k_scale is None else call.k_scale)
+    keys = scaled(jnp.where(exists[..., None], keys, 0), call.k_scale)
     real = tokens < call.query_start_loc[-1]
     sequence = jnp.where(real, jnp.searchsorted(call.query_start_loc, tokens, side="right") - 1, 0)
     seen = call.seq_lens[sequence] - call.query_start_loc[sequence + 1] + tokens + 1
@@ -162,14 +163,14 @@ def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
         return weights @ jax.nn.relu(call.scale * (query.astype(jnp.float32) @ keys[seq].T))
 
     logits = jax.lax.map(lambda x: of_token(*x), (call.query, call.weights, sequence))
-    visible = real[:, None] & (places < seen[:, None])
+    visible = real[:, None] & (places[None] < seen[:, None])
     return {"logits": jnp.where(visible, logits, -jnp.inf)}
 
 
 def _chosen_slots(call: ChoiceCall[jax.Array]) -> dict[str, jax.Array]:
     """Looks up the slots of each query's keys."""
     starts = jnp.arange(call.topk_indices.shape[0] + 1, dtype=jnp.int32)
-    seqs = (starts[:-1, None] >= call.query_start_loc[1:]).sum(1)
+    seqs = (starts[:-1, None] >= call.query_start_loc[None, 1:]).sum(1)
     named = (call.topk_indices >= 0) & (seqs < call.block_tables.shape[0])[:, None]
     positions = jnp.where(named, call.topk_indices, 0)
     blocks = call.block_tables[seqs[:, None], positions // call.block_size]

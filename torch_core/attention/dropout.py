@@ -63,11 +63,13 @@ def keep_mask(seeds: Any, queries: Any, keys: tuple[int, int], rate: float, libr
     """
     first = keys[0] // 32
     blocks = library.arange(first, -(-keys[1] // 32), dtype=np.uint32)
-    queries = queries.astype(np.uint32)[:, None, None]
-    counters = (blocks[:, None] * 8 + library.arange(8, dtype=np.uint32), queries // 16 * 8 + queries % 8)
+    front = (1,) * (seeds.ndim - 1)
+    queries = queries.astype(np.uint32).reshape(*front, -1, 1, 1)
+    columns = (blocks[:, None] * 8 + library.arange(8, dtype=np.uint32)[None]).reshape(*front, 1, -1, 8)
+    counters = (columns, queries // 16 * 8 + queries % 8)
     words = _philox(*counters, *(seeds[..., word, None, None, None].astype(np.uint32) for word in range(2)))
     numbers = library.stack(words, axis=-2) >> (queries // 8 % 2 * 16)[..., None] & 0xFFFF
-    kept = (numbers >= dropout_limit(rate)).reshape(*seeds.shape[:-1], queries.shape[0], len(blocks) * 32)
+    kept = (numbers >= dropout_limit(rate)).reshape(*seeds.shape[:-1], queries.size, len(blocks) * 32)
     return kept[..., keys[0] - first * 32 : keys[1] - first * 32]
 
 

@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
             logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
         logits = scaled(logits, self.config.logits_scale)
         if self.final_logits_bias is not None:
-            logits = logits + self.final_logits_bias[0]
+            logits = logits + jax.lax.broadcast_to_rank(self.final_logits_bias[0], logits.ndim)
         cap = self.config.final_logit_softcapping
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         parallel, count = self.parallel, logits.shape[-1]
@@ -250,9 +250,9 @@ class Decoder(nnx.Module):
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
         x = scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(positions + config.position_offset)
+            x = x + jax.lax.broadcast_to_rank(self.position_embedding(positions + config.position_offset), x.ndim)
         if self.token_type_embedding is not None:
-            x = x + self.token_type_embedding.embedding[0]
+            x = x + jax.lax.broadcast_to_rank(self.token_type_embedding.embedding[0], x.ndim)
         x = through(self.embedding_norm, x)
         if self.relative_attention_bias is not None:
             return x, relative_bias(self.relative_attention_bias.embedding[...], config)

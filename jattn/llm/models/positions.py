@@ -56,7 +56,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
     """Returns factor * cosine and sine, float32[..., tokens, 1, rotary_dim / 2], of positions int32[..., tokens]."""
-    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
     return (cosine, sine) if factor == 1 else (cosine * factor, sine * factor)
 
@@ -67,6 +67,7 @@ def apply_rotary(heads: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Ar
     Heads are [..., tokens, num_heads, head_dim]; elements past rotary_dim stay as they are. The arithmetic is float32.
     """
     half = cosine.shape[-1]
+    cosine, sine = (jax.lax.broadcast_to_rank(each, heads.ndim) for each in (cosine, sine))
     rotated, rest = heads[..., : 2 * half], heads[..., 2 * half :]
     first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
