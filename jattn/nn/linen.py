@@ -13,10 +13,16 @@ from jattn import ops
 from jattn.nn import options
 from jattn.nn.checks import POSITIONS_WITHOUT_ROPE, check_cache_dtype, checked_features, refuse_with_cache
 from jattn.nn.dense import attention_fn, rotated
-from jattn.nn.module_cache import ModuleCache, check_module_cache, decode_module_cache, new_module_cache
+from jattn.nn.module_cache import CacheFixes, ModuleCache, check_module_cache, decode_module_cache, new_module_cache
 from jattn.nn.paged import PagedAttention
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import check_fields
+
+_FIXES = CacheFixes(
+    deleted="go on with the variables that the step returned, or call init.",
+    batch="call init with the inputs' batch.",
+    full="call init of a module with a larger max_length.",
+)
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
@@ -148,12 +154,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             given = {"a mask": mask is not None, "segment_ids": segmented}
             refuse_with_cache({**given, "dropout": dropped, "sow_weights": sow_weights})
             cache = ModuleCache(*(variable.value for variable in held))
-            check_module_cache(cache, query.shape[:-3], core)
+            check_module_cache(cache, query.shape[:-3], core, _FIXES)
             if self.rope is not None:
                 if input_positions is None:
                     input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
                 query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
-            x, cache = decode_module_cache(core, query, (key, value), cache, lengths=lengths)
+            room: dict[str, Any] = {"max_length": self.max_length, "fixes": _FIXES}
+            x, cache = decode_module_cache(core, query, (key, value), cache, lengths=lengths, **room)
             for variable, array in zip(held, cache, strict=True):
                 variable.value = array
         return self._dense(

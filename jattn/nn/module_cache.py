@@ -62,6 +62,28 @@ class PagedCache(nnx.Cache):
             )
 
 
+class CacheFixes(NamedTuple):
+    """The fixes that a module's messages about its cache name.
+
+    Attributes:
+        deleted: for a cache that was donated.
+        batch: for a cache of another batch or other heads.
+        full: for a cache that is too short.
+    """
+
+    deleted: str
+    batch: str
+    full: str
+
+
+#: Of `jattn.nn.MultiHeadAttention`.
+NNX_FIXES = CacheFixes(
+    deleted="go on with the module that the step returned, or call init_cache.",
+    batch="call init_cache with the inputs' batch.",
+    full="call init_cache with a longer input_shape.",
+)
+
+
 class ModuleCache(NamedTuple):
     """The arrays of a module's cache.
 
@@ -98,14 +120,16 @@ def new_module_cache(
     return ModuleCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(tuple(batch_dims), jnp.int32))
 
 
-def check_module_cache(cache: ModuleCache, batch_dims: Sequence[int], core: PagedAttention) -> None:
+def check_module_cache(
+    cache: ModuleCache, batch_dims: Sequence[int], core: PagedAttention, fixes: CacheFixes = NNX_FIXES
+) -> None:
     """Checks that a cache is not deleted and belongs to this module and batch."""
-    refuse_donated("the module's cache", cache, "go on with the module that the step returned, or call init_cache.")
+    refuse_donated("the module's cache", cache, fixes.deleted)
     if cache.key.shape[2:] != (core.num_kv_heads, core.head_dim) or cache.seq_lens.shape != tuple(batch_dims):
         raise InvalidInput(
             f"the module's cache holds {cache.key.shape[2]} heads of {cache.key.shape[3]} for a batch of "
             f"{cache.seq_lens.shape}, and the inputs need {core.num_kv_heads} heads of {core.head_dim} for "
-            f"{tuple(batch_dims)}; call init_cache with the inputs' batch."
+            f"{tuple(batch_dims)}; {fixes.batch}"
         )
 
 
@@ -117,12 +141,15 @@ def decode_module_cache(
     *,
     lengths: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
+    max_length: int | None = None,
+    fixes: CacheFixes = NNX_FIXES,
     **options: Any,
 ) -> tuple[jax.Array, ModuleCache]:
     """Appends the new tokens of each row to its sequence, and attends to the whole sequence.
 
     A causal core is self-attention. Any other is cross attention: `new` keys and values [batch..., key_length,
-    num_kv_heads, head_dim] replace those in the cache, and without them the cache is only read. The query is
+    num_kv_heads, head_dim] replace those in the cache, and without them the cache is only read. A sequence has at most
+    `max_length` tokens, or those of its blocks. The query is
     [batch..., length, num_heads, head_dim]; `options` are keywords of the core's call. In the output, rows of padding
     are 0. Rows that do not fit into the cache are NaN, because a traced function cannot raise; outside jit they raise
     RequestTooLong.
@@ -143,9 +170,10 @@ def decode_module_cache(
         key_lengths = lengths if core.causal else flat_lengths("key_lengths", key_lengths, batch_dims, key_length)
         keys = Packing.of(sequences, key_length, real_tokens(key_lengths, key_length))
         after = before + jnp.diff(keys.start_loc)
-        _check_room(cache, after)
-        overflow = after > cache.max_length
-        positions = before[:, None] + jnp.arange(key_length, dtype=jnp.int32)
+        max_length = cache.max_length if max_length is None else max_length
+        _check_room(after, max_length, fixes)
+        overflow = after > max_length
+        positions = before[:, None] + jnp.arange(key_length, dtype=jnp.int32)[None]
         block = jnp.take_along_axis(tables, jnp.minimum(positions // block_size, blocks - 1), 1)
         slots = block * block_size + positions % block_size
         slots = keys.pack(jnp.where(overflow[:, None], PAD_SLOT_ID, slots).reshape(sequences, key_length))
@@ -173,15 +201,15 @@ def _rows(array: jax.Array) -> jax.Array:
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
-def _check_room(cache: ModuleCache, after: jax.Array) -> None:
+def _check_room(after: jax.Array, max_length: int, fixes: CacheFixes) -> None:
     # A traced array has no values.
     if isinstance(after, Tracer):
         return
     # The host waits for the lengths, as the ops wait for slots. An explicit transfer passes a transfer guard.
     lengths = jax.device_get(after)
     longest = int(lengths.max(initial=0))
-    if longest > cache.max_length:
+    if longest > max_length:
         raise RequestTooLong(
             f"sequence {lengths.argmax()} would hold {longest} tokens and the module's cache holds "
-            f"{cache.max_length} of each; call init_cache with a longer input_shape."
+            f"{max_length} of each; {fixes.full}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax.nnx import bridge
 
 from jattn.nn import MultiHeadAttention, PagedAttention
 from jattn.nn import linen as twin
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
 BATCH, LENGTH, FEATURES = 2, 6, 16
 KEY = jax.random.key(0)
@@ -116,6 +117,45 @@ def test_the_linen_twin_becomes_an_nnx_module(seed: int) -> None:
 def test_the_core_becomes_a_linen_module() -> None:
     layer = bridge.to_linen(PagedAttention, 4, 8)
     assert isinstance(layer.nnx_class(*layer.args, rngs=nnx.Rngs(0)), PagedAttention)
+
+
+def overflow(layer: Any, variables: Any, x: jax.Array) -> Any:
+    return layer.apply(variables, x, mutable=["cache"])
+
+
+def of_another_batch(layer: Any, variables: Any, x: jax.Array) -> Any:
+    return layer.apply(variables, jnp.concatenate([x, x]), mutable=["cache"])
+
+
+def deleted(layer: Any, variables: Any, x: jax.Array) -> Any:
+    variables["cache"]["cached_key"].delete()
+    return layer.apply(variables, x, mutable=["cache"])
+
+
+@pytest.mark.parametrize(
+    ("use", "tokens", "error", "message"),
+    [
+        (overflow, 7, RequestTooLong, "would hold 7 tokens and the module's cache holds 6 of each; call init of a"),
+        (overflow, 7, RequestTooLong, "a module with a larger max_length."),
+        (of_another_batch, 1, InvalidInput, "; call init with the inputs' batch."),
+        (deleted, 1, InvalidInput, "; go on with the variables that the step returned, or call init."),
+    ],
+)  # fmt: skip
+def test_a_cache_that_does_not_fit_is_refused_by_the_names_of_linen(use, tokens, error, message, seed) -> None:
+    layer, x = twin.MultiHeadAttention(4, decode=True, max_length=6, block_size=4), inputs(seed, 7)
+    variables = layer.init(KEY, x[:, :1])
+
+    with pytest.raises(error, match=re.escape(message)):
+        use(layer, variables, x[:, :tokens])
+
+
+def test_a_program_gives_nan_beyond_max_length_and_not_beyond_its_blocks(seed) -> None:
+    layer, x = twin.MultiHeadAttention(4, decode=True, max_length=6, block_size=4), inputs(seed, 7)
+    variables = layer.init(KEY, x[:, :1])
+
+    found, _ = jax.jit(lambda variables, x: layer.apply(variables, x, mutable=["cache"]))(variables, x)
+
+    assert np.isnan(found).all()
 
 
 REFUSED: dict[str, tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = {
