@@ -68,6 +68,17 @@ def test_calibration_finds_the_largest_key_and_value_of_all_prompts(model, seed)
     assert all(layer.kv_scales is layer.kv_range is None for _, layer in paged_layers(model))
 
 
+def test_a_layer_of_zeros_has_a_range_and_the_engine_takes_it() -> None:
+    model = tiny_decoder(num_hidden_layers=1)
+    kernel = model.layers[0].self_attn.qkv_proj.kernel
+    kernel[...] = jnp.zeros_like(kernel[...])
+
+    scales = calibrate_kv_cache(model, [[1, 2, 3]])
+
+    assert list(scales.ranges.values()) == [(1.0, 1.0)]
+    Engine(model, EngineConfig(**SIZES, kv_cache_dtype="fp8", kv_cache_scales=scales))
+
+
 def test_random_prompts_are_the_same_for_one_seed(model) -> None:
     assert calibrate_kv_cache(model) == calibrate_kv_cache(model, seed=0) != calibrate_kv_cache(model, seed=1)
 
@@ -210,7 +221,12 @@ def test_a_checkpoints_scales_are_saved_with_it(tmp_path) -> None:
         (
             lambda model: KVCacheScales({"a": (0.0, 1.0)}),
             InvalidInput,
-            "ranges['a'] is (0.0, 1.0); it must be two finite floats above 0.",
+            "ranges['a'] is (0.0, 1.0); it must be two floats from 1e-33 to 3e+38.",
+        ),
+        (
+            lambda model: KVCacheScales({"a": (1e300, 1.0)}),
+            InvalidInput,
+            "ranges['a'] is (1e+300, 1.0); it must be two floats from 1e-33 to 3e+38.",
         ),
         (
             lambda model: Engine(model, EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=KVCacheScales({}))),

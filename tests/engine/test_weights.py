@@ -122,6 +122,19 @@ def test_a_state_that_is_spread_over_a_mesh_is_brought_to_the_engines_device() -
     assert one.num_compilations == before
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name_and_the_old_ones_stay(engine, other, seed, value) -> None:
+    prompts = prompts_of(seed, 5)
+    before = run(engine, prompts)
+    state = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(other)))
+    state["norm"]["weight"][3] = value
+
+    with pytest.raises(InvalidInput, match=r"^norm\.weight has NaN or infinite numbers"):
+        engine.update_weights(state)
+
+    assert run(engine, prompts) == before
+
+
 def test_memory_of_the_callers_own_is_copied(engine, other, seed) -> None:
     prompts = prompts_of(seed, 5)
     state = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(other)))

@@ -310,3 +310,23 @@ def test_the_written_json_is_plain_and_complete(tmp_path, seed):
     described = json.loads((folder / "tokenizer_config.json").read_text())
     assert described["eos_token"] == "<|endoftext|>"
     assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (0, "folder is a Decoder; the order is save_model(folder, model, config)."),
+        (1, "model is a ModelConfig; the order is save_model(folder, model, config)."),
+        (2, "config is a str; the order is save_model(folder, model, config)."),
+    ],
+)
+def test_an_argument_of_save_model_in_the_place_of_another_is_refused(place, message, tmp_path, seed) -> None:
+    config = tiny_config(num_hidden_layers=1)
+    model = tiny_model(config, seed)
+    arguments: list[Any] = [str(tmp_path / "new"), model, config]
+    arguments[place] = [model, config, str(tmp_path)][place]
+
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        save_model(*arguments)
+
+    assert not (tmp_path / "new").exists()

@@ -86,6 +86,29 @@ def test_fp8_weights_without_scales_are_refused(fp8_folder):
         load_model(folder)
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_fp8_scale_that_is_no_number_is_refused(fp8_folder, value, on_host):
+    folder, _, tensors = fp8_folder
+    tensors[f"{UP}_scale_inv"][1, 0] = value
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (parameter,) = (each for each in plan_parameters(CONFIG) if each.pieces[-1].name == UP)
+    message = f"model.safetensors: tensor '{UP}_scale_inv' is NaN or infinite at [1, 0]; a scale is a number."
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        read_parameter(find_weights(check_folder(folder)), parameter, np.dtype(np.float32), on_host=on_host)
+
+
+@pytest.mark.parametrize(("name", "allowed"), [(f"{UP}_scale_inv", "F32, BF16, F16"), (UP, "F8_E4M3")])
+def test_bytes_in_the_place_of_an_fp8_tensor_or_its_scales_are_refused(fp8_folder, name, allowed):
+    torch = pytest.importorskip("torch")
+    folder, _, tensors = fp8_folder
+    tensors[name] = torch.full(tensors[name].shape, 127, dtype=torch.uint8)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    message = f"model.safetensors: tensor '{name}' is U8; FP8 has {allowed} there."
+    with pytest.raises(Unsupported, match=re.escape(message)):
+        load_model(folder)
+
+
 def test_scales_of_another_shape_are_refused(fp8_folder):
     folder, _, tensors = fp8_folder
     tensors[f"{UP}_scale_inv"] = tensors[f"{UP}_scale_inv"][:1]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.llm.load.kv_scales import KVCacheScales
+from jattn.llm.load.kv_scales import LEAST_RANGE, KVCacheScales
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.metadata import AttentionMetadata
 from jattn.nn.paged import KVRange, KVScale
@@ -80,9 +80,7 @@ def calibrate_kv_cache(
     for path, layer in paged_layers(nnx.merge(graph, seen, rest)):
         if layer.kv_range is not None:
             k_max, v_max = (float(each[...][0]) for each in (layer.kv_range.k_max, layer.kv_range.v_max))
-            # A layer that wrote nothing, as one that attends to an encoder, has no range.
-            if k_max and v_max:
-                ranges[path] = k_max, v_max
+            ranges[path] = _range(k_max), _range(v_max)
     return KVCacheScales(ranges)
 
 
@@ -106,6 +104,11 @@ def _step(row: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Att
         max_query_len=size,
     )
     return np.pad(row, (0, size - len(row))), np.arange(size, dtype=np.int32) % max(len(row), 1), metadata
+
+
+def _range(largest: float) -> float:
+    # Zeros fit any range.
+    return max(largest, LEAST_RANGE) if largest else 1.0
 
 
 def _random_prompts(spec: PagedSpec, seed: int) -> list[np.ndarray]:

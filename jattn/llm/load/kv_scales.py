@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,8 @@ from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import LARGEST_CODE
 
+#: The ranges whose scales, for every 8-bit dtype, are normal numbers of float32.
+LEAST_RANGE, LARGEST_RANGE = 1e-33, 3e38
 #: vLLM's names of cache dtypes other than the model's own.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 #: And of latents, whose packed rows have scales of their own.
@@ -37,10 +38,10 @@ class KVCacheScales:
     `jattn.llm.engine.calibrate_kv_cache` measures them. Larger values saturate later.
 
     Attributes:
-        ranges: the largest absolute key and value, above 0, by the path of a layer's `PagedAttention`.
+        ranges: the largest absolute key and value, from 1e-33 to 3e38, by the path of a layer's `PagedAttention`.
 
     Raises:
-        InvalidInput: a range is not a finite number above 0.
+        InvalidInput: a range is not such a number.
 
     Example:
         >>> scales = KVCacheScales({"layers.0.self_attn.paged_attention": (4.48, 0.896)})
@@ -53,8 +54,9 @@ class KVCacheScales:
     def __post_init__(self) -> None:
         for path, pair in self.ranges.items():
             is_pair = isinstance(pair, tuple) and len(pair) == 2
-            if not is_pair or not all(isinstance(x, float) and 0 < x < math.inf for x in pair):
-                raise InvalidInput(f"ranges[{path!r}]", value=pair, wanted="it must be two finite floats above 0")
+            if not is_pair or not all(isinstance(x, float) and LEAST_RANGE <= x <= LARGEST_RANGE for x in pair):
+                wanted = f"it must be two floats from {LEAST_RANGE} to {LARGEST_RANGE}"
+                raise InvalidInput(f"ranges[{path!r}]", value=pair, wanted=wanted)
 
     def of(self, path: str, dtype: str) -> tuple[float, float]:
         """Returns k_scale and v_scale of a layer for a cache of an 8-bit dtype.

@@ -47,7 +47,7 @@ def save_model(
         dtype: dtype of the stored weights; None for the config's.
 
     Raises:
-        InvalidInput: dtype is not float32, bfloat16 or float16.
+        InvalidInput: dtype is not float32, bfloat16 or float16, or an argument is in the place of another.
         Unsupported: no supported architecture stores this config.
 
     Example:
@@ -58,6 +58,13 @@ def save_model(
         ...     sorted(os.listdir(folder))
         ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
     """
+    for name, given, kinds in (
+        ("folder", folder, (str, os.PathLike)),
+        ("model", model, (nnx.Module,)),
+        ("config", config, (ModelConfig,)),
+    ):
+        if not isinstance(given, kinds):
+            raise InvalidInput(name, f"is a {type(given).__name__}", "the order is save_model(folder, model, config)")
     dtype = config.dtype if dtype is None else dtype
     codes = {str(stored): code for code, stored in STORED_DTYPES.items()}
     if dtype not in codes:

@@ -16,9 +16,16 @@ import numpy as np
 from jattn.llm.load.folder import member, read_json, read_text
 from jattn.llm.load.plan import ParameterPlan, TensorPlan, kernel_and_scale, parts_of
 from jattn.llm.load.read_ahead import FileRange
-from jattn.llm.load.safetensors_file import Tensors, checked_dtype, open_safetensors, read_tensor
+from jattn.llm.load.safetensors_file import (
+    STORED_DTYPES,
+    SafetensorsFile,
+    Tensors,
+    checked_dtype,
+    open_safetensors,
+    read_tensor,
+)
 from jattn.llm.models.quantized import dequantize
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -31,6 +38,8 @@ _TILE = 256
 _NAMED_AT_ONCE = 1 << 14
 #: Elements of two tensors that are compared at once.
 _COMPARED = 1 << 22
+#: NaN as a power of two in 8 bits, by the OCP Microscaling specification 1.0.
+_E8M0_NAN = 255
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: Scales of an fp8 cache, under the names that vLLM knows.
 _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -98,7 +107,8 @@ def check_weights(tensors: Tensors, plan: tuple[ParameterPlan, ...], *, unread: 
     expected: dict[str, tuple[int, ...]] = {}
     for parameter in plan:
         for piece in parameter.pieces:
-            expected |= parts_of(piece, tensors)
+            expected |= (parts := parts_of(piece, tensors))
+            _check_dtypes(tensors, piece, tuple(parts))
     missing = [name for name in expected if name not in tensors]
     if missing:
         text = f"the weights lack {_listed(missing, expected)}; the config asks for {len(expected)} tensors."
@@ -187,16 +197,39 @@ def _pieces(
 
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
+        if name in scales:
+            _check_scale(tensors[name], name, view)
         return view if on_host else jnp.asarray(view)
 
     transposed, home = parameter.transposed, np if on_host else jnp
+    scales: tuple[str, ...] = ()
     for piece in pieces:
         parts = parts_of(piece, tensors)
-        if len(parts) > 1:
+        scales = tuple(parts)[1:]
+        if scales:
             yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
             yield block.T if transposed else block, None
+
+
+def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:
+    """Refuses quantised tensors, and scales, of another dtype than their format has."""
+    is_fp8 = piece.name in parts
+    for index, name in enumerate(parts if len(parts) > 1 else ()):
+        allowed = ("U8",) if not is_fp8 else ("F8_E4M3",) if index == 0 else tuple(STORED_DTYPES)
+        if name in tensors and (code := tensors[name].tensors[name].code) not in allowed:
+            problem = f"tensor {name!r} is {code}"
+            raise Unsupported(
+                f"{tensors[name].path.name}: {problem}; {'FP8' if is_fp8 else 'MXFP4'} has {', '.join(allowed)} there."
+            )
+
+
+def _check_scale(file: SafetensorsFile, name: str, scale: np.ndarray) -> None:
+    is_nan = scale == _E8M0_NAN if scale.dtype == np.uint8 else ~np.isfinite(scale.astype(np.float32))
+    if is_nan.any():
+        place = [int(each) for each in np.argwhere(is_nan)[0]]
+        raise InvalidInput(f"{file.path.name}: tensor {name!r} is NaN or infinite at {place}; a scale is a number.")
 
 
 def _joined(

@@ -401,8 +401,8 @@ class Engine(Owner, contextlib.AbstractContextManager):
             version: new value of `weights_version`; None for one more.
 
         Raises:
-            InvalidInput: a parameter does not fit (the message names it); the engine is closed; or it is asleep with
-                requests to finish.
+            InvalidInput: a parameter does not fit or is not finite (the message names it); the engine is closed; or it
+                is asleep with requests to finish.
             PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
         leaves = self.fitting_weights(state, unfinished, partial=partial, prefix=prefix, cast=cast)

@@ -158,10 +158,17 @@ class Weights:
         """Returns the leaves with others in their places; these stay as they are.
 
         Arrays that lie where the old ones do are taken as they are, without a copy.
+
+        Raises:
+            InvalidInput: one has numbers that are not finite.
         """
         leaves = list(self.leaves)
         for place, bring in arrivals.items():
             leaves[place] = bring()
+        finite = jax.device_get({name: _is_finite(leaves[at]) for name, at in self._places.items() if at in arrivals})
+        if wrong := [name for name, each in finite.items() if not each]:
+            problem = f"has NaN or infinite numbers, and so have {len(wrong) - 1} other parameters"
+            raise InvalidInput(wrong[0], problem, "the weights stay as they were")
         return leaves
 
 
@@ -176,6 +183,13 @@ def _dtype_of(leaf: Any, old: jax.Array) -> Any:
     dtype = getattr(leaf, "dtype", old.dtype)
     floating = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(old.dtype, jnp.floating)
     return dtype if floating and old.dtype.itemsize > 1 else old.dtype
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.bool_(True)
+    return jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
 
 
 def _is_scale(name: str) -> bool:
