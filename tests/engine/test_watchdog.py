@@ -15,7 +15,7 @@ from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
-from jattn.llm.reports import Watchdog
+from jattn.llm.reports import Compiling, Watchdog
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_interrupts import SIZES
 from torch_core.base.errors import InvalidInput
@@ -45,7 +45,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 @pytest.fixture
 def watched() -> tuple[Watchdog, Clock]:
     clock = Clock()
-    return Watchdog(30.0, lambda step: {"program": "a program"}, clock), clock
+    return Watchdog(30.0, lambda step: {"program": "a program"}, clock=clock), clock
 
 
 def test_a_step_that_does_not_come_is_reported_once_with_its_plan(watched, caplog) -> None:
@@ -101,6 +101,25 @@ def test_steps_that_came_and_steps_of_work_that_was_thrown_away_are_not_reported
     assert not caplog.records
 
 
+def test_the_time_of_compiling_does_not_count_and_a_long_compilation_is_said_to_be_one(caplog) -> None:
+    clock, found = Clock(), [Compiling()]
+    watchdog = Watchdog(30.0, lambda step: {}, lambda: found[0], clock)
+    watchdog.dispatched(step_of(7))
+    clock.now += 40
+    found[0] = Compiling(39.0, "a program", 39.0)
+
+    watchdog.check()
+    watchdog.check()
+
+    (record,) = caplog.records
+    assert fields(record) == {"event": "compiling", "program": "a program", "age_seconds": 39.0}
+    found[0] = Compiling(39.0)
+    clock.now += 30
+    watchdog.check()
+    assert fields(caplog.records[-1])["event"] == "stuck_step"
+    assert fields(caplog.records[-1])["age_seconds"] == 31
+
+
 def test_the_thread_ends_with_what_it_watches() -> None:
     watchdog = Watchdog(1e3, lambda step: {})
     watchdog.dispatched(step_of(1))
@@ -137,6 +156,25 @@ def test_a_stuck_step_of_an_engine_names_its_program(decoder, seed, caplog) -> N
     found = fields(caplog.records[0])
     assert (found["event"], found["request_ids"], found["num_seqs"]) == ("stuck_step", ["mine"], 1)
     assert found["program"].startswith("4 sequences, ")
+
+
+def test_an_engine_says_what_it_compiles_and_compiles_each_program_once(decoder, seed, monkeypatch) -> None:
+    engine = Engine(decoder, EngineConfig(**SIZES | {"num_blocks": 77}))
+    programs = engine._core.device.runner.programs
+    right, said = programs._compile, []
+
+    def compiled(lowered: Any, bucket: Any) -> Any:
+        said.append((str(bucket), programs.compiling.program))
+        return right(lowered, bucket)
+
+    monkeypatch.setattr(programs, "_compile", compiled)
+    for _ in range(2):
+        run(engine, prompts_of(seed, 5), SamplingParams(max_tokens=3, ignore_eos=True))
+
+    assert said
+    assert all(compiling == bucket for bucket, compiling in said)
+    assert len({bucket for bucket, _ in said}) == len(said)
+    assert programs.compiling == Compiling(programs.compile_seconds)
 
 
 def test_the_life_of_requests_is_logged(decoder, seed, caplog) -> None:

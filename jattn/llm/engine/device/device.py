@@ -334,7 +334,7 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         pads_rows=not (config.batch_invariant or ragged),
         num_scheduler_steps=num_scheduler_steps,
         speculation=SpeculationCounts(config.num_speculative_tokens),
-        watchdog=Watchdog(config.step_timeout_seconds, runner.describe),
+        watchdog=Watchdog(config.step_timeout_seconds, runner.describe, lambda: runner.programs.compiling),
         channel=channel,
     )
 

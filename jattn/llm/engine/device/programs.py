@@ -23,7 +23,7 @@ from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Weights
 from jattn.llm.engine.options.params import SamplingKind
-from jattn.llm.reports import event
+from jattn.llm.reports import Compiling, event
 from jattn.pool import KVPool
 from torch_core.cache import LayerGroups
 
@@ -73,6 +73,7 @@ class Programs:
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
+        self._present: tuple[str, float] | None = None
         self.last: deque[Bucket] = deque(maxlen=2)
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
@@ -98,6 +99,16 @@ class Programs:
         self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
 
     @property
+    def compiling(self) -> Compiling:
+        """The compiling so far; any thread may ask."""
+        present = self._present
+        if present is None:
+            return Compiling(self.compile_seconds)
+        program, started = present
+        seconds = time.monotonic() - started
+        return Compiling(self.compile_seconds + seconds, program, seconds)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """One line for each compiled program."""
         return tuple(map(str, self.compiled))
@@ -105,7 +116,7 @@ class Programs:
     def __call__(self, bucket: Bucket) -> Callable[..., Any]:
         """Returns the program of a bucket, compiled if it must be."""
         if bucket not in self.compiled:
-            self._timed(lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
+            self._timed(str(bucket), lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
         return self.compiled[bucket]
 
     def doubt_last(self) -> None:
@@ -139,7 +150,7 @@ class Programs:
                     self._keep(bucket, compiled.result())
                     report(done, len(missing), str(bucket))
 
-        self._timed(compile_all)
+        self._timed(f"{len(missing)} programs", compile_all)
 
     def step_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
@@ -167,10 +178,15 @@ class Programs:
         self.num_compilations += 1
         event(logging.DEBUG, "program_compiled", program=str(bucket))
 
-    def _timed(self, work: Callable[[], None]) -> None:
+    def _timed(self, program: str, work: Callable[[], None]) -> None:
         started = time.monotonic()
-        work()
-        self.compile_seconds += time.monotonic() - started
+        self._present = program, started
+        try:
+            work()
+        finally:
+            # In this order: another thread may count the time twice for a moment, and never misses it.
+            self.compile_seconds += time.monotonic() - started
+            self._present = None
 
 
 @contextlib.contextmanager
