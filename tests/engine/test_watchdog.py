@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_a_stuck_step_of_an_engine_names_its_program(decoder, seed, caplog) -> N
 
 
 def test_an_engine_says_what_it_compiles_and_compiles_each_program_once(decoder, seed, monkeypatch) -> None:
-    engine = Engine(decoder, EngineConfig(**SIZES | {"num_blocks": 77}))
+    engine = Engine(decoder, replace(EngineConfig(**SIZES), num_blocks=77))
     programs = engine._core.device.runner.programs
     right, said = programs._compile, []
 

@@ -80,6 +80,7 @@ def test_a_product_of_inputs_with_a_prime_number_is_not_cut(seed: int) -> None:
     found = layer(x)
 
     assert jax.make_jaxpr(layer)(x).pretty_print(use_color=False).count("dot_general[") == 1
+    assert layer.bias is not None
     np.testing.assert_array_equal(found, x @ layer.kernel[...] + layer.bias[...])
 
 

@@ -139,8 +139,9 @@ def test_the_earliest_difference_of_all_prompts_is_named_and_ties_after_it_are_c
 
 def test_the_limit_of_a_layer_is_that_of_the_sequence_in_which_torch_errs_most() -> None:
     exact = np.array([[[1.0, -8.0]]] * 3)
-    off = exact + np.array([[[1.0, 0.0]]])
+    off = [*(exact + np.array([[[1.0, 0.0]]]))]
+    states = [*exact]
 
-    (row, _, _) = layer_rows("xla", [exact], [exact, off], [exact, exact], eps=0.25)
+    (row, _, _) = layer_rows("xla", [exact], [states, off], [states, states], eps=0.25)
 
     assert (row.error, row.limit, row.by_position) == (0.0, 0.75, ((0.0,),))
