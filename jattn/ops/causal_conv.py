@@ -75,7 +75,7 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
     is_token = tokens < starts[-1]
     # Padding is past the end, each row at a place of its own.
     rows = tokens + jnp.where(is_token, past * (jnp.searchsorted(starts[1:], tokens, side="right") + 1), num_rows)
-    history = first[:, None] + jnp.arange(past)
+    history = first[:, None] + jnp.arange(past)[None]
     inputs = jnp.zeros((num_rows, num_channels), wide)
     inputs = inputs.at[rows].set(call.x.astype(wide), mode="drop", unique_indices=True)
     found: dict[str, jax.Array] = {}
@@ -88,9 +88,9 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
         new = inputs.at[history + lens[:, None]].get(unique_indices=True).astype(states.dtype)
         kept = jnp.where((slots >= 0) & (lens > 0), slots, absent)
         found["conv_states"] = states.at[kept].set(new, mode="drop", unique_indices=True)
-    sums = jnp.zeros((), wide) if call.bias is None else call.bias.astype(wide)
+    sums = jnp.zeros((), wide) if call.bias is None else call.bias.astype(wide)[None]
     for tap in range(call.width):
-        sums = sums + call.weight[:, tap].astype(wide) * inputs[tap : num_rows - past + tap]
+        sums = sums + call.weight[None, :, tap].astype(wide) * inputs[tap : num_rows - past + tap]
     out = sums.at[rows - past].get(mode="fill", fill_value=0, unique_indices=True)
     if call.activation == "silu":
         out = jax.nn.silu(out)

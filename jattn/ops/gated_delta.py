@@ -96,7 +96,7 @@ def _gated_delta_rule(call: GatedDeltaCall[jax.Array]) -> dict[str, jax.Array]:
         # Places after the last chunk are of no sequence: number num_seqs.
         seqs = jnp.searchsorted(ends, places, side="right")
         chunk = places - (ends - counts).at[seqs].get(mode="clip")
-    steps = chunk[:, None] * size + jnp.arange(size)
+    steps = chunk[:, None] * size + jnp.arange(size)[None]
     is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
     beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
     rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
@@ -180,7 +180,7 @@ def _chunk(
 def _decayed_products(left: jax.Array, right: jax.Array, decay: jax.Array) -> jax.Array:
     """Returns `sum over k of left[t, k] * exp(decay[t, k] - decay[i, k]) * right[i, k]` for i <= t, and 0 elsewhere."""
     tokens = jnp.arange(left.shape[1])
-    is_past = (tokens[:, None] >= tokens)[None, :, :, None]
+    is_past = (tokens[:, None] >= tokens[None])[None, :, :, None]
     # Of later tokens the difference would be positive without a bound.
     weights = jnp.exp(jnp.where(is_past, decay[:, :, None] - decay[:, None], -jnp.inf))
     if decay.shape[-1] == 1:
