@@ -95,7 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_a_decoder(name: str) -> None:
     config = tiny_config(num_hidden_layers=1, **MODELS[name])
     row = SequenceRow([1], 0, 9)
-    sizes = {"block_size": 16, "num_blocks": 3, "num_tokens": 16, "max_blocks": 2, "max_query_len": 16}
+    sizes: dict[str, Any] = {"block_size": 16, "num_blocks": 3, "num_tokens": 16, "max_blocks": 2, "max_query_len": 16}
     metadata = AttentionMetadata.build([row], **sizes)
 
     def run() -> Any:
