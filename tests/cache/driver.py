@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from tests.cache.model import Model
-from torch_core.cache import CacheConfig, CacheGroup
+from torch_core.cache import CacheConfig, CacheGroup, StateConfig
 
 #: Draws an int from 0 to the argument, inclusive.
 Draw = Callable[[int], int]
@@ -16,8 +17,8 @@ MOST_IN_FLIGHT = 4
 SALTS = (None, b"tenant")
 
 
-def draw_config(draw: Draw) -> CacheConfig:
-    """Draws a tiny cache: everything collides and runs out often."""
+def draw_config(draw: Draw, *, states: bool = False) -> CacheConfig:
+    """Draws a tiny cache: everything collides and runs out often. It has states, or half the time."""
     layout = draw(5)
     window, chunk, groups = None, None, ()
     if layout == 1:
@@ -39,6 +40,9 @@ def draw_config(draw: Draw) -> CacheConfig:
         num_host_blocks=draw(1) * 5,
         verify_tokens=draw(3) == 0,
         scrub_on_free=draw(1) == 0,
+        states=StateConfig(num_slots=4 + draw(5), snapshot_blocks=1 + draw(2), num_host_slots=draw(2))
+        if states or draw(1)
+        else None,
     )
 
 
@@ -158,6 +162,8 @@ class Driver:
         for name in names:
             sequence = self.model.sequences[name]
             count = min(1 + draw(4), MOST_TOKENS - sequence.computed)
+            if count and draw(1):
+                count = self.model.cache.until_snapshot(name, count)
             true = sequence.tokens[sequence.computed : sequence.computed + count]
             # Beyond its true tokens a step computes what it samples itself, or drafts that may come to nothing.
             if len(true) < count:
@@ -187,3 +193,17 @@ class Driver:
     def _fresh_name(self) -> str:
         self.made += 1
         return f"s{self.made}"
+
+
+def run_trace(seed: int, moves: int, *, states: bool = False) -> Model:
+    """Makes `moves` random moves from one seed and drains; a failure names the seed."""
+    source = random.Random(seed).random
+    driver = Driver(Model(draw_config(lambda most: int(source() * (most + 1)), states=states)))
+    try:
+        for _ in range(moves):
+            driver.move(lambda most: int(source() * (most + 1)))
+        driver.model.drain()
+    except Exception as error:
+        error.add_note(f"seed {seed}, {driver.model.config}")
+        raise
+    return driver.model

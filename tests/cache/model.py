@@ -35,6 +35,9 @@ class ModelSequence:
         self.place, self.blocks = place, ()
         self.table_number += 1
 
+    def state(self, num_tokens: int) -> Any:
+        return ("state", self.salt, tuple(self.tokens[:num_tokens])) if num_tokens else None
+
     def content(self, group: int, position: int) -> Any:
         return (group, self.salt, tuple(self.tokens[: position + 1]))
 
@@ -48,6 +51,8 @@ class Flight:
     reads: list[tuple[int, int, Any, str]] = field(default_factory=list)
     writers: dict[int, set[str]] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
+    states: list[tuple[str, int, Any, Any]] = field(default_factory=list)
+    fresh_slots: list[int] = field(default_factory=list)
     starts: dict[str, tuple[ModelSequence, int, int]] = field(default_factory=dict)
     done: bool = False
     ran: bool = False
@@ -66,11 +71,14 @@ class Model:
         self.sequences: dict[str, ModelSequence] = {}
         self.memory: dict[tuple[int, int], Any] = {}
         self.host: dict[int, dict[int, Any]] = {}
+        self.state_memory: dict[int, Any] = {}
+        self.state_host: dict[int, Any] = {}
+        self.reruns = 0
         self.flights: dict[int, Flight] = {}
         self.complete: set[Any] = set()
         self.refused = 0
         self.cuts = 0
-        self.scrubbed = 0
+        self.scrubbed = self.scrubbed_slots = 0
 
     # Verbs
 
@@ -96,7 +104,8 @@ class Model:
         except OutOfBlocks as error:
             self.refused += 1
             after = self.cache.stats()
-            if before != after or (error.free, error.evictable) != (after.free, after.cached):
+            counts = ((after.free, after.cached), (after.slots_free, after.slots_cached))
+            if before != after or (error.free, error.evictable) not in counts:
                 raise BrokenPromiseError(
                     f"a refused plan changed {before} to {after}, or carries wrong numbers"
                 ) from error
@@ -124,7 +133,14 @@ class Model:
             flight.starts[name] = (sequence, sequence.table_number, sequence.computed)
             sequence.blocks = row.group_block_ids
             self._claim(flight, name, sequence, len(tokens))
+            if self.config.states is not None:
+                start, end = sequence.computed, sequence.computed + len(tokens)
+                flight.states.append((name, row.state_slot, sequence.state(start), sequence.state(end)))
             sequence.computed += len(tokens)
+        flight.fresh_slots.extend(copy.target for copy in step.state_copies)
+        slots = [slot for _, slot, _, _ in flight.states]
+        if len(set(slots)) != len(slots) or 0 in slots:
+            raise BrokenPromiseError(f"the rows of step {step.step_id} have state slots {slots}")
         for copy in step.copies:
             flight.fresh.append(copy.target)
             self._check_writer(
@@ -153,6 +169,10 @@ class Model:
     def fork(self, parent: str, child: str) -> None:
         source = self.sequences[parent]
         start = self.cache.fork(parent, child)
+        if self.config.states is not None and source.computed > source.known:
+            self.sequences[child] = ModelSequence(source.salt, source.tokens[: source.known], source.known, start)
+            self._check_hit(child, start)
+            return
         if start != min(source.computed, source.known):
             raise BrokenPromiseError(f"the fork starts at {start}")
         blocks = tuple(
@@ -218,14 +238,19 @@ class Model:
         self.cuts += 1
         sequence, _, start = flight.starts[name]
         end = start + count
+        # The next id is still to be drawn: what the step had there came to nothing.
+        del sequence.tokens[end:]
+        if self.config.states is not None:
+            self.reruns += 1
+            end = start
         gone = {
             (ids[position // group.block_size], position % group.block_size)
             for ids, group in zip(sequence.blocks, self.groups, strict=True)
             for position in range(end, sequence.computed)
         }
         flight.writes = [write for write in flight.writes if write[:2] not in gone]
-        # The next id is still to be drawn: what the step had there came to nothing.
-        del sequence.tokens[end:]
+        if self.cache.num_computed_tokens(name) != end:
+            raise BrokenPromiseError(f"{name} continues from {self.cache.num_computed_tokens(name)}, not from {end}")
         sequence.computed = end
         sequence.blocks = tuple(
             ids[: -(-end // group.block_size)] for ids, group in zip(sequence.blocks, self.groups, strict=True)
@@ -237,6 +262,8 @@ class Model:
         self.complete.clear()
         self.memory.clear()
         self.host.clear()
+        self.state_memory.clear()
+        self.state_host.clear()
         for sequence in self.sequences.values():
             sequence.lose_table("waiting")
             sequence.computed = 0
@@ -289,6 +316,8 @@ class Model:
         stats = self.cache.stats()
         if stats.used or stats.deferred or stats.host_free != self.config.num_host_blocks:
             raise BrokenPromiseError(f"blocks leaked: {stats}")
+        if stats.num_slots and stats.slots_free + stats.slots_cached != stats.num_slots - 1:
+            raise BrokenPromiseError(f"state slots leaked: {stats}")
         if self.config.scrub_on_free:
             self._check_scrubbed()
 
@@ -303,6 +332,11 @@ class Model:
         left = {block for (block, _), content in self.memory.items() if content is not None and block not in cached}
         if left:
             raise BrokenPromiseError(f"blocks {sorted(left)} are free and still hold content")
+        slots = self.cache._state.slots
+        kept = slots.pool.cached if slots is not None else ()
+        left = {slot for slot, content in self.state_memory.items() if content is not None and slot not in kept}
+        if left:
+            raise BrokenPromiseError(f"state slots {sorted(left)} are free and still hold content")
 
     def _claim(self, flight: Flight, name: str, sequence: ModelSequence, count: int) -> None:
         start, end = sequence.computed, sequence.computed + count
@@ -358,6 +392,7 @@ class Model:
                 self.memory.update({(swap.device_block, i): v for i, v in self.host[swap.host_block].items()})
         for copy in flight.step.copies:
             self.memory.update({(copy.target, i): self.memory.get((copy.source, i)) for i in range(size)})
+        self._run_states(flight)
         for block, offset, content in flight.writes:
             self.memory[block, offset] = content
         for block, offset, content, name in flight.reads:
@@ -366,6 +401,26 @@ class Model:
                     f"step {flight.step.step_id} of {name} reads {self.memory.get((block, offset))} in block {block}, "
                     f"offset {offset}; {content} should be there"
                 )
+
+    def _run_states(self, flight: Flight) -> None:
+        step, memory = flight.step, self.state_memory
+        self.scrubbed_slots += len(step.slots_to_scrub)
+        memory.update(dict.fromkeys(step.slots_to_scrub))
+        for slot in flight.fresh_slots:
+            if self.config.scrub_on_free and memory.get(slot) is not None:
+                raise BrokenPromiseError(f"state slot {slot} reached step {step.step_id} with old content")
+        for swap in step.state_swaps:
+            if swap.to_host:
+                self.state_host[swap.host_slot] = memory.get(swap.device_slot)
+            else:
+                memory[swap.device_slot] = self.state_host[swap.host_slot]
+        memory.update({copy.target: memory.get(copy.source) for copy in step.state_copies})
+        for name, slot, before, after in flight.states:
+            if before is not None and memory.get(slot) != before:
+                raise BrokenPromiseError(
+                    f"step {step.step_id} of {name} reads {memory.get(slot)} in state slot {slot}, not {before}"
+                )
+            memory[slot] = after
 
     def _note_complete(self, flight: Flight) -> None:
         self.complete.update(content for *_, content in flight.writes)
@@ -396,6 +451,7 @@ class Model:
         sequence.lose_table(place)
         if place == "device":
             flight.fresh.extend(swap.device_block for swap in step.swaps)
+            flight.fresh_slots.extend(swap.device_slot for swap in step.state_swaps)
             sequence.blocks = tuple(
                 tuple(ids)
                 for ids in self.cache._state.sequences[name].table.blocks  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ def test_a_row_says_where_the_new_tokens_go():
     cache = make()
     cache.add("a", [1, 2, 3, 4, 5])
     step = cache.step([("a", 5)])
-    assert step.rows[0] == ("a", (1, 2), 0, 5, ((1, 2),))
+    assert step.rows[0] == ("a", (1, 2), 0, 5, ((1, 2),), 0)
 
 
 def test_the_rows_of_a_step_are_there_as_columns_too():

@@ -59,7 +59,7 @@ def test_equal_traces_give_equal_ids_under_three_hash_seeds():
         for hash_seed in ("0", "1", "random")
     }
     assert len(results) == 1
-    assert "evictions=0" not in results.pop()
+    assert " evictions=0" not in results.pop()
 
 
 def test_two_models_driven_alike_end_in_equal_statistics(seed):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.cache.driver import Driver, draw_config
+from tests.cache.driver import Driver, draw_config, run_trace
 from tests.cache.model import Model
 
 #: Of traces; some of them hypothesis ends early.
@@ -102,20 +101,6 @@ def _draws(number):
         return digit
 
     return draw
-
-
-def run_trace(seed: int, moves: int) -> Model:
-    """Makes `moves` random moves from one seed and drains; a failure names the seed and the move."""
-    source = random.Random(seed).random
-    driver = Driver(Model(draw_config(lambda most: int(source() * (most + 1)))))
-    try:
-        for _ in range(moves):
-            driver.move(lambda most: int(source() * (most + 1)))
-        driver.model.drain()
-    except Exception as error:
-        error.add_note(f"seed {seed}, {driver.model.config}")
-        raise
-    return driver.model
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])

@@ -214,6 +214,50 @@ CacheSpec: TypeAlias = KVCacheSpec | LatentCacheSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCacheSpec:
+    """The arrays of one layer that keeps a recurrent state: each is `(num_slots, *shape)`.
+
+    A slot has the state of one sequence after one number of tokens. Slot 0 is the null slot: no sequence ever owns it.
+    vLLM's name is MambaSpec (vllm/v1/kv_cache_interface.py).
+
+    Attributes:
+        shapes: shape of one slot of each array, such as a convolution's `(width - 1, channels)` and a delta rule's
+            `(heads, value_size, key_size)`.
+        dtypes: element type of each array by name: float32, bfloat16 or float16.
+
+    Example:
+        >>> spec = StateCacheSpec(shapes=((3, 64), (4, 16, 16)), dtypes=("bfloat16", "float32"))
+        >>> spec.array_shapes(8), spec.bytes_per_slot
+        (((8, 3, 64), (8, 4, 16, 16)), 4480)
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            problem = f"has {len(self.shapes)} entries and dtypes {len(self.dtypes)}"
+            raise InvalidInput("shapes", problem, "give one shape and one dtype for each array, and at least one")
+        for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            if not shape:
+                raise InvalidInput(f"shapes[{index}]", "is empty", "give the sizes of one slot's array")
+            for axis, size in enumerate(shape):
+                check_int(f"shapes[{index}][{axis}]", size, 1, INT32_MAX)
+            if dtype not in QUERY_DTYPES:
+                wanted = f"a state can be one of {', '.join(QUERY_DTYPES)}"
+                raise Unsupported(f"dtypes[{index}]", value=dtype, wanted=wanted)
+
+    def array_shapes(self, num_slots: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of each array for `num_slots` slots."""
+        return tuple((num_slots, *shape) for shape in self.shapes)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one slot takes in this layer."""
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """The static options of one attention call, which are the same for every sequence of every step.
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from torch_core.cache.config import NULL_BLOCK, CacheConfig, CacheGroup, LayerGroups, group_layers
+from torch_core.cache.config import NULL_BLOCK, CacheConfig, CacheGroup, LayerGroups, StateConfig, group_layers
 from torch_core.cache.manager import CacheManager
-from torch_core.cache.records import BlockCopy, BlockSwap, CacheStats, CommittedStep, StepPlan, StepRow, StepRows
+from torch_core.cache.records import (
+    BlockCopy,
+    BlockSwap,
+    CacheStats,
+    CommittedStep,
+    StateCopy,
+    StateSwap,
+    StepPlan,
+    StepRow,
+    StepRows,
+)
 
 __all__ = [
     "NULL_BLOCK",
@@ -16,6 +26,9 @@ __all__ = [
     "CacheStats",
     "CommittedStep",
     "LayerGroups",
+    "StateConfig",
+    "StateCopy",
+    "StateSwap",
     "StepPlan",
     "StepRow",
     "StepRows",

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, filterfalse, repeat
+from itertools import chain, repeat
 from operator import itemgetter
 
 from torch_core.base.errors import CacheCorruption
+from torch_core.cache.audit_pool import astray, audit_host, audit_pool, named
+from torch_core.cache.audit_slots import audit_slots, count_slots
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.records import CacheStats
 from torch_core.cache.state import CacheState
 from torch_core.cache.table import SequenceTable
 
-_MOST_NAMED = 8
-
 
 def audit_state(state: CacheState, *, rehash: bool) -> None:
     """Raises CacheCorruption with one sentence for each broken invariant; see `CacheManager.audit`."""
+    digests = _digests(state, rehash=rehash)
+    holds = _deferred_holds(state)
+    holds.update(chain.from_iterable(chain.from_iterable(table.blocks for table in _live_tables(state))))
     report = [
-        *_audit_holds(state),
-        *_audit_places(state),
+        *audit_pool(state.pool, holds, chain.from_iterable(record.pinned for record in state.steps.values())),
+        *_audit_host_slots(state),
         *_audit_index(state),
-        *_audit_tables(state, _digests(state, rehash=rehash)),
+        *_audit_tables(state, digests),
     ]
+    if state.slots is not None:
+        report += audit_slots(state, state.slots, _live_tables(state), _all_tables(state), digests)
     if report:
         raise CacheCorruption("the block cache is corrupt: " + " ".join(report), report=tuple(report))
 
@@ -32,6 +37,7 @@ def collect_stats(state: CacheState) -> CacheStats:
     pool = state.pool
     waiting = _deferred_holds(state)
     deferred = sum(1 for block, holds in waiting.items() if pool.refs[block] == holds)
+    slot_counts = {} if state.slots is None else count_slots(state.slots)
     return CacheStats(
         num_blocks=pool.num_blocks,
         null=1,
@@ -41,6 +47,7 @@ def collect_stats(state: CacheState) -> CacheStats:
         deferred=deferred,
         host_free=len(state.host_free),
         num_sequences=len(state.sequences),
+        **slot_counts,
         steps_in_flight=len(state.steps),
         evictions=pool.evictions,
         **state.counters,
@@ -63,66 +70,16 @@ def _deferred_holds(state: CacheState) -> Counter[int]:
         holds.update(record.pinned)
         for table in record.leaving:
             holds.update(chain.from_iterable(table.blocks))
-    del holds[NULL_BLOCK]
     return holds
 
 
-def _audit_holds(state: CacheState) -> list[str]:
-    pool = state.pool
-    holds = _deferred_holds(state)
-    holds.update(chain.from_iterable(chain.from_iterable(table.blocks for table in _live_tables(state))))
-    del holds[NULL_BLOCK]
-    counted = list(map(holds.get, range(pool.num_blocks), repeat(0)))
-    report = []
-    if sum(counted) != holds.total():
-        strangers = [block for block in holds if not 0 < block < pool.num_blocks]
-        report.append(f"Tables hold blocks outside the pool: {_named(strangers)}.")
-    if counted != pool.refs:
-        wrong = [b for b, (is_, should) in enumerate(zip(pool.refs, counted, strict=False)) if is_ != should]
-        details = ", ".join(f"{b} has {pool.refs[b]} for {counted[b]} holders" for b in wrong[:_MOST_NAMED])
-        report.append(f"Reference counts are wrong: block {details}.")
-    return report
-
-
-def _audit_places(state: CacheState) -> list[str]:
-    pool = state.pool
-    report = _misplaced_blocks(state)
-    if pool.dirty and not (set(pool.free).issuperset(pool.dirty) and len({*pool.dirty}) == len(pool.dirty)):
-        free = set(pool.free)
-        wrong = [block for block, count in Counter(pool.dirty).items() if count > 1 or block not in free]
-        report.append(f"Blocks to scrub that are not free, or named twice: {_named(wrong)}.")
-    pins = Counter(chain.from_iterable(record.pinned for record in state.steps.values()))
-    if pins != pool.pins:
-        wrong = [block for block in pins.keys() | pool.pins.keys() if pins[block] != pool.pins.get(block, 0)]
-        report.append(f"Pins do not match the copies of the steps in flight: blocks {_named(wrong)}.")
+def _audit_host_slots(state: CacheState) -> list[str]:
     slots = list(state.host_free)
     slots.extend(chain.from_iterable(record.host_slots for record in state.steps.values()))
     for sequence in state.sequences.values():
         if sequence.swapped is not None:
             slots.extend(s for column in sequence.swapped.slots for s in column if s is not None)
-    if sorted(slots) != list(range(state.config.num_host_blocks)):
-        counted = Counter(slots)
-        wrong = [slot for slot in {*counted, *range(state.config.num_host_blocks)} if counted[slot] != 1]
-        report.append(f"Host slots are lost or in two places: {_named(wrong)}.")
-    return report
-
-
-def _misplaced_blocks(state: CacheState) -> list[str]:
-    pool, keys = state.pool, state.index.keys
-    free, cached = set(pool.free), pool.cached.keys()
-    unheld = {block for block, refs in enumerate(pool.refs) if not refs and block != NULL_BLOCK}
-    twice = [b for b, n in Counter(pool.free).items() if n > 1] if len(free) != len(pool.free) else ()
-    outside = list(filterfalse(range(1, pool.num_blocks).__contains__, keys))
-    problems = (
-        ("on the free list twice", twice),
-        ("free and cached at once", free & cached),
-        ("without a holder, yet neither free nor cached", unheld - free - cached),
-        ("held, yet free or cached", (free | cached) - unheld),
-        ("free, yet they have a key", free & keys.keys()),
-        ("cached without a key", cached - keys.keys()),
-        ("the null block or no block of the pool, yet they have a key", outside),
-    )
-    return [f"Blocks {what}: {_named(blocks)}." for what, blocks in problems if blocks]
+    return audit_host(slots, state.config.num_host_blocks, "Host slots")
 
 
 def _audit_index(state: CacheState) -> list[str]:
@@ -137,17 +94,12 @@ def _audit_index(state: CacheState) -> list[str]:
                 wrong.append(block)
             if parent is not None and parent not in blocks and keeps[group]:
                 orphans.append(block)
-    num_twins = sum(map(len, chain.from_iterable(twins.values() for twins in index.twins)))
-    if sum(map(len, index.blocks)) + num_twins != len(index.keys):
-        named = [*chain.from_iterable(blocks.values() for blocks in index.blocks)]
-        named.extend(chain.from_iterable(chain.from_iterable(twins.values() for twins in index.twins)))
-        wrong.extend(set(named) - index.keys.keys())
-        wrong.extend(block for block, count in Counter(named).items() if count > 1)
-    report = [f"Index and blocks disagree about the keys of blocks {_named(wrong)}."] if wrong else []
+    wrong.extend(astray(index))
+    report = [f"Index and blocks disagree about the keys of blocks {named(wrong)}."] if wrong else []
     if orphans:
-        report.append(f"Keys without their parent's, which no lookup can reach: blocks {_named(orphans)}.")
+        report.append(f"Keys without their parent's, which no lookup can reach: blocks {named(orphans)}.")
     if index.verify and index.nodes.keys() != index.keys.keys():
-        report.append(f"Keys and lineages disagree: blocks {_named(index.nodes.keys() ^ index.keys.keys())}.")
+        report.append(f"Keys and lineages disagree: blocks {named(index.nodes.keys() ^ index.keys.keys())}.")
     return report
 
 
@@ -195,16 +147,16 @@ def _audit_column(state: CacheState, table: SequenceTable, number: int, digests:
     ready = table.ready
     report = []
     if len(column) != -(-table.scheduled // size):
-        report.append(f"has {len(column)} blocks for {table.scheduled} tokens: {_named(column)}.")
+        report.append(f"has {len(column)} blocks for {table.scheduled} tokens: {named(column)}.")
     if column.count(NULL_BLOCK) != dropped or any(column[:dropped]):
         report.append(f"has the null block elsewhere than in its first {dropped} columns.")
     elif len(set(column)) != len(column) - max(0, dropped - 1):
-        report.append(f"holds a block twice: {_named([b for b, n in Counter(column).items() if b and n > 1])}.")
+        report.append(f"holds a block twice: {named([b for b, n in Counter(column).items() if b and n > 1])}.")
     if dropped * size > group.first_needed_token(ready):
         report.append(f"gave back {dropped} blocks, though token {group.first_needed_token(ready)} is still needed.")
     if published * size > ready:
         report.append(
-            f"published {published} blocks with {ready} tokens written and known: {_named(column[:published])}."
+            f"published {published} blocks with {ready} tokens written and known: {named(column[:published])}."
         )
     keys = state.index.keys
     full = min(len(table.sequence.tokens), table.scheduled) // size
@@ -219,15 +171,9 @@ def _audit_column(state: CacheState, table: SequenceTable, number: int, digests:
         or (block and position < published and block not in keys and state.config.enable_prefix_caching)
     ]
     if wrong:
-        report.append(f"holds blocks whose key is not that of their tokens: {_named(wrong)}.")
+        report.append(f"holds blocks whose key is not that of their tokens: {named(wrong)}.")
     if table.limit > table.scheduled and table.scheduled % size and column:
         tail = column[-1] if column[-1] < pool.num_blocks else NULL_BLOCK
         if pool.refs[tail] - pool.pins.get(tail, 0) > 1 or (tail in keys and full < len(column)):
             report.append(f"may write into block {tail}, which is shared.")
     return [f"Sequence {table.seq_id!r}, group {group.name!r}, {text}" for text in report]
-
-
-def _named(blocks) -> str:
-    ordered = sorted(blocks)
-    shown = ", ".join(map(str, ordered[:_MOST_NAMED]))
-    return f"{shown} and {len(ordered) - _MOST_NAMED} more" if len(ordered) > _MOST_NAMED else shown

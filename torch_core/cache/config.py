@@ -36,6 +36,7 @@ class CacheConfig:
             zeroes it before another sequence gets it. A block whose prefix key is still valid keeps its content.
         num_host_blocks: number of blocks of host memory for `swap_out`; 0 for none.
         max_blocks_per_seq: width of the block tables on the device; None if only the pool limits it.
+        states: slots of layers that keep a recurrent state; None for a model without such layers.
         max_step_tokens: most new tokens that one step gives one sequence. With it, a cache with a window can hold a
             prompt that is longer than the pool; None assumes that a prompt is computed in one piece.
 
@@ -58,12 +59,15 @@ class CacheConfig:
     num_host_blocks: Annotated[int, Limits(0, INT32_MAX)] = 0
     max_blocks_per_seq: Annotated[int | None, Limits(1, INT32_MAX)] = None
     max_step_tokens: Annotated[int | None, Limits(1, INT32_MAX)] = None
+    states: StateConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_fingerprint, bytes):
             raise InvalidInput("model_fingerprint", f"is a {type(self.model_fingerprint).__name__}", "it must be bytes")
         if not isinstance(self.groups, tuple) or not all(isinstance(group, CacheGroup) for group in self.groups):
             raise InvalidInput("groups", "must be a tuple of CacheGroup, empty for one group of all layers")
+        if not (self.states is None or isinstance(self.states, StateConfig)):
+            raise InvalidInput("states", value=self.states, wanted="it must be a StateConfig, or None")
         check_fields(self)
         check_int("watermark_blocks", self.watermark_blocks, 0, self.num_blocks - 2)
         if self.groups and (self.sliding_window is not None or self.attention_chunk is not None):
@@ -85,6 +89,33 @@ class CacheConfig:
             CacheGroup(name="all", sliding_window=self.sliding_window, attention_chunk=self.attention_chunk),
         )
         return tuple(GroupLayout(group, self.block_size) for group in groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateConfig:
+    """The slots of layers that keep a recurrent state, and which states are kept for other sequences.
+
+    A sequence has one slot, which each of its steps replaces. A snapshot is the state at a block boundary; it is kept
+    under the key of the block that ends there. A prefix is shared up to a boundary that has its blocks and a snapshot.
+    Snapshots take the slots that no sequence needs: the one that was used longest ago goes first.
+
+    Attributes:
+        num_slots: number of slots, including the null slot 0. One sequence may need three for a moment.
+        snapshot_blocks: a snapshot is kept at every boundary of this many blocks, and at the last boundary before the
+            end of a prompt, if a step ends there (`CacheManager.until_snapshot`).
+        num_host_slots: number of slots of host memory for `swap_out`; 0 for none.
+
+    Example:
+        >>> StateConfig(num_slots=64).snapshot_blocks
+        64
+    """
+
+    num_slots: Annotated[int, Limits(4, INT32_MAX)]
+    snapshot_blocks: Annotated[int, Limits(1, INT32_MAX)] = 64
+    num_host_slots: Annotated[int, Limits(0, INT32_MAX)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

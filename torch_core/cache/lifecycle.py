@@ -12,7 +12,8 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, OutOfBlocks, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.keys import KeyChain, encode_root
-from torch_core.cache.records import BlockSwap, CommittedStep
+from torch_core.cache.pool import BlockPool
+from torch_core.cache.records import BlockSwap, CommittedStep, StateSwap
 from torch_core.cache.state import CacheState, checked_tokens
 from torch_core.cache.stepping import deferred_hint
 from torch_core.cache.table import SequenceState, SequenceTable, SwappedTable
@@ -70,21 +71,11 @@ def fork(state: CacheState, parent_id: str, child_id: str) -> int:
     _check_new_id(state, child_id)
     copies = {id(chain): chain.copy() for chain in parent.chains}
     child = SequenceState(child_id, parent.tokens[:], tuple(copies[id(chain)] for chain in parent.chains))
-    length = min(table.scheduled, len(parent.tokens))
-    blocks = [
-        column[: -(-length // group.block_size)] for column, group in zip(table.blocks, state.groups, strict=True)
-    ]
-    twin = SequenceTable(child, blocks, length)
-    twin.retired = min(table.retired, length)
-    twin.published = table.published.copy()
-    twin.dropped = table.dropped.copy()
-    twin.last_step = table.last_step
-    # Below its limit a table may write without looking who else holds its tail; both must look now.
-    twin.limit = length
-    table.limit = min(table.limit, table.scheduled)
-    for column in blocks:
-        state.pool.hold(column)
-    child.table = twin
+    if state.slots is not None and table.scheduled > len(parent.tokens):
+        # The parent's state is that after tokens which the child does not get.
+        length = state.attach_table(child)
+    else:
+        length = _share_table(state, table, child)
     state.sequences[child_id] = child
     state.counters["forks"] += 1
     state.version += 1
@@ -123,6 +114,14 @@ def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
             needed=needed,
             free=len(state.host_free),
         )
+    state_slots = state.slots.host_free if state.slots is not None and table.slot != NULL_BLOCK else None
+    if state_slots is not None and not state_slots:
+        raise OutOfBlocks(
+            f"swapping out sequence {seq_id!r} needs a host slot for its state, and none is free. Preempt it instead, "
+            "or swap another one in.",
+            needed=1,
+            free=0,
+        )
     step_id, record = state.open_step()
     swaps: list[BlockSwap] = []
     slots: list[list[int | None]] = []
@@ -131,14 +130,25 @@ def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
         slots.append(column)
         pairs = zip(blocks, column, strict=True)
         swaps += [BlockSwap(block, slot, True, number) for block, slot in pairs if slot is not None]
-    sequence.swapped = SwappedTable(slots, table.scheduled, table.retired, table.dropped.copy(), step_id)
+    state_slot = None if state_slots is None else state_slots.pop()
+    sequence.swapped = SwappedTable(
+        slots, table.scheduled, table.retired, table.dropped.copy(), step_id, state_slot, table.last_boundary
+    )
     sequence.table = None
     table.leave()
     table.last_step = step_id
     record.leaving.append(table)
     state.counters["swapped_out"] += len(swaps)
     state.version += 1
-    return CommittedStep(step_id=step_id, swaps=tuple(swaps), blocks_to_scrub=state.pool.take_dirty())
+    state_swaps = () if state_slot is None else (StateSwap(table.slot, state_slot, True),)
+    blocks_to_scrub, slots_to_scrub = state.take_dirty()
+    return CommittedStep(
+        step_id=step_id,
+        swaps=tuple(swaps),
+        state_swaps=state_swaps,
+        blocks_to_scrub=blocks_to_scrub,
+        slots_to_scrub=slots_to_scrub,
+    )
 
 
 def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
@@ -152,6 +162,10 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     if needed > pool.num_available:
         text = f"swapping in sequence {seq_id!r} needs {needed} blocks"
         raise pool.out_of_blocks(text, needed, f".{deferred_hint(state)}")
+    slot_pool = state.slots.pool if state.slots is not None and swapped.state_slot is not None else None
+    if slot_pool is not None and not slot_pool.num_available:
+        text = f"swapping in sequence {seq_id!r} needs a state slot"
+        raise slot_pool.out_of_blocks(text, 1, f".{deferred_hint(state)}")
     fresh = iter(pool.take(needed))
     blocks = [[NULL_BLOCK if slot is None else next(fresh) for slot in column] for column in swapped.slots]
     swaps = tuple(
@@ -165,7 +179,13 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     table.dropped = swapped.dropped.copy()
     table.published = swapped.dropped.copy()
     table.limit = min(len(column) * group.block_size for column, group in zip(blocks, state.groups, strict=True))
+    table.last_boundary = swapped.last_boundary
     step_id, record = state.open_step()
+    state_swaps: tuple[StateSwap, ...] = ()
+    if slot_pool is not None and swapped.state_slot is not None:
+        (table.slot,) = slot_pool.take(1)
+        state_swaps = (StateSwap(table.slot, swapped.state_slot, False),)
+        record.host_state_slots.append(swapped.state_slot)
     table.last_step = step_id
     record.tables.append(table)
     record.ends.append(swapped.scheduled)
@@ -174,7 +194,14 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     record.host_slots.extend(slot for column in swapped.slots for slot in column if slot is not None)
     state.counters["swapped_in"] += len(swaps)
     state.version += 1
-    return CommittedStep(step_id=step_id, swaps=swaps, blocks_to_scrub=pool.take_dirty())
+    blocks_to_scrub, slots_to_scrub = state.take_dirty()
+    return CommittedStep(
+        step_id=step_id,
+        swaps=swaps,
+        state_swaps=state_swaps,
+        blocks_to_scrub=blocks_to_scrub,
+        slots_to_scrub=slots_to_scrub,
+    )
 
 
 def remove(state: CacheState, seq_id: str) -> None:
@@ -190,13 +217,42 @@ def reset(state: CacheState) -> None:
     """Forgets the content of all blocks; see `CacheManager.reset`."""
     for sequence in state.sequences.values():
         sequence.table = sequence.swapped = None
-    old = state.pool
+    old, old_slots = state.pool, state.slots
     state.clear_blocks()
+    _note_dirty(old, state.pool)
+    if old_slots is not None and state.slots is not None:
+        _note_dirty(old_slots.pool, state.slots.pool)
+    state.version += 1
+
+
+def _note_dirty(old: BlockPool, new: BlockPool) -> None:
     if old.dirty is not None:
         # New memory would be clean, but nothing here can know that it is new.
         clean = {*old.free} - {*old.dirty}
-        state.pool.dirty = [block for block in range(1, old.num_blocks) if block not in clean]
-    state.version += 1
+        new.dirty = [block for block in range(1, old.num_blocks) if block not in clean]
+
+
+def _share_table(state: CacheState, table: SequenceTable, child: SequenceState) -> int:
+    """Gives a fork the blocks of its parent's table up to the last known token; returns that number of tokens."""
+    length = min(table.scheduled, len(child.tokens))
+    blocks = [
+        column[: -(-length // group.block_size)] for column, group in zip(table.blocks, state.groups, strict=True)
+    ]
+    twin = SequenceTable(child, blocks, length)
+    twin.retired = min(table.retired, length)
+    twin.published = table.published.copy()
+    twin.dropped = table.dropped.copy()
+    twin.last_step = table.last_step
+    # Below its limit a table may write without looking who else holds its tail; both must look now.
+    twin.limit = length
+    table.limit = min(table.limit, table.scheduled)
+    for column in blocks:
+        state.pool.hold(column)
+    if state.slots is not None:
+        twin.slot, twin.last_boundary = table.slot, table.last_boundary
+        state.slots.pool.hold((twin.slot,))
+    child.table = twin
+    return length
 
 
 def _running(state: CacheState, seq_id: str, verb: str) -> tuple[SequenceState, SequenceTable]:

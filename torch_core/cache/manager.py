@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.cache import lifecycle
 from torch_core.cache.audit import audit_state, collect_stats
@@ -41,6 +42,9 @@ def _verb(
 
 class CacheManager:
     """Assigns the blocks of a paged key/value cache to sequences, and shares blocks between equal prefixes.
+
+    With `CacheConfig.states` it also assigns state slots. A sequence that shares a prefix then continues from a
+    snapshot of the state at a block boundary, in a slot of its own.
 
     The life of a step is `plan` (decides, changes nothing), `commit` (takes blocks; the step may now be dispatched)
     and `retire` (the step's output was seen: keys of the blocks it filled become visible to others, blocks that left
@@ -262,6 +266,8 @@ class CacheManager:
         A step may have reserved slots for tokens whose ids were not yet known: drafts, or several decoding steps in one
         program. `num_kept_tokens` releases the slots of rejected tokens; the sequence continues after the kept tokens,
         as if the step had been that short. (vLLM reserves such slots as `num_lookahead_tokens` of `allocate_slots`.)
+        A cache with states has none after the kept tokens alone: the sequence continues from the start of its row, and
+        a later step computes the kept tokens again, together with new ones (`num_computed_tokens`).
 
         Args:
             step_id: the step.
@@ -299,6 +305,33 @@ class CacheManager:
         lifecycle.reset(self._state)
 
     # Views
+
+    @_verb
+    def num_computed_tokens(self, seq_id: str) -> int:
+        """Returns the tokens of a sequence that committed steps have computed; 0 while it is not on the device.
+
+        With states, a sequence goes back to the start of a step whose last tokens were rejected: ask after `retire`
+        with `num_kept_tokens`.
+
+        Raises:
+            InvalidInput: unknown sequence.
+        """
+        table = self._state.known(seq_id).table
+        return 0 if table is None else table.scheduled
+
+    @_verb
+    def until_snapshot(self, seq_id: str, num_tokens: int) -> int:
+        """Returns how many of a sequence's next tokens a step should compute, to end where a snapshot is due.
+
+        A longer step is correct, too, but leaves no state at that boundary, so other sequences share less. Without
+        states it is `num_tokens`.
+
+        Raises:
+            InvalidInput: unknown sequence, or a number that is not positive.
+        """
+        check_int("num_tokens", num_tokens, 1)
+        table, slots = self._state.known(seq_id).table, self._state.slots
+        return num_tokens if slots is None or table is None else slots.until_snapshot(table, num_tokens)
 
     @_verb
     def stats(self) -> CacheStats:

@@ -1,4 +1,4 @@
-"""The block pool: who holds each block, which are free, and in which order cached ones are evicted."""
+"""The pool of blocks, or of state slots: who holds each one, which are free, and in which order they are evicted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ class BlockPool:
             holder from writing: a step's copies run before its writes.
         free: free blocks; the next one to be taken is the last.
         cached: cached blocks without a holder, the next one to be evicted first.
+        noun: name of a block in messages: "block" or "state slot".
         dirty: blocks that lost their content since the last step, which the next step scrubs; None without scrubbing.
         evictions: cached blocks that lost their key so far.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, *, scrub: bool = False) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, *, scrub: bool = False, noun: str = "block") -> None:
         self.num_blocks = num_blocks
+        self.noun = noun
         self.index = index
         self.refs = [0] * num_blocks
         self.pins: dict[int, int] = {}
@@ -45,7 +47,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Takes `count` blocks, each with one hold; all of them, or none and OutOfBlocks."""
         if count > self.num_available:
-            raise self.out_of_blocks(f"{count} blocks are needed", count)
+            raise self.out_of_blocks(f"{count} {self.noun}s are needed", count)
         taken: list[int] = []
         for _ in range(count):
             block = self.free.pop() if self.free else self._evict()
@@ -80,7 +82,7 @@ class BlockPool:
                 continue
             left = refs[block] - 1
             if left < 0:
-                raise CacheCorruption(f"block {block} was released more often than it was taken.")
+                raise CacheCorruption(f"{self.noun} {block} was released more often than it was taken.")
             refs[block] = left
             if left == 0:
                 if block in keys:

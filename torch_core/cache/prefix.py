@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch_core.cache.config import NULL_BLOCK, GroupLayout
 from torch_core.cache.keys import KeyChain, LineageNode, same_lineage
@@ -34,7 +34,9 @@ class PrefixIndex:
         self.keys: dict[int, tuple[int, bytes, bytes | None]] = {}
         self.nodes: dict[int, LineageNode] = {}
 
-    def publish(self, group: int, chain: KeyChain, table: Sequence[int], start: int, stop: int) -> None:
+    def publish(
+        self, group: int, chain: KeyChain, table: Sequence[int] | Mapping[int, int], start: int, stop: int
+    ) -> None:
         """Makes the blocks of a table from column `start` to `stop - 1` findable under the keys of its chain.
 
         The null block is passed over, and a block that is published already stays as it is.
@@ -66,12 +68,18 @@ class PrefixIndex:
                 del self.twins[group][digest]
 
     def match(
-        self, groups: Sequence[GroupLayout], chains: Sequence[KeyChain], tokens: array[int], limit: int
+        self,
+        groups: Sequence[GroupLayout],
+        chains: Sequence[KeyChain],
+        tokens: array[int],
+        limit: int,
+        shorten: Callable[[KeyChain, int], int] | None = None,
     ) -> tuple[int, list[list[int]]]:
         """Finds the longest cached prefix of at most `limit` tokens that every group can continue from.
 
         Extends the sequence's key chains, one for each group, as far as needed. Returns the number of tokens and, for
-        each group, its block table so far (null if the group needs nothing).
+        each group, its block table so far (null if the group needs nothing). `shorten` returns the most tokens, of the
+        first chain's and up to a limit, that another cache can continue from, too.
         """
         sizes = [chain.block_size for chain in chains]
         align = math.lcm(*sizes)
@@ -82,6 +90,9 @@ class PrefixIndex:
         longer = None
         while longer != length:
             longer = length
+            if shorten is not None:
+                chains[0].extend(tokens, length // sizes[0])
+                length = shorten(chains[0], length)
             for index, group in enumerate(groups):
                 if not group.keeps_everything:
                     length = self._longest_tail(index, group, chains[index], tokens, length, align)

@@ -18,6 +18,8 @@ class StepRow(NamedTuple):
         num_computed_tokens: tokens whose keys and values earlier steps wrote, or a shared prefix holds.
         num_new_tokens: tokens that this step writes, at the positions that follow.
         group_block_ids: its block tables in all cache groups, in the order of the configuration.
+        state_slot: slot of its recurrent state, which the step replaces; 0 for a cache without states. The step starts
+            from the state in it, or from zeros if `num_computed_tokens` is 0.
     """
 
     seq_id: str
@@ -25,6 +27,7 @@ class StepRow(NamedTuple):
     num_computed_tokens: int
     num_new_tokens: int
     group_block_ids: tuple[tuple[int, ...], ...]
+    state_slot: int = 0
 
 
 class StepRows(tuple[StepRow, ...]):
@@ -64,6 +67,27 @@ class BlockSwap(NamedTuple):
     group: int = 0
 
 
+class StateCopy(NamedTuple):
+    """A device copy of one slot in all layers with a state, to run before the writes of its step."""
+
+    source: int
+    target: int
+
+
+class StateSwap(NamedTuple):
+    """A copy of one slot between the device and host memory, before the writes of its step.
+
+    Attributes:
+        device_slot: slot on the device.
+        host_slot: slot in host memory, from 0 to `num_host_slots - 1`.
+        to_host: whether the copy goes to the host.
+    """
+
+    device_slot: int
+    host_slot: int
+    to_host: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The blocks that a step would take, computed from one state of the manager. Nothing has been taken yet.
@@ -77,6 +101,7 @@ class StepPlan:
         counts: number of new tokens of each sequence.
         ends: number of tokens of each sequence after the step.
         growths: mapping from position in the work to the blocks that its table takes.
+        moves: mapping from position in the work to what becomes of its table's state slot.
     """
 
     num_tokens: int
@@ -87,6 +112,7 @@ class StepPlan:
     counts: tuple[int, ...]
     ends: list[int]
     growths: dict[int, Any]
+    moves: dict[int, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +126,9 @@ class CommittedStep:
         swaps: whole-block copies from or to host memory.
         blocks_to_scrub: blocks to fill with zeros before anything else, with `CacheConfig.scrub_on_free`: all that were
             freed since the last step, and those that this step took from the prefix cache.
+        state_copies: copies of whole state slots on the device. All sources are read before a target is written.
+        state_swaps: copies of whole state slots from or to host memory.
+        slots_to_scrub: state slots to fill with zeros, as `blocks_to_scrub`.
     """
 
     step_id: int
@@ -107,6 +136,21 @@ class CommittedStep:
     copies: tuple[BlockCopy, ...] = ()
     swaps: tuple[BlockSwap, ...] = ()
     blocks_to_scrub: tuple[int, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()
+    state_swaps: tuple[StateSwap, ...] = ()
+    slots_to_scrub: tuple[int, ...] = ()
+
+    @property
+    def moves_memory(self) -> bool:
+        """Whether the device has blocks or slots to scrub, swap or copy before the rows."""
+        return bool(
+            self.copies
+            or self.swaps
+            or self.blocks_to_scrub
+            or self.state_copies
+            or self.state_swaps
+            or self.slots_to_scrub
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +177,12 @@ class CacheStats:
         swapped_in: blocks copied back.
         cancelled: sequences that were cancelled.
         steps: steps committed.
+        num_slots: state slots, the null slot included; 0 for a cache without states.
+        slots_free: state slots without an owner or a key.
+        slots_cached: snapshots without an owner, the evictable ones.
+        evicted_snapshots: snapshots that lost their slot.
+        snapshots: states that were kept at a block boundary.
+        state_copies: state slots copied on the device.
     """
 
     num_blocks: int
@@ -154,6 +204,12 @@ class CacheStats:
     swapped_in: int = 0
     cancelled: int = 0
     steps: int
+    num_slots: int = 0
+    slots_free: int = 0
+    slots_cached: int = 0
+    evicted_snapshots: int = 0
+    snapshots: int = 0
+    state_copies: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -13,6 +13,7 @@ from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheConfig
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
+from torch_core.cache.slots import StateSlots
 from torch_core.cache.table import SequenceState, SequenceTable
 
 _TOP_BYTE = 3 if sys.byteorder == "little" else 0
@@ -30,6 +31,10 @@ class StepRecord:
         dropped: blocks that left a table (window drop); one hold each is released.
         pinned: sources of the step's copies; one pin each is released.
         host_slots: host slots that are free when the step retires.
+        pinned_slots: sources of the step's copies of states; one pin each is released.
+        dropped_slots: state slots that left a table; one hold each is released.
+        rollbacks: position of a row to the slot that its table had before; one hold each is released.
+        host_state_slots: host slots of states that are free when the step retires.
         seen: the step was retired, but an earlier one was not yet.
     """
 
@@ -40,7 +45,17 @@ class StepRecord:
     dropped: list[int] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)
     host_slots: list[int] = field(default_factory=list)
+    pinned_slots: list[int] = field(default_factory=list)
+    dropped_slots: list[int] = field(default_factory=list)
+    rollbacks: dict[int, int] = field(default_factory=dict)
+    host_state_slots: list[int] = field(default_factory=list)
     seen: bool = False
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether blocks or slots return when the step retires."""
+        slots = self.pinned_slots or self.dropped_slots or self.rollbacks
+        return bool(self.leaving or self.dropped or self.pinned or slots)
 
 
 class CacheState:
@@ -52,6 +67,7 @@ class CacheState:
         steps: step id to record, for the steps in flight, in order.
         version: changes with every change of the state, so that an old plan is noticed.
         host_free: free host slots; the next one to be taken is the last.
+        slots: the state slots; None for a cache without states.
         counters: totals of `CacheStats` by name.
     """
 
@@ -71,6 +87,11 @@ class CacheState:
         self.pool = BlockPool(self.config.num_blocks, self.index, scrub=self.config.scrub_on_free)
         self.steps: dict[int, StepRecord] = {}
         self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
+        self.slots = None if self.config.states is None else StateSlots(self.config, self.config.states)
+
+    def take_dirty(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the blocks and the slots that the step that is being committed scrubs, and forgets them."""
+        return self.pool.take_dirty(), () if self.slots is None else self.slots.pool.take_dirty()
 
     def known(self, seq_id: object) -> SequenceState:
         """Returns a sequence, or raises InvalidInput if there is none of that id."""
@@ -105,11 +126,18 @@ class CacheState:
             table.retired = end
             if end >= table.next_event:
                 self.advance(table)
+            if table.snapshots and self.slots is not None:
+                self.counters["snapshots"] += self.slots.settle(table)
         pool = self.pool
         for block in record.pinned:
             pool.unpin(block)
         if record.dropped:
             pool.release(record.dropped)
+        if self.slots is not None:
+            for slot in record.pinned_slots:
+                self.slots.pool.unpin(slot)
+            self.slots.pool.release((*record.dropped_slots, *record.rollbacks.values()))
+            self.slots.host_free.extend(record.host_state_slots)
         for table in record.leaving:
             self.release_table(table)
         self.host_free.extend(record.host_slots)
@@ -133,7 +161,8 @@ class CacheState:
         length, blocks = 0, [[] for _ in self.groups]
         if self.config.enable_prefix_caching:
             limit = len(sequence.tokens) - 1
-            length, blocks = self.index.match(self.groups, sequence.chains, sequence.tokens, limit)
+            shorten = None if self.slots is None else self.slots.longest
+            length, blocks = self.index.match(self.groups, sequence.chains, sequence.tokens, limit, shorten)
             self.counters["queried_tokens"] += len(sequence.tokens)
             self.counters["hit_tokens"] += length
             for held in blocks:
@@ -143,6 +172,8 @@ class CacheState:
             table.published[number] = len(blocks[number])
             table.dropped[number] = group.first_needed_token(length) // group.block_size
         table.limit = length
+        if self.slots is not None:
+            self.slots.attach(table)
         sequence.table = table
         return length
 
@@ -163,6 +194,8 @@ class CacheState:
         self.pool.release(table.advance(self.groups, self.publishing))
         for blocks in table.blocks:
             self.pool.release(reversed(blocks))
+        if self.slots is not None:
+            self.counters["snapshots"] += self.slots.release(table)
 
     def drop_host_slots(self, sequence: SequenceState) -> None:
         """Frees the host slots of a swapped-out sequence, after the step that fills them."""
@@ -172,6 +205,8 @@ class CacheState:
         slots = [slot for group in swapped.slots for slot in group if slot is not None]
         record = self.steps.get(swapped.step_id)
         (self.host_free if record is None else record.host_slots).extend(slots)
+        if self.slots is not None and swapped.state_slot is not None:
+            (self.slots.host_free if record is None else record.host_state_slots).append(swapped.state_slot)
 
 
 def checked_tokens(token_ids: Sequence[int]) -> array[int]:

@@ -7,7 +7,9 @@ from itertools import repeat
 
 from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
-from torch_core.cache.records import BlockCopy, CommittedStep, StepPlan, StepRow, StepRows
+from torch_core.cache.pool import BlockPool
+from torch_core.cache.records import BlockCopy, CommittedStep, StateCopy, StepPlan, StepRow, StepRows
+from torch_core.cache.slots import SlotMove, StateSlots
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 
@@ -40,6 +42,10 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
         needed = sum(fresh + (copied != NULL_BLOCK) for growth in growths.values() for fresh, copied in growth)
     if needed:
         _check_room(state, [tables[position] for position in growths], needed)
+    moves: dict[int, SlotMove] = {}
+    if state.slots is not None:
+        moves = state.slots.plan(tables, counts, ends)
+        _check_slots(state, state.slots.pool, len(moves))
     return StepPlan(
         num_tokens=sum(counts),
         blocks_needed=needed,
@@ -49,6 +55,7 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
         counts=counts,
         ends=ends,
         growths=growths,
+        moves=moves,
     )
 
 
@@ -66,6 +73,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     copies: list[BlockCopy] = []
     for position, growth in plan.growths.items():
         _grow(state, record, plan.tables[position], growth, fresh, copies)
+    state_copies = _move(state.slots, record, plan) if state.slots is not None else ()
     tables = [table.rows or table.freeze() for table in plan.tables]
     # In the order of the fields of `StepRow`.
     columns = {
@@ -74,6 +82,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         "num_computed_tokens": [table.scheduled for table in plan.tables],
         "num_new_tokens": plan.counts,
         "group_block_ids": tables,
+        "state_slot": [table.slot for table in plan.tables],
     }
     rows = StepRows(map(tuple.__new__, repeat(StepRow), zip(*columns.values(), strict=True)))
     rows.columns = columns
@@ -82,8 +91,16 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
         table.last_step = step_id
     state.counters["copies"] += len(copies)
     state.version += 1
-    scrubbed = state.pool.take_dirty() if state.pool.dirty else ()
-    return CommittedStep(step_id=step_id, rows=rows, copies=tuple(copies), blocks_to_scrub=scrubbed)
+    state.counters["state_copies"] += len(state_copies)
+    blocks_to_scrub, slots_to_scrub = state.take_dirty()
+    return CommittedStep(
+        step_id=step_id,
+        rows=rows,
+        copies=tuple(copies),
+        state_copies=state_copies,
+        blocks_to_scrub=blocks_to_scrub,
+        slots_to_scrub=slots_to_scrub,
+    )
 
 
 def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:
@@ -107,7 +124,7 @@ def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, i
 
 def deferred_hint(state: CacheState) -> str:
     """Says, for the text of an OutOfBlocks, which steps to retire to get blocks back; empty when none would help."""
-    waiting = [step for step, record in state.steps.items() if record.leaving or record.dropped or record.pinned]
+    waiting = [step for step, record in state.steps.items() if record.holds_memory]
     return f" More return when step {waiting[-1]} and those before it retire." if waiting else ""
 
 
@@ -129,6 +146,16 @@ def _grow(
         sizes.append(len(blocks) * size)
     table.limit = min(sizes)
     table.rows = None
+
+
+def _move(slots: StateSlots, record: StepRecord, plan: StepPlan) -> tuple[StateCopy, ...]:
+    copies: list[StateCopy] = []
+    for (position, move), fresh in zip(plan.moves.items(), slots.pool.take(len(plan.moves)), strict=True):
+        table = plan.tables[position]
+        if move.rollback:
+            record.rollbacks[position] = table.slot
+        copies.extend(slots.move(table, move, fresh, record.pinned_slots))
+    return tuple(copies)
 
 
 def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -161,10 +188,16 @@ def _checked_cuts(record: StepRecord, step_id: int, num_kept_tokens: Mapping[str
 
 def _cut(state: CacheState, record: StepRecord, position: int, end: int) -> None:
     table = record.tables[position]
-    record.ends[position] = end
     if table.trusted is not None:
         # It left its sequence: all of its blocks go when the step settles.
+        record.ends[position] = end
         return
+    if state.slots is not None:
+        # No state is between those before and after the step: the kept tokens are computed again.
+        end = record.ends[position] - record.counts[position]
+        record.dropped_slots.append(table.slot)
+        table.slot = record.rollbacks.pop(position)
+    record.ends[position] = end
     for group, blocks in zip(state.groups, table.blocks, strict=True):
         columns = -(-end // group.block_size)
         record.dropped.extend(reversed(blocks[columns:]))
@@ -207,6 +240,12 @@ def _check_room(state: CacheState, growing: list[SequenceTable], needed: int) ->
             needed,
             f"{held_back}.{deferred_hint(state)} Wait, or preempt a sequence.",
         )
+
+
+def _check_slots(state: CacheState, pool: BlockPool, needed: int) -> None:
+    if needed > pool.num_available:
+        text = f"the step needs {needed} state slots"
+        raise pool.out_of_blocks(text, needed, f".{deferred_hint(state)} Wait, or preempt a sequence.")
 
 
 def _check_entry(state: CacheState, seq_id: object, count: object) -> None:

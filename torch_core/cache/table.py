@@ -33,6 +33,9 @@ class SequenceTable:
         limit: `scheduled` may grow to this without a new block or a copy.
         next_event: the value of `retired` at which a key can be published or a block dropped.
         rows: the tables as tuples, or None after a change.
+        slot: slot of the state after `scheduled` tokens; the null slot before the first step, or without states.
+        snapshots: earlier states whose keys are not yet known: number of tokens and slot, each with a hold.
+        last_boundary: the last block boundary before the end of the tokens that the table started with.
     """
 
     sequence: SequenceState
@@ -47,6 +50,9 @@ class SequenceTable:
     limit: int = 0
     next_event: int | float = 0
     rows: tuple[tuple[int, ...], ...] | None = None
+    slot: int = NULL_BLOCK
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    last_boundary: int = 0
 
     def __post_init__(self) -> None:
         self.seq_id, self.retired = self.sequence.seq_id, self.scheduled
@@ -137,6 +143,8 @@ class SwappedTable:
         retired: those of them whose steps had been seen.
         dropped: for each group, its leading null blocks.
         step_id: the step that copies the blocks to the host.
+        state_slot: host slot of the state; None if there is none.
+        last_boundary: that of the table.
     """
 
     slots: list[list[int | None]]
@@ -144,6 +152,8 @@ class SwappedTable:
     retired: int
     dropped: list[int]
     step_id: int
+    state_slot: int | None = None
+    last_boundary: int = 0
 
 
 @dataclass(slots=True, eq=False)
