@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jattn.llm.engine.options.config import EngineConfig
 
 #: Fields of `EngineConfig` without a form in text.
-_NO_FLAGS = {"mesh", "logits_processors"}
+_NO_FLAGS = {"mesh", "logits_processors", "logical_axis_rules"}
 _METAVARS = {"speculative_config": "JSON", "kv_cache_scales": "FILE"}
 # Before the name of a field in the namespace of all arguments.
 _DEST = "engine."

@@ -63,8 +63,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
             num_scheduler_steps, steps_in_flight, enable_prefix_caching, num_host_blocks,
             disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
-            kv_cache_dtype, kv_cache_scales, step_timeout_seconds, seed, max_logprobs, logprobs_mode,
-            sampling_masks, logits_processors.
+            logical_axis_rules, kv_cache_dtype, kv_cache_scales, step_timeout_seconds, seed, max_logprobs,
+            logprobs_mode, sampling_masks, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.

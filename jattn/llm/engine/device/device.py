@@ -251,13 +251,19 @@ class _CachePlan:
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
     vocab_size, context = model.paged_spec.vocab_size, config.decode_context_parallel_size
     check_processors(config.logits_processors or {}, vocab_size=vocab_size, max_model_len=max_model_len)
-    placement, model = Placement.of(model, mesh, context)
+    placement, model = Placement.of(model, mesh, context, config.logical_axis_rules)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:
         model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
-        model = WithDraft(model.base, Placement.of(model.draft, mesh, context)[1])
+        of_draft, draft = Placement.of(model.draft, mesh, context, config.logical_axis_rules)
+        if of_draft.by_compiler != placement.by_compiler:
+            raise Unsupported(
+                f"one of the model and its draft model, a {type(draft).__name__}, is cut by annotations and the other "
+                "is not; annotate both, or use n-grams."
+            )
+        model = WithDraft(model.base, draft)
     model = placement.with_scales(model)
     # Refuse now: a call that cannot run on this machine would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}

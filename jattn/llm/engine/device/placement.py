@@ -14,6 +14,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jattn.llm.engine.device.annotated import AxisRules, is_annotated, place_annotated
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.models import Decoder, PagedModel, TensorParallel, put_whole, shard_model
 from jattn.nn.paged import KVScale
@@ -29,10 +30,13 @@ class Placement:
     Attributes:
         mesh: a mesh with only the axis "tp"; None for JAX's default device.
         splits_heads: whether the cache's heads are split over the mesh.
+        by_compiler: programs are written for whole arrays, and XLA's partitioner cuts them as their arguments lie;
+            otherwise each device's part is written down, for `jax.shard_map`.
     """
 
     mesh: Mesh | None = None
     splits_heads: bool = False
+    by_compiler: bool = False
 
     @property
     def whole(self) -> NamedSharding | None:
@@ -62,27 +66,33 @@ class Placement:
 
     def peers(self) -> Peers | None:
         """Allocates the memory for sums of small arrays; None if XLA computes them, see `jattn.parallel.Peers`."""
-        return None if self.mesh is None else Peers.of(self.mesh, "tp")
+        return None if self.mesh is None or self.by_compiler else Peers.of(self.mesh, "tp")
 
     def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns a function of all devices' arrays from one of a device's.
+        """Returns a function of all devices' arrays from one of a device's, or from one that XLA cuts (`by_compiler`).
 
         None of the arrays may be without elements: XLA's GPU compiler takes such an operand out of the call without
         telling Shardy, which then crashes (jax 0.11.2, from two devices on).
         """
         if self.mesh is None:
             return function
+        if self.by_compiler:
+            shardings = jax.tree.map(functools.partial(NamedSharding, self.mesh), out_specs)
+            return lambda *operands: jax.lax.with_sharding_constraint(function(*operands), shardings)
         whole = _without_empty_constants(function)
         return jax.shard_map(whole, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     @classmethod
-    def of(cls, model: PagedModel, mesh: Mesh | None, context_size: int = 1) -> tuple[Placement, PagedModel]:
+    def of(
+        cls, model: PagedModel, mesh: Mesh | None, context_size: int = 1, rules: AxisRules | None = None
+    ) -> tuple[Placement, PagedModel]:
         """Returns the placement of a model and the model there, cut if it was whole.
 
         Args:
             model: whole, or cut over the mesh.
             mesh: a mesh with only the axis "tp"; None for JAX's default device.
             context_size: neighbours on that axis over which each sequence is spread.
+            rules: see `EngineConfig.logical_axis_rules`.
 
         Raises:
             InvalidInput: sizes that do not divide, or a model that is split otherwise.
@@ -102,12 +112,14 @@ class Placement:
             graph, state = nnx.split(cast(nnx.Module, model))
             whole: Any = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
             model = whole
+        elif parallel is None and is_annotated(model):
+            return cls._annotated(model, mesh, context_size, rules)
         elif parallel is None:
             raise Unsupported(
-                f"model is a {type(model).__name__}, which says not how it is cut over {size} devices. Give a Decoder, "
-                "or a model of one device's part with `parallel`, a jattn.llm.models.TensorParallel, and with "
-                "parameters "
-                "that are sharded over the engine's mesh."
+                f"model is a {type(model).__name__}, which says not how it is cut over {size} devices. Annotate its "
+                "parameters, as by nnx.with_partitioning(initializer, (None, 'tp')); or give a Decoder, or a model of "
+                "one device's part with `parallel`, a jattn.llm.models.TensorParallel, and with parameters that are "
+                "sharded over the engine's mesh."
             )
         found: TensorParallel = cast(Any, model).parallel if size > 1 else TensorParallel(size=1)
         if found.size != size or found.axis != "tp":
@@ -122,6 +134,22 @@ class Placement:
         model = _along(model, mesh)
         _check_places(model, mesh)
         return cls(mesh, found.parts("heads") > 1), model
+
+    @classmethod
+    def _annotated(
+        cls, model: PagedModel, mesh: Mesh, context_size: int, rules: AxisRules | None
+    ) -> tuple[Placement, PagedModel]:
+        spec, size = model.paged_spec, mesh.shape["tp"]
+        if context_size > 1:
+            raise Unsupported(
+                f"decode_context_parallel_size is {context_size} and the model is cut by its annotations, which "
+                "split a cache by heads alone; leave it at 1."
+            )
+        splits_heads = spec.kv_lora_rank is None
+        if splits_heads and spec.num_kv_heads % size:
+            wanted = f"{size} devices split the cache by heads, so that they must divide them"
+            raise InvalidInput("paged_spec.num_kv_heads", value=spec.num_kv_heads, wanted=wanted)
+        return cls(mesh, splits_heads, by_compiler=True), place_annotated(model, mesh, rules)
 
 
 def replica_meshes(config: EngineConfig) -> list[Mesh | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
@@ -74,6 +74,9 @@ class EngineConfig:
             more to do than another.
         mesh: the devices, with an axis "tp" and, for copies, an axis "dp"; the sizes above then follow from it. None
             for the first of `jax.devices()`.
+        logical_axis_rules: pairs of a name and a mesh axis ("tp", or None for an axis that is not split), as in flax's
+            `logical_axis_rules`, for the annotations of a model that is no Decoder. None for the rules that flax knows
+            where the engine is built.
         kv_cache_dtype: dtype of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
             for latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
         kv_cache_scales: dequantisation scales of an 8-bit cache for each layer, as `calibrate_kv_cache` measures them.
@@ -120,6 +123,7 @@ class EngineConfig:
     decode_context_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
     data_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
     mesh: Mesh | None = None
+    logical_axis_rules: Sequence[tuple[str, str | None]] | None = None
     kv_cache_dtype: Annotated[str, Limits(wanted="a name, 'auto' for the model's")] = "auto"
     kv_cache_scales: Annotated[
         KVCacheScales | None, Limits(wanted="KVCacheScales, which load() reads from a file, or None")
@@ -136,6 +140,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         self._take_sizes_of_mesh()
+        object.__setattr__(self, "logical_axis_rules", _rules(self.logical_axis_rules))
         named = {} if self.logits_processors is None else self.logits_processors
         if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
             raise InvalidInput("logits_processors", value=named, wanted="it must map names to functions, or be None")
@@ -215,6 +220,21 @@ class EngineConfig:
                     name, value=getattr(self, name), wanted=f"axis {axis!r} of the mesh has {size} devices"
                 )
             object.__setattr__(self, name, size)
+
+
+def _rules(rules: Any) -> tuple[tuple[str, str | None], ...] | None:
+    """Returns checked rules as pairs that can be hashed."""
+    if rules is None:
+        return None
+    try:
+        pairs = tuple((name, axis) for name, axis in rules)
+    except (TypeError, ValueError):
+        raise InvalidInput("logical_axis_rules", value=rules, wanted="it must be pairs, or None") from None
+    for index, (name, axis) in enumerate(pairs):
+        if not isinstance(name, str) or axis not in ("tp", None):
+            wanted = "it must be a name and 'tp' or None"
+            raise InvalidInput(f"logical_axis_rules[{index}]", value=(name, axis), wanted=wanted)
+    return pairs
 
 
 def check_config(config: object) -> None:
