@@ -310,6 +310,16 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
                 "lower max_tokens."
             ),
         ),
+        (
+            # The length is checked before the tokens are read.
+            [object()] * 120,
+            {},
+            RequestTooLong,
+            (
+                "'r' needs 132 tokens (120 prompt + 12 new); this engine's max_model_len is 128. Shorten the prompt or "
+                "lower max_tokens."
+            ),
+        ),
     ],
 )
 def test_a_bad_request_is_refused_at_the_door(engine, prompt, arguments, kind, message) -> None:

@@ -449,6 +449,7 @@ def test_a_grammar_that_outgrows_its_library_ends_with_an_error(llm) -> None:
     [
         ({"logprobs": 21}, "logprobs is 21; this engine's max_logprobs is 20. Ask for fewer, or set "),
         ({"logprobs": -1}, "logprobs is -1; this engine's max_logprobs is 20. Ask for fewer, or set "),
+        ({"allowed_token_ids": [1] * 258}, "allowed_token_ids has 258 entries; the vocabulary has 257 tokens"),
         ({"allowed_token_ids": [257]}, "token 257 of allowed_token_ids is outside the vocabulary; ids are 0 to 256."),
         ({"logit_bias": {300: 1}}, "token 300 of logit_bias is outside the vocabulary; ids are 0 to 256."),
         ({"stop_token_ids": range(1, 129)}, "stop_token_ids has 128 entries and the model 1 of its own; together "),
@@ -470,7 +471,8 @@ def test_without_max_tokens_the_models_length_ends_it(llm) -> None:
 def test_a_prompt_is_truncated_to_its_last_tokens(llm) -> None:
     long = [9] * 100 + PROMPT
 
-    assert sampled(llm, long, truncate_prompt_tokens=5) == sampled(llm)
+    # The tokens before them are not read.
+    assert sampled(llm, [object()] * 100 + PROMPT, truncate_prompt_tokens=5) == sampled(llm)
     assert len(sampled(llm, long, truncate_prompt_tokens=-1, max_tokens=None)) == 1
 
 

@@ -142,6 +142,17 @@ def test_a_text_that_turns_out_too_long_is_refused() -> None:
         TextTokenizer(byte_pairs()).encode("x" * 20_000, most=19_999)
 
 
+def test_a_long_text_that_is_cut_has_its_last_tokens_and_its_process_returns_no_others(monkeypatch) -> None:
+    run, answers = Task.run, []
+    monkeypatch.setattr(Task, "run", lambda *args, **options: answers.append(run(*args, **options)) or answers[-1])
+    tokenizer, text = TextTokenizer(byte_pairs()), "abc" * 9_000
+
+    tokens = tokenizer.encode(text, most=5, cut=True)
+
+    assert tokens == tokenizer.tokenizer.encode(text).ids[-5:]
+    assert [len(each) for each in answers] == [5 * 4]
+
+
 def test_a_normaliser_that_grows_text_is_bounded() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.normalizer = normalizers.Replace("a", "b" * (1 << 20))

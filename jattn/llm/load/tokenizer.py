@@ -103,7 +103,9 @@ class TextTokenizer:
     def _growth(self) -> float:
         return normalizer_growth(self.tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most: int | None = None, cut: bool = False
+    ) -> list[int]:
         """Returns the token ids of the text.
 
         The library holds the interpreter's lock, so that a text of more than a few pages is encoded in another process.
@@ -112,22 +114,28 @@ class TextTokenizer:
             text: the text.
             add_special_tokens: add the tokens of the file's post-processor.
             most: most tokens that the caller takes. A long text that must have more is refused before it is encoded.
+            cut: return the last `most` tokens of a long text, instead of a refusal.
 
         Raises:
             InvalidInput: it is no text, has lone surrogates, or the tokenizer fails on it or meets a bound.
-            RequestTooLong: a long text has more tokens than `most`.
+            RequestTooLong: a long text has more tokens than `most`, and is not cut.
             Overloaded: no process became free in time.
         """
         with _failures("the tokenizer cannot encode the text"):
             if not isinstance(text, str) or len(text.encode(errors="replace")) * self._growth <= _MOST_HERE:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            if most is not None:
+            kept = most if cut else None
+            if most is not None and not cut:
                 _check_length(text, self._sizes.fewest_tokens(text), most)
-            found = _ENCODE.run(self._name, text, add_special_tokens, needs=(self._name, self.tokenizer.to_str))
-            token_ids = array("I", found)
+            needs = self._name, self.tokenizer.to_str
+            found = array("I", _ENCODE.run(self._name, text, add_special_tokens, kept, needs=needs))
             if most is not None:
-                _check_length(text, len(token_ids), most)
-            return token_ids.tolist()
+                _check_length(text, len(found), most)
+            token_ids: list[int] = []
+            for start in range(0, len(found), _MOST_HERE):
+                # In pieces, between which other threads run.
+                token_ids += found[start : start + _MOST_HERE]
+            return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of the token ids; bytes that are not UTF-8 become U+FFFD.

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 import jattn
 from jattn.llm.engine import RequestOutput
+from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.access import AccessLog
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
@@ -213,7 +214,7 @@ class _Server:
                 self._tokenizer().encode, asked.prompt, add_special_tokens=asked.add_special_tokens
             )
         length = self._llm.llm.max_model_len
-        return await _written(dict, tokens=list(token_ids), count=len(token_ids), max_model_len=length)
+        return await _written(dict, tokens=token_ids, count=len(token_ids), max_model_len=length)
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))
@@ -331,7 +332,8 @@ class _Server:
                 generation.messages or [],
                 chat_template=self._config.chat_template if own is None else own,
                 **(generation.template or {}),
-                most=None if tokenizes else self._llm.llm.longest_prompt(generation.params),
+                most=None if tokenizes else self._llm.llm.longest_prompt,
+                cut=not tokenizes and cuts_prompt(generation.params),
             )
         except InvalidInput as error:
             if own is None:

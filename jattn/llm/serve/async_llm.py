@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from jattn.llm.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
 from jattn.llm.engine.clients.stream import PromptReader
+from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.engine.request.outputs import TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
@@ -96,7 +97,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             RequestTooLong: the request can never fit.
         """
         params = self.llm.get_default_sampling_params() if params is None else params
-        token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt(params))
+        token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt, cut=cuts_prompt(params))
         engine, outbox = self.llm.engine, Outbox()
         if self._closed:
             raise InvalidInput("the AsyncLLM is closed; build another one.")

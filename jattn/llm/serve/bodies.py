@@ -82,7 +82,10 @@ _Object = Annotated[dict[str, Any], Limits(wanted="an object")]
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_prompt, "it must be a string, token ids, or a list of either"),
     "input": (_is_prompt, "it must be a string, token ids, or a list of either"),
-    "tokens": (lambda given: not given or (_is_tokens(given) and min(given) >= 0), "it must be a list of token ids"),
+    "tokens": (
+        lambda given: not given or (_is_tokens(given) and all(each >= 0 for each in given)),
+        "it must be a list of token ids",
+    ),
     "tools": (lambda given: all(isinstance(each, dict) for each in given), "it must be a list of objects"),
     "cache_salt": (lambda given: 0 < len(given) <= 64, "it must be 1 to 64 characters"),
     "response_format": (lambda given: given.get("type") in _FORMATS, f"its type must be one of {', '.join(_FORMATS)}"),

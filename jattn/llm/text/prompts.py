@@ -39,11 +39,16 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def encoded(
-    prompt: Prompt, tokenizer: TextTokenizer | None, most: int | None = None, *, may_be_empty: bool = False
+    prompt: Prompt,
+    tokenizer: TextTokenizer | None,
+    most: int | None = None,
+    *,
+    cut: bool = False,
+    may_be_empty: bool = False,
 ) -> tuple[Sequence[int], str | None]:
     """Returns a prompt's token ids and its text, if it came as text; an empty one has special tokens alone, or none.
 
-    `most` is as in `TextTokenizer.encode`.
+    `most` and `cut` are as in `TextTokenizer.encode`.
     """
     if isinstance(prompt, Mapping):
         if set(prompt) == {"prompt", "prompt_token_ids"}:
@@ -60,7 +65,7 @@ def encoded(
     if tokenizer is None:
         raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
     _check_text(prompt)
-    return tokenizer.encode(prompt, most=most), prompt
+    return tokenizer.encode(prompt, most=most, cut=cut), prompt
 
 
 @contextlib.contextmanager
@@ -82,10 +87,12 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     most: int | None = None,
+    cut: bool = False,
 ) -> Prompt:
     """Returns the prompt of a conversation, by the model's template or by `chat_template`.
 
-    An empty list of tools is none: templates test whether there are tools.
+    An empty list of tools is none: templates test whether there are tools. `most` and `cut` are as in
+    `TextTokenizer.encode`.
     """
     tools = tools or None
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
@@ -105,7 +112,7 @@ def chat_prompt(
     text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     _check_text(text)
     # The template writes the special tokens itself.
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, most=most)}
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, most=most, cut=cut)}
 
 
 def check_template_kwargs(variables: Any) -> None:

@@ -19,10 +19,10 @@ def keep(names: Sequence[str], described: str) -> bytes:
     return b""
 
 
-def encode(name: str, text: str, add_special_tokens: bool) -> bytes:
-    """Returns the token ids of a text as uint32."""
+def encode(name: str, text: str, add_special_tokens: bool, kept: int | None) -> bytes:
+    """Returns the token ids of a text as uint32, all of them or the last `kept`."""
     ids = _tokenizers[name].encode(text, add_special_tokens=add_special_tokens).ids
-    return array("I", ids).tobytes()
+    return array("I", ids if kept is None else ids[-kept:]).tobytes()
 
 
 def decode(name: str, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:

@@ -20,7 +20,7 @@ from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.device.device import default_config
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
-from jattn.llm.engine.options.params import SamplingParams
+from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
 from jattn.llm.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
 from jattn.llm.load.calibrate import calibrate_kv_cache
@@ -169,10 +169,9 @@ class LLM(Owner, contextlib.AbstractContextManager):
         encoder: Any = self.model
         return encoder.config.max_position_embeddings
 
-    def longest_prompt(self, params: Any = None) -> int | None:
-        """Returns the most tokens of a prompt; None if the parameters of its request cut a longer one."""
-        if getattr(params, "truncate_prompt_tokens", None) is not None:
-            return None
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt."""
         served: Any = self.model
         return (self._engine is not None and served.paged_spec.max_encoder_len) or self.max_model_len
 
@@ -270,7 +269,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 chat_template_kwargs=chat_template_kwargs,
-                most=None if isinstance(sampling_params, Sequence) else self.longest_prompt(sampling_params),
+                most=None if isinstance(sampling_params, Sequence) else self.longest_prompt,
+                cut=cuts_prompt(sampling_params),
             )
             for each in conversations
         ]
@@ -298,8 +298,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
             >>> bool(first @ second < 1.0)
             True
         """
-        most = self.longest_prompt()
-        token_ids = [encoded(each, self.tokenizer, most, may_be_empty=True)[0] for each in as_prompts(prompts)]
+        most, listed = self.longest_prompt, as_prompts(prompts)
+        token_ids = [encoded(each, self.tokenizer, most, may_be_empty=True)[0] for each in listed]
         return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
@@ -355,7 +355,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
             requests = []
             for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
                 with naming(index, listed):
-                    token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt(each))
+                    token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt, cut=cuts_prompt(each))
                     requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:

@@ -240,6 +240,11 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
+def cuts_prompt(params: Any) -> bool:
+    """Returns whether a request's parameters cut a prompt that is too long; False for what are no parameters."""
+    return getattr(params, "truncate_prompt_tokens", None) is not None
+
+
 def pack_sampling(params: SamplingParams, seed: int, num_prompt_tokens: int) -> np.ndarray:
     """Returns a request's parameters as int32[9], floats by their bits; `Rows.unpack` reads them on the device."""
     count = len(PACKED_FLOATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -95,34 +96,17 @@ class Validator:
         params = SamplingParams() if params is None else params
         if request_id is not None:
             _check_id(request_id)
-        tokens = self._tokens(_of(request_id), prompt_token_ids)
         if prompt is not None and not isinstance(prompt, str):
             raise InvalidInput("prompt", f"is a {type(prompt).__name__}", "it must be the prompt's text, or None")
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput("salt", f"must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None")
-        if (keep := params.truncate_prompt_tokens) is not None:
-            longest = self._longest_encoder_input if self._decoder_start else self.max_model_len - 1
-            tokens = tokens[-min(keep if keep > 0 else longest, longest) :]
-        encoder_tokens, num_slots = (), 0
+        given = self._kept(_of(request_id), prompt_token_ids, params)
+        num_slots = self._encoder_slots(_of(request_id), len(given), params) if self._decoder_start else 0
+        max_tokens = self._max_tokens(request_id, len(self._decoder_start or given), params)
+        # After the checks of the length: a conversion holds Python's lock.
+        tokens, encoder_tokens = self._tokens(_of(request_id), given), ()
         if self._decoder_start:
-            encoder_tokens, num_slots = tokens, self._encoder_slots(_of(request_id), tokens, params)
-            tokens = self._decoder_start
-        max_tokens = max(self.max_model_len - len(tokens), 1) if params.max_tokens is None else params.max_tokens
-        total = len(tokens) + max_tokens
-        if max_tokens >= self.max_model_len > len(tokens):
-            raise RequestTooLong(
-                "max_tokens",
-                value=max_tokens,
-                wanted=f"this engine's max_model_len is {self.max_model_len}, and the prompt has "
-                f"{len(tokens)} of it. Lower it, or pass None for as many as there is room for",
-            )
-        if total > self.max_model_len:
-            name = "the request" if request_id is None else repr(request_id)
-            raise RequestTooLong(
-                f"{name} needs {total} tokens ({len(tokens)} prompt + {max_tokens} new); this engine's "
-                f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens.",
-                argument="prompt",
-            )
+            tokens, encoder_tokens = self._decoder_start, tokens
         self._check_limits(params)
         eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         # Without a seed of its own each sample adds its number.
@@ -161,7 +145,31 @@ class Validator:
         samples[0].followers += samples[1:]
         return samples
 
-    def _encoder_slots(self, whose: str, tokens: tuple[int, ...], params: SamplingParams) -> int:
+    def _max_tokens(self, request_id: str | None, num_tokens: int, params: SamplingParams) -> int:
+        """Returns the most new tokens after a prompt of `num_tokens`.
+
+        Raises:
+            RequestTooLong: prompt and new tokens are more than the limit.
+        """
+        max_tokens = max(self.max_model_len - num_tokens, 1) if params.max_tokens is None else params.max_tokens
+        total = num_tokens + max_tokens
+        if max_tokens >= self.max_model_len > num_tokens:
+            raise RequestTooLong(
+                "max_tokens",
+                value=max_tokens,
+                wanted=f"this engine's max_model_len is {self.max_model_len}, and the prompt has "
+                f"{num_tokens} of it. Lower it, or pass None for as many as there is room for",
+            )
+        if total > self.max_model_len:
+            name = "the request" if request_id is None else repr(request_id)
+            raise RequestTooLong(
+                f"{name} needs {total} tokens ({num_tokens} prompt + {max_tokens} new); this engine's "
+                f"max_model_len is {self.max_model_len}. Shorten the prompt or lower max_tokens.",
+                argument="prompt",
+            )
+        return max_tokens
+
+    def _encoder_slots(self, whose: str, num_tokens: int, params: SamplingParams) -> int:
         """Returns the slots of an encoder's input in whole blocks.
 
         Raises:
@@ -172,14 +180,14 @@ class Validator:
             raise Unsupported(
                 "prompt_logprobs", "is given", "the prompt is read by this model's encoder, which predicts none of it"
             )
-        if len(tokens) > self._max_encoder_len:
+        if num_tokens > self._max_encoder_len:
             raise RequestTooLong(
-                f"the prompt{whose} has {len(tokens)} tokens; the model's encoder was made for "
+                f"the prompt{whose} has {num_tokens} tokens; the model's encoder was made for "
                 f"{self._max_encoder_len}. Shorten it.",
                 argument="prompt",
             )
         block_size, most = self._config.block_size, self._config.max_num_batched_tokens
-        num_slots = -(-len(tokens) // block_size) * block_size
+        num_slots = -(-num_tokens // block_size) * block_size
         if num_slots > most:
             raise RequestTooLong(
                 f"the prompt{whose} takes {num_slots} slots; an encoder reads it in one step, and "
@@ -214,6 +222,9 @@ class Validator:
                     wanted=f"this engine's max_logprobs is {most}. Ask for fewer, or set "
                     "EngineConfig(max_logprobs=...), which may be -1",
                 )
+        if (count := len(params.allowed_token_ids or ())) > self._vocab_size:
+            wanted = f"the vocabulary has {self._vocab_size} tokens; name each once"
+            raise InvalidInput("allowed_token_ids", f"has {count} entries", wanted)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             bad = [token for token in getattr(params, name) or () if token >= self._vocab_size]
             if bad:
@@ -243,21 +254,16 @@ class Validator:
             raise InvalidInput("bad_words", "is given, but there is no tokenizer to find their tokens")
         return self._words.find(params)
 
-    def _tokens(self, whose: str, token_ids: Sequence[int]) -> tuple[int, ...]:
-        try:
-            tokens = np.asarray(token_ids)
-        except (ValueError, TypeError, OverflowError):
-            raise InvalidInput(
-                f"the prompt{whose} must be a flat sequence of ints; it is ragged.", argument="prompt"
-            ) from None
-        if tokens.size == 0:
-            raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.", argument="prompt")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise InvalidInput(
-                f"the prompt{whose} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat "
-                "sequence of ints.",
-                argument="prompt",
-            )
+    def _kept(self, whose: str, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int] | np.ndarray:
+        """Returns the tokens of a prompt that its parameters keep; those of a list are not checked."""
+        given = token_ids if isinstance(token_ids, list | tuple) else _array(whose, token_ids)
+        if (keep := params.truncate_prompt_tokens) is None:
+            return given
+        longest = self._longest_encoder_input if self._decoder_start else self.max_model_len - 1
+        return given[-min(keep if keep > 0 else longest, longest) :]
+
+    def _tokens(self, whose: str, token_ids: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+        tokens = _array(whose, token_ids)
         bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
         if bad.size:
             raise InvalidInput(
@@ -266,6 +272,24 @@ class Validator:
                 argument="prompt",
             )
         return tuple(tokens.tolist())
+
+
+def _array(whose: str, token_ids: Any) -> np.ndarray:
+    """Returns a prompt's token ids as an array of whole numbers."""
+    try:
+        tokens = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidInput(
+            f"the prompt{whose} must be a flat sequence of ints; it is ragged.", argument="prompt"
+        ) from None
+    if tokens.size == 0:
+        raise InvalidInput(f"the prompt{whose} is empty; it needs at least one token.", argument="prompt")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidInput(
+            f"the prompt{whose} has dtype {tokens.dtype} and shape {tokens.shape}; it must be a flat sequence of ints.",
+            argument="prompt",
+        )
+    return tokens
 
 
 def _of(request_id: str | None) -> str:
