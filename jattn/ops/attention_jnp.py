@@ -113,7 +113,7 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
         dropout = keep_mask(
             call.dropout_seeds, jnp.arange(call.max_query_len), (0, max_key_len), call.dropout_rate, jnp
         )
-        dropout = dropout.reshape(scores.shape) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
+        dropout = dropout.reshape(scores.shape).astype(dtype) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
     state = softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values, dropout)
     return _results(call, state)
 

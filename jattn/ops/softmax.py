@@ -20,8 +20,14 @@ class SoftmaxState(NamedTuple):
 
 
 def compute_dtype(call: AttentionCall[jax.Array]) -> jnp.dtype:
-    """Returns the dtype to compute in: float32, or float64 for a float64 query."""
-    return jnp.promote_types(call.query.dtype if call.query.dtype.itemsize > 1 else jnp.float32, jnp.float32)
+    """Returns the dtype to compute in."""
+    return wide_dtype(call.query.dtype)
+
+
+def wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns float32, or float64 for float64."""
+    # jnp.promote_types refuses 16 bits where `jax_numpy_dtype_promotion` is "strict".
+    return dtype if dtype.itemsize > 4 else jnp.dtype(jnp.float32)
 
 
 def first_visible(call: AttentionCall[jax.Array], first_positions: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Programs that mix ranks nowhere: each is traced where `jax_numpy_rank_promotion` is "raise"."""
+"""Programs that mix ranks nowhere, and ops that mix dtypes nowhere: each is traced where JAX refuses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def raising() -> Iterator[None]:
 def test_an_op_in_jnp(label: str) -> None:
     call = CALLS[label].map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)))
 
-    jax.eval_shape(jax_op(call).jnp, call)
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax_op(call).jnp, call)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "xla"])
@@ -49,7 +50,9 @@ def test_features_of_attention(draw: Any, seed: int, implementation: str) -> Non
     attend = paged_attention_with_lse if case.paged else attention_with_lse
     static = {**keywords(case.spec), **{name: max(1, size) for name, size in case.limits.items()}}
 
-    jax.eval_shape(lambda x: attend(**x, **static, implementation=implementation), {**arrays(case), **case.options})
+    given = {**arrays(case), **case.options}
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(lambda x: attend(**x, **static, implementation=implementation), given)
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 7)])
