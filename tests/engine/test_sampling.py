@@ -469,11 +469,9 @@ def test_without_max_tokens_the_models_length_ends_it(llm) -> None:
 
 
 def test_a_prompt_is_truncated_to_its_last_tokens(llm) -> None:
-    long = [9] * 100 + PROMPT
-
     # The tokens before them are not read.
     assert sampled(llm, [object()] * 100 + PROMPT, truncate_prompt_tokens=5) == sampled(llm)
-    assert len(sampled(llm, long, truncate_prompt_tokens=-1, max_tokens=None)) == 1
+    assert len(sampled(llm, [9] * 100, truncate_prompt_tokens=-1, max_tokens=None)) == 1
 
 
 def test_the_stop_string_is_kept_when_asked_for(llm) -> None:
