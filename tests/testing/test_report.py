@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jattn.llm.testing import CrosscheckReport, CrosscheckRow, TokenDifference
+from jattn.llm.testing.report import torch_limit
 
 DIFFERENCE = TokenDifference(prompt=1, position=3, expected=7, found=41, gap=0.125)
 
@@ -80,6 +81,15 @@ def test_a_report_fails_where_torch_itself_is_further_off_than_rounding() -> Non
         in str(failed)
     )
     assert str(failed).endswith("FAILED")
+
+
+@pytest.mark.parametrize(
+    ("own", "limit"),
+    [((2e-5, 1e-5), 1e-3), ((4e-4, None), 1.6e-3), ((4e-4, 2e-3), 1e-3), ((math.nan,), 1e-3), ((None,), 1e-3)],
+    ids=["small", "near the limit", "beyond it", "NaN", "tokens alone"],
+)
+def test_the_limit_of_torchs_error_grows_with_jattns_rounding(own, limit) -> None:
+    assert torch_limit(1e-6, [row(error=error) for error in own]) == pytest.approx(limit)
 
 
 def test_the_table_of_a_passed_report_is_aligned_plain_text() -> None:

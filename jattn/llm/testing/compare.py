@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from jattn.llm.load.folder import check_folder, read_config
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
-from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow
+from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow, torch_limit
 from jattn.llm.testing.torch_decoder import TorchDecoder
 from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, logits_of, suitable_threads
 from jattn.ops import IMPLEMENTATIONS, available_implementations
@@ -168,7 +167,7 @@ def compare_with_torch(
         torch_side=side.description,
         torch_name=side.name,
         torch_error=truth.torch_error,
-        torch_limit=math.sqrt(eps),
+        torch_limit=torch_limit(eps, rows),
         limit=truth.limit,
         rows=tuple(rows),
         skipped=skipped,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,7 @@ class CrosscheckReport:
         torch_side: the torch implementation; if it is not transformers, with the reason.
         torch_name: short name of the torch side.
         torch_error: torch's own error against float64, relative to the largest logit: the largest of several runs.
-        torch_limit: largest error of torch for a meaningful comparison: the square root of the dtype's eps, half of its
-            digits.
+        torch_limit: largest error of torch for a meaningful comparison; see `torch_limit`.
         limit: 2 x (torch_error + eps), the largest allowed error of jattn.
         rows: one for each implementation and path.
         skipped: implementations that cannot run here, each with the reason.
@@ -220,6 +220,17 @@ class CrosscheckReport:
                 "jattn read this folder differently."
             )
         return [*lines, "PASSED" if self.passed else "FAILED"]
+
+
+def torch_limit(eps: float, rows: Sequence[CrosscheckRow]) -> float:
+    """Returns the error of torch that shows another reading of the folder, and no rounding.
+
+    It is the square root of the dtype's eps, half of its digits, or more if jattn's own rounding is near it: torch's
+    largest error over 1,700 positions in bfloat16 was three times jattn's.
+    """
+    half = math.sqrt(eps)
+    own = max((row.error for row in rows if row.error is not None), default=0.0)
+    return max(half, 4 * own) if own <= half else half
 
 
 def check_picture_path(path: str | os.PathLike[str]) -> None:
