@@ -78,6 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.llm.reports": set(),
     "jattn.llm.processes": set(),
     "jattn.llm.workers": set(),
+    "jattn.llm.tools": set(),
     "jattn.llm.load": {
         "jattn.llm.workers",
         "jattn.llm.reports",
@@ -103,7 +104,13 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.metadata",
     },
     "jattn.llm.arguments": {"jattn.llm.engine", "jattn.llm.load", "jattn.llm.processes"},
-    "jattn.llm.serve": {"jattn.llm.arguments", "jattn.llm.engine", "jattn.llm.load", "jattn.llm.text"},
+    "jattn.llm.serve": {
+        "jattn.llm.arguments",
+        "jattn.llm.engine",
+        "jattn.llm.load",
+        "jattn.llm.text",
+        "jattn.llm.tools",
+    },
     "jattn.llm.chat": {"jattn.llm.engine", "jattn.llm.text"},
     "jattn.llm.testing": {
         "jattn.llm.engine",
@@ -142,6 +149,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.all_reduce": {"triton"},
     "torch_core.vllm": {"numpy", "torch"},
     # Its processes start without jax and torch.
+    "jattn.llm.tools": set(),
     "jattn.llm.workers": set(),
     "jattn.llm.workers.templates": {"jinja2"},
     "jattn.llm.workers.tokens": {"tokenizers"},

@@ -1,0 +1,1 @@
+"""Calls of tools and reasoning in a model's text: formats, one incremental parser, grammars."""
