@@ -77,7 +77,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": {}}, "tools"),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "huge"}, "reasoning_effort"),
@@ -203,7 +203,7 @@ _WRONG_BY_PATH: dict[str, dict[str, list[Any]]] = {
         "logprobs": ["true", 1, [], {}],
         "top_logprobs": [*_NOT_WHOLE, -1, 21, 2],
         "tools": ["x", 5, {}, [5], ["x"]],
-        "tool_choice": ["required", 5, {}, {"type": "function"}],
+        "tool_choice": ["required", "any", 5, {}, {"type": "function"}],
         "chat_template_kwargs": _NOT_AN_OBJECT,
         "chat_template": [
             *_NOT_TEXT,

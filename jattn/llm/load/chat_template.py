@@ -44,7 +44,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         if not isinstance(source, str) or len(source) > _MAX_SOURCE:
             raise InvalidInput("chat_template", f"must be text of {_MAX_SOURCE} characters at most")
-        self._source, self._special_tokens = source, dict(special_tokens or {})
+        self.source, self._special_tokens = source, dict(special_tokens or {})
         try:
             _COMPILE.run(source)
         except Refused as error:
@@ -73,7 +73,7 @@ class ChatTemplate:
         """
         names = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            text = _RENDER.run(self._source, messages, self._special_tokens | variables | names)
+            text = _RENDER.run(self.source, messages, self._special_tokens | variables | names)
         except Refused as error:
             raise InvalidInput(f"the chat template fails on these messages: {error}.") from None
         return text.decode("utf-8", "surrogatepass")

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import jattn
-from jattn.llm.engine import RequestOutput
+from jattn.llm.engine import RequestOutput, SamplingParams
 from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.access import AccessLog
@@ -33,12 +33,17 @@ from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, embeddings_answer, error_body, event, json_bytes, usage
+from jattn.llm.serve.responses import Answer, Sample, embeddings_answer, error_body, event, json_bytes, usage
+from jattn.llm.serve.responses_answer import ResponseAnswer
+from jattn.llm.serve.responses_request import ResponsesBody, parse_response
+from jattn.llm.serve.tools import note_silent_template, reading_of, with_instruction
 from jattn.llm.serve.unread import UnreadBodies
-from jattn.llm.text.prompts import chat_prompt, encoded
-from jattn.llm.text.tokens import TextOffsets
+from jattn.llm.text.prompts import chat_prompt, encoded, template_of
+from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
+from jattn.llm.tools.parser import Reading
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import Choices, check_fields
 
 _R = TypeVar("_R")
 _log = logging.getLogger("jattn.llm.serve")
@@ -67,6 +72,10 @@ class ServeConfig:
         time_limits: seconds after which a slow client is dropped.
         chat_template: template instead of the model's.
         trust_request_chat_template: also accept a template from a request; it runs in the same sandbox.
+        tool_call_parser: format of the calls in chats' answers, by its name in `jattn.llm.tools.formats`; "auto" for
+            that of the chat template, "none" for plain text.
+        reasoning_parser: format of the reasoning, likewise.
+        tool_instruction: describe a request's tools in the system message if the chat template does not write them.
         default_sampling: default values of requests' fields, by name.
 
     Raises:
@@ -81,13 +90,17 @@ class ServeConfig:
     time_limits: TimeLimits = field(default_factory=TimeLimits)
     chat_template: ChatTemplate | str | None = None
     trust_request_chat_template: bool = False
+    tool_call_parser: Annotated[str, Choices(*TOOL_PARSERS)] = "auto"
+    reasoning_parser: Annotated[str, Choices(*REASONING_PARSERS)] = "auto"
+    tool_instruction: bool = False
     default_sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_int("max_body_bytes", self.max_body_bytes, 1)
         check_int("max_unfinished", self.max_unfinished, 1)
-        for name in ("isolate_tenants", "trust_request_chat_template"):
+        for name in ("isolate_tenants", "trust_request_chat_template", "tool_instruction"):
             check_bool(name, getattr(self, name))
+        check_fields(self)
         if self.isolate_tenants and not self.api_keys:
             raise InvalidInput("isolate_tenants is True and there are no api_keys, which say who a tenant is.")
 
@@ -106,6 +119,7 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
     routes = [
         Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/responses", server.guarded(server.responses), methods=["POST"]),
         Route("/v1/embeddings", server.guarded(server.embeddings), methods=["POST"]),
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.models)),
@@ -163,6 +177,9 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, await self._read(request, parse_chat))
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, *await self._read(request, parse_response))
 
     async def embeddings(self, request: Request) -> Response:
         asked = await self._read(request, lambda body, _: read_body(EmbeddingsBody, body))
@@ -241,22 +258,23 @@ class _Server:
     async def show_metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")
 
-    async def _generate(self, request: Request, generation: Generation) -> Response:
+    async def _generate(self, request: Request, generation: Generation, form: ResponsesBody | None = None) -> Response:
         self._check_model(generation.body.model)
         if not self._llm.llm.generates:
             name = self._config.model_name
             raise InvalidInput("model", f"{name!r} is an encoder, which generates nothing", "ask /v1/embeddings")
         prompts = generation.prompts
-        field = "prompt" if generation.messages is None else "messages"
+        field = generation.prompt_field
         wanted = generation.params.n * max(len(prompts), 1)
         self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
         # Requests that arrive before these are queued count them.
         self._num_arriving += wanted
         try:
+            reading, params = None, generation.params
             if generation.messages is not None:
-                prompts = [await asyncio.to_thread(self._chat_prompt, generation)]
+                prompts, reading, params = await asyncio.to_thread(self._chat, generation)
             submission = await self._llm.submit(
-                prompts, generation.params, salt=self._salt(request, generation), priority=generation.body.priority
+                prompts, params, salt=self._salt(request, generation), priority=generation.body.priority
             )
         except Exception as error:
             raise as_request_error(
@@ -264,9 +282,18 @@ class _Server:
             ) from error
         finally:
             self._num_arriving -= wanted
-        prefix = "cmpl" if generation.messages is None else "chatcmpl"
+        prefix = "resp" if form is not None else "cmpl" if generation.messages is None else "chatcmpl"
         name, tokenizer = self._config.model_name, self._llm.llm.tokenizer
-        answer = Answer(generation, f"{prefix}-{uuid.uuid4().hex}", name, int(time.time()), tokenizer)
+        answer: Answer | ResponseAnswer = Answer(
+            generation,
+            f"{prefix}{'-' if form is None else '_'}{uuid.uuid4().hex}",
+            name,
+            int(time.time()),
+            tokenizer,
+            reading,
+        )
+        if form is not None:
+            answer = ResponseAnswer(answer, form)
         if generation.body.stream:
             events = self._events(request, answer, submission)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -283,16 +310,19 @@ class _Server:
                 self._metrics.finished(update.output)
         return [finished[prompt] for prompt in sorted(finished)]
 
-    async def _events(self, request: Request, answer: Answer, submission: Submission) -> AsyncIterator[str]:
+    async def _events(
+        self, request: Request, answer: Answer | ResponseAnswer, submission: Submission
+    ) -> AsyncIterator[str]:
         # Starlette closes the iterator when the client is gone.
         with submission:
             try:
-                outputs, offsets = [], defaultdict[tuple[int, int], TextOffsets | None](answer.offsets)
+                outputs, samples = [], defaultdict[tuple[int, int], Sample](answer.sample)
                 for body in answer.opening():
                     yield event(body)
                 async for prompt, update in submission:
                     if update.new.text or update.new.logprobs or update.new.finish_reason is not None:
-                        yield event(answer.part(prompt, update.new, offsets[prompt, update.new.index]))
+                        for body in answer.parts(prompt, update.new, samples[prompt, update.new.index]):
+                            yield event(body)
                     if update.output is not None:
                         outputs.append(update.output)
                         self._metrics.finished(update.output)
@@ -301,8 +331,9 @@ class _Server:
                     yield event(body)
             except Exception as error:
                 # The status is sent; all that is left is an event.
-                yield event(error_body(as_request_error(error)))
-            yield event("[DONE]")
+                yield event(answer.failure(as_request_error(error)))
+            if answer.done is not None:
+                yield event(answer.done)
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any], Mapping[str, Any] | None], _R]) -> _R:
         """Returns what `read` makes of a request's JSON and the values of fields that it leaves out."""
@@ -322,16 +353,41 @@ class _Server:
         async with self._reads:
             return await asyncio.to_thread(work)
 
+    def _chat(self, generation: Generation) -> tuple[list[Any], Reading | None, SamplingParams]:
+        """Returns the prompt of a chat, the reading of its answers, and its parameters."""
+        prompt, tokenizer, given = self._chat_prompt(generation), self._llm.llm.tokenizer, generation.template or {}
+        if tokenizer is None:
+            return [prompt], None, generation.params
+        own = generation.chat_template or self._config.chat_template
+        template = template_of(tokenizer, own, with_tools=bool(given.get("tools"))).source
+        reading, params = reading_of(
+            generation.tools,
+            generation.params,
+            parsers=(self._config.tool_call_parser, self._config.reasoning_parser),
+            template=template,
+            prompt=prompt["prompt"],
+            tokenizer=tokenizer,
+            answer=generation.answer_schema,
+        )
+        return [prompt], reading, params
+
     def _chat_prompt(self, generation: Generation, *, tokenizes: bool = False) -> Any:
         own = generation.chat_template
         if own is not None and not self._config.trust_request_chat_template:
             raise InvalidInput("chat_template", "is given", "this server takes none from requests")
+        template = self._config.chat_template if own is None else own
+        messages, given = generation.messages or [], generation.template or {}
         try:
+            if given.get("tools") and not self._writes_tools(template):
+                if self._config.tool_instruction:
+                    messages = with_instruction(messages, given["tools"])
+                else:
+                    note_silent_template()
             return chat_prompt(
                 self._llm.llm.tokenizer,
-                generation.messages or [],
-                chat_template=self._config.chat_template if own is None else own,
-                **(generation.template or {}),
+                messages,
+                chat_template=template,
+                **given,
                 most=None if tokenizes else self._llm.llm.longest_prompt,
                 cut=not tokenizes and cuts_prompt(generation.params),
             )
@@ -339,6 +395,10 @@ class _Server:
             if own is None:
                 raise
             raise RequestError(400, str(error.under("chat_template")), param="chat_template") from None
+
+    def _writes_tools(self, template: ChatTemplate | str | None) -> bool:
+        tokenizer = self._llm.llm.tokenizer
+        return tokenizer is None or "tools" in template_of(tokenizer, template, with_tools=True).source
 
     def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
         most = self._config.max_unfinished

@@ -30,8 +30,8 @@ UNUSED: dict[str, tuple[Any, ...] | None] = {
     # Price, speed and caches.
     **dict.fromkeys(("service_tier", "prediction"), _ANY),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _ANY),
-    # For models that were trained on them; a call of a tool is text here.
-    **dict.fromkeys(("verbosity", "reasoning_effort", "parallel_tool_calls"), _ANY),
+    # For models that were trained on them.
+    **dict.fromkeys(("verbosity", "reasoning_effort"), _ANY),
     # Older and other ways to ask for tools, documents, sounds and searches.
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -67,10 +67,22 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or several or _is_tokens(value)
 
 
+def _check_texts(name: str, value: Any) -> None:
+    if not _is_prompt(value):
+        raise InvalidInput(name, value=value, wanted="it must be a string, token ids, or a list of either")
+
+
 def _is_stream_options(value: Any) -> bool:
     # Obfuscation pads the events and changes no text.
     known = value.keys() <= {"include_usage", "include_obfuscation", "continuous_usage_stats"}
     return known and set(map(type, value.values())) <= {bool} and not value.get("continuous_usage_stats")
+
+
+def _check_tool_choice(name: str, value: Any) -> None:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if value not in (None, "none", "auto", "required") and not is_named:
+        raise InvalidInput(name, value=value, wanted="it must be none, auto, required, or the function to call")
 
 
 _Flag = Annotated[bool, Limits(wanted="true or false")]
@@ -81,12 +93,10 @@ _Object = Annotated[dict[str, Any], Limits(wanted="an object")]
 #: Conditions of fields in addition to their type, with the text of the error.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_prompt, "it must be a string, token ids, or a list of either"),
-    "input": (_is_prompt, "it must be a string, token ids, or a list of either"),
     "tokens": (
         lambda given: not given or (_is_tokens(given) and all(each >= 0 for each in given)),
         "it must be a list of token ids",
     ),
-    "tools": (lambda given: all(isinstance(each, dict) for each in given), "it must be a list of objects"),
     "cache_salt": (lambda given: 0 < len(given) <= 64, "it must be 1 to 64 characters"),
     "response_format": (lambda given: given.get("type") in _FORMATS, f"its type must be one of {', '.join(_FORMATS)}"),
     "stream_options": (_is_stream_options, "it must be an object with include_usage, true or false"),
@@ -143,7 +153,8 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`: `max_completion_tokens` is the newer name of `max_tokens`.
 
-    `reasoning_effort` is a variable of the template, as in vLLM.
+    `reasoning_effort` is a variable of the template, as in vLLM. Without `include_reasoning` an answer leaves its
+    reasoning out.
     """
 
     messages: _List
@@ -151,7 +162,9 @@ class ChatBody(GenerationBody):
     logprobs: _Flag = False
     top_logprobs: Annotated[int | None, Limits(0, 20, also="")] = None
     tools: _List | None = None
-    tool_choice: Annotated[str | None, Choices("auto", "none")] = None
+    tool_choice: Annotated[Any, _check_tool_choice] = None
+    parallel_tool_calls: _Flag = True
+    include_reasoning: _Flag = True
     reasoning_effort: Annotated[str | None, Choices(*_EFFORTS)] = None
     chat_template: _Text | None = None
     chat_template_kwargs: _Object = field(default_factory=dict)
@@ -177,7 +190,7 @@ class DetokenizeBody(Body):
 class EmbeddingsBody(Body):
     """The body of `/v1/embeddings`; "base64" is for bytes of float32, little-endian."""
 
-    input: Any
+    input: Annotated[Any, _check_texts]
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
     pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
     normalize: _Flag = True

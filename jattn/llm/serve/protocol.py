@@ -11,6 +11,7 @@ from jattn.llm.load.folder import read_json
 from jattn.llm.serve.bodies import ChatBody, CompletionBody, GenerationBody, prompts_of, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import digest
+from jattn.llm.serve.tools import ToolUse, read_tools
 from jattn.llm.text.messages import as_message
 from jattn.llm.text.prompts import Prompt, check_template_kwargs
 from torch_core.base.checks import shown
@@ -32,6 +33,9 @@ class Generation:
         num_choices: samples that are returned of each prompt. If that is less than params.n, the best are.
         grammar_field: the field that holds the structured output; None without one.
         template: further arguments of a chat's template; `chat_template` is the client's own.
+        tools: tools that a chat's answer may call.
+        includes_reasoning: whether a chat's answer has its reasoning.
+        prompt_field: the field that holds the prompts or the conversation.
     """
 
     body: GenerationBody
@@ -46,6 +50,18 @@ class Generation:
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
     chat_template: str | None = None
+    tools: ToolUse | None = None
+    includes_reasoning: bool = True
+    prompt_field: str = "prompt"
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that a chat's text must have, if `response_format` has one."""
+        wanted = self.params.structured_outputs if self.body.response_format is not None else None
+        if wanted is None or (wanted.json is None and not wanted.json_object):
+            return None
+        schema = wanted.json if isinstance(wanted.json, dict) else {"type": "object"}
+        return {**schema, "x-guidance": {"whitespace_flexible": not wanted.disable_any_whitespace}}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -106,6 +122,9 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         changes["max_tokens"], aliases = asked.max_completion_tokens, {"max_tokens": "max_completion_tokens"}
     if asked.logprobs:
         changes["logprobs"] = asked.top_logprobs or 0
+    tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+    if tools is not None and tools.required and asked.structured_outputs is not None:
+        raise InvalidInput("structured_outputs", "is given", "a required call has the tools' format: leave one out")
     effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
     template = {
         "chat_template_kwargs": effort | asked.chat_template_kwargs,
@@ -120,6 +139,9 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(asked.messages)],
         template=template,
         chat_template=asked.chat_template,
+        tools=tools,
+        includes_reasoning=asked.include_reasoning,
+        prompt_field="messages",
     )
 
 
@@ -133,6 +155,8 @@ def _generation(body: GenerationBody, changes: dict[str, Any], aliases: Mapping[
         if changes.get(name) == -1:
             raise InvalidInput(name, value=-1, wanted="an answer has those of some tokens at each place, not of all")
     grammar_field, structured_outputs = _structured(body)
+    if form.get("tools") is not None:
+        grammar_field = grammar_field or "tools"
     try:
         params = SamplingParams(
             **changes,

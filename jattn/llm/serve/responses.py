@@ -14,8 +14,10 @@ import numpy as np
 from jattn.llm.engine import CompletionOutput, Logprob, RequestOutput
 from jattn.llm.load import TextTokenizer
 from jattn.llm.serve.errors import RequestError
+from jattn.llm.serve.messages import MessageReader, delta, message_of
 from jattn.llm.serve.protocol import Generation
 from jattn.llm.text.tokens import TextOffsets, TokenBytes
+from jattn.llm.tools.parser import Reading
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -35,8 +37,9 @@ _MAX_ELEMENTS = 1 << 14
 
 
 def event(body: dict[str, Any] | str) -> str:
-    """Returns one server-sent event."""
-    return f"data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
+    """Returns one server-sent event; a typed one, as those of a response are, has its name in front."""
+    name = f"event: {body['type']}\n" if isinstance(body, dict) and "type" in body else ""
+    return f"{name}data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
 
 
 def json_bytes(body: dict[str, Any]) -> bytes:
@@ -55,18 +58,35 @@ def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """The state of a sample that is streamed: a chat's reader, and the places of the tokens."""
+
+    reader: MessageReader
+    offsets: TextOffsets | None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens."""
+    """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens.
+
+    A chat is read by `reading`.
+    """
 
     request: Generation
     answer_id: str
     model: str
     created: int
     tokenizer: TextTokenizer | None = None
+    reading: Reading | None = None
     tokens: TokenBytes | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", None if self.tokenizer is None else TokenBytes(self.tokenizer))
+
+    @property
+    def done(self) -> str:
+        """The text after the last event."""
+        return "[DONE]"
 
     @property
     def is_chat(self) -> bool:
@@ -80,7 +100,7 @@ class Answer:
         for output in outputs:
             for completion in self._best(output):
                 choice = {"index": len(choices), "finish_reason": _reason(completion)}
-                choice |= self._content(output, completion)
+                choice |= self._message(completion) if self.is_chat else self._content(output, completion)
                 choices.append(choice | {"stop_reason": completion.stop_reason} | self._of_prompt(output, chat=False))
         body = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
         # A chat has one prompt.
@@ -92,27 +112,54 @@ class Answer:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
 
-    def offsets(self) -> TextOffsets | None:
-        """Returns the places of the tokens of a sample, none of which has come; None without a tokenizer."""
-        return None if self.tokens is None else TextOffsets(self.tokens)
+    def sample(self) -> Sample:
+        """Returns the state of a sample, of which nothing has come."""
+        reader = MessageReader(self.reading, self.request.includes_reasoning)
+        return Sample(reader, None if self.tokens is None else TextOffsets(self.tokens))
 
-    def part(self, prompt: int, new: CompletionOutput, offsets: TextOffsets | None) -> dict[str, Any]:
-        """Returns the event for the new text of one sample, whose earlier tokens `offsets` has."""
+    def parts(self, prompt: int, new: CompletionOutput, sample: Sample) -> list[dict[str, Any]]:
+        """Returns the events for the new text of one sample; none while it may be part of a marker."""
         index = prompt * self.request.params.n + new.index
-        if self.is_chat:
-            chunk = self._chunk(index, {"content": new.text} if new.text or new.logprobs else {})
-            logprobs = self._chat_logprobs(new)
-        else:
-            chunk = self._event("text_completion", [{"index": index, "text": new.text}])
-            places = [0] * len(new.token_ids) if offsets is None else offsets.add(new.token_ids, new.text)
+        if not self.is_chat:
+            chunks = [self._event("text_completion", [{"index": index, "text": new.text}])]
+            places = [0] * len(new.token_ids)
+            if sample.offsets is not None:
+                places = sample.offsets.add(new.token_ids, new.text)
             logprobs = None if new.logprobs is None else self._completion_logprobs(new.token_ids, new.logprobs, places)
-        chunk["choices"][0] |= {"logprobs": logprobs, "finish_reason": _reason(new), "stop_reason": new.stop_reason}
-        return chunk
+        else:
+            found = sample.reader.read(new.text, finished=new.finish_reason is not None)
+            deltas = [delta(part, self.reading) for part in found]
+            if not deltas and (new.logprobs or new.finish_reason is not None):
+                deltas = [{"content": ""} if new.logprobs else {}]
+            chunks, logprobs = [self._chunk(index, each) for each in deltas], self.chat_logprobs(new)
+        for chunk in chunks:
+            chunk["choices"][0] |= {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        if chunks:
+            chunks[0]["choices"][0]["logprobs"] = logprobs
+            ends = {"finish_reason": _reason(new, sample.reader.num_calls), "stop_reason": new.stop_reason}
+            chunks[-1]["choices"][0] |= ends
+        return chunks
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the events after the last token."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return [self._event(kind, []) | {"usage": usage(outputs)}] if self._ends_with_usage else []
+
+    def failure(self, error: RequestError) -> dict[str, Any]:
+        """Returns the event of an error after the first event."""
+        return error_body(error)
+
+    def chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Returns the log-probabilities of a chat's new tokens; None if they are not wanted."""
+        count = self.request.params.logprobs
+        if completion.logprobs is None or count is None:
+            return None
+        content = []
+        for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
+            others = sorted((each for each in found.items() if each[1].rank <= count), key=lambda each: each[1].rank)
+            top = [self._chat_logprob(*each) for each in others]
+            content.append(self._chat_logprob(token, found[token]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
     @property
     def _ends_with_usage(self) -> bool:
@@ -125,12 +172,28 @@ class Answer:
         score = lambda each: (each.cumulative_logprob or 0.0) / max(len(each.token_ids), 1)  # noqa: E731
         return sorted(output.outputs, key=score, reverse=True)[: self.request.num_choices]
 
+    def _message(self, completion: CompletionOutput) -> dict[str, Any]:
+        found = message_of(
+            self.reading,
+            completion.text,
+            cut=completion.finish_reason == "length",
+            includes_reasoning=self.request.includes_reasoning,
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": found.text}
+        if found.reasoning is not None:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["tool_calls"] = [
+                {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in found.calls
+            ]
+        reason = _reason(completion, len(found.calls))
+        return {"message": message, "logprobs": self.chat_logprobs(completion), "finish_reason": reason}
+
     def _content(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        if self.is_chat:
-            message = {"role": "assistant", "content": completion.text}
-            return {"message": message, "logprobs": self._chat_logprobs(completion)}
         token_ids, logprobs, text = completion.token_ids, completion.logprobs, completion.text
-        offsets, places, prompt = self.offsets(), [], self._prompt(output) if self.request.echo else ""
+        offsets = None if self.tokens is None else TextOffsets(self.tokens)
+        places, prompt = [], self._prompt(output) if self.request.echo else ""
         if logprobs is None:
             return {"text": prompt + text, "logprobs": None}
         if self.request.echo:
@@ -150,17 +213,6 @@ class Answer:
         return (
             "" if self.tokenizer is None else self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
         )
-
-    def _chat_logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        count = self.request.params.logprobs
-        if completion.logprobs is None or count is None:
-            return None
-        content = []
-        for token, found in zip(completion.token_ids, completion.logprobs, strict=True):
-            others = sorted((each for each in found.items() if each[1].rank <= count), key=lambda each: each[1].rank)
-            top = [self._chat_logprob(*each) for each in others]
-            content.append(self._chat_logprob(token, found[token]) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
 
     def _chat_logprob(self, token: int, found: Logprob) -> dict[str, Any]:
         own = b"" if self.tokens is None else self.tokens.of(token)
@@ -241,7 +293,9 @@ def _of_no_tokens(output: RequestOutput) -> RequestOutput:
     return replace(output, outputs=tuple(completions))
 
 
-def _reason(completion: CompletionOutput) -> str | None:
+def _reason(completion: CompletionOutput, num_calls: int = 0) -> str | None:
+    if num_calls and completion.finish_reason == "stop":
+        return "tool_calls"
     return "abort" if completion.finish_reason == "cancelled" else completion.finish_reason
 
 

@@ -32,6 +32,7 @@ from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
 from jattn.llm.serve.connection import TimeLimits, uvicorn_options
 from jattn.llm.serve.keys import read_keys
+from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
@@ -56,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
     add_flag("--isolate-tenants", help="share cached prefixes only within a tenant (without names: within a key)")
     add("--chat-template", metavar="FILE", help="template to use instead of the model's own")
     add_flag("--trust-request-chat-template", help="accept chat_template from requests; it runs in the sandbox")
+    add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="format of the model's calls (auto)")
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of its reasoning (auto)")
+    add_flag("--tool-instruction", help="describe tools in the system message if the template leaves them out")
     add_flag("--no-access-log", help="do not write a line of JSON to stdout for each request")
     add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
     add("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
@@ -89,6 +93,9 @@ def main(argv: Sequence[str]) -> int:
         time_limits=TimeLimits(**{name: getattr(arguments, name) for name in _TIME_LIMITS}),
         chat_template=template,
         trust_request_chat_template=arguments.trust_request_chat_template,
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        tool_instruction=arguments.tool_instruction,
     )
     engine = engine_config(arguments, **SERVING_SIZES)
     # The host also writes a stream for each sequence, for a model of any size.

@@ -99,20 +99,28 @@ def chat_prompt(
     check_template_kwargs(variables)
     if tokenizer is None:
         raise InvalidInput("the model has no tokenizer, which a chat needs.")
-    template = chat_template
-    if template is None:
-        with_tools = None if tools is None else tokenizer.tool_chat_template
-        template = tokenizer.chat_template if with_tools is None else with_tools
-    if template is None:
-        raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
-    if not isinstance(template, ChatTemplate):
-        if not isinstance(template, str):
-            raise InvalidInput("chat_template", value=template, wanted="it must be text, or a ChatTemplate")
-        template = _compiled(template, tuple(tokenizer.special_tokens.items()))
+    template = template_of(tokenizer, chat_template, with_tools=tools is not None)
     text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     _check_text(text)
     # The template writes the special tokens itself.
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, most=most, cut=cut)}
+
+
+def template_of(
+    tokenizer: TextTokenizer, chat_template: ChatTemplate | str | None = None, *, with_tools: bool
+) -> ChatTemplate:
+    """Returns `chat_template`, or the model's own: for conversations with tools it may have another one."""
+    template = chat_template
+    if template is None:
+        for_tools = tokenizer.tool_chat_template if with_tools else None
+        template = tokenizer.chat_template if for_tools is None else for_tools
+    if template is None:
+        raise InvalidInput("the model has no chat template; pass chat_template (to a command, --chat-template FILE).")
+    if isinstance(template, ChatTemplate):
+        return template
+    if not isinstance(template, str):
+        raise InvalidInput("chat_template", value=template, wanted="it must be text, or a ChatTemplate")
+    return _compiled(template, tuple(tokenizer.special_tokens.items()))
 
 
 def check_template_kwargs(variables: Any) -> None:
