@@ -59,7 +59,7 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
     config = EngineConfig(**SIZES, max_logprobs=0)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=8, ragged=True)
 
-    made.programs._traced(made.buckets.decode(1, made.buckets.samplers[SamplingKind.FULL], 1)).lower()
+    made.programs._lowered(made.buckets.decode(1, made.buckets.samplers[SamplingKind.FULL], 1))
 
 
 @pytest.mark.parametrize("guesses", [0, 3])

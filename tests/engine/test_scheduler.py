@@ -25,8 +25,10 @@ class Bench:
         num_host_blocks: int = 0,
         pads_rows: bool = False,
         steps_of_device: int | None = None,
+        most_served: int = 1 << 30,
         **sizes: Any,
     ) -> None:
+        self.most_served = most_served
         config = EngineConfig(
             **{
                 "block_size": 4,
@@ -55,6 +57,7 @@ class Bench:
             in_turns=config.batch_invariant,
             pads_rows=pads_rows,
             num_scheduler_steps=steps_of_device,
+            is_served=lambda rows: max(row.num_new_tokens for row in rows) <= self.most_served,
         )
         self._next_token = 0
 
@@ -433,3 +436,23 @@ def test_a_sample_that_cannot_go_beside_an_encoders_input_does_not_hold_its_bloc
         assert bench.step()
 
     assert [request.end_reason for request in (urgent, *samples)] == ["length"] * 3
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_prompt_without_a_compiled_program_waits_while_others_decode(in_turns) -> None:
+    bench = Bench(most_served=4, batch_invariant=in_turns, enable_prefix_caching=True)
+    bench.add("a", 3, max_tokens=4)
+    assert bench.step() == {"a": 3}
+    bench.add("b", 9)
+
+    assert [bench.step(), bench.step()] == [{"a": 1}, {"a": 1}]
+    bench.most_served = 16
+    assert "b" in bench.step() | bench.step()
+    assert bench.cache.stats().preemptions == 0
+
+
+def test_a_prompt_without_a_compiled_program_runs_where_nothing_else_can() -> None:
+    bench = Bench(most_served=4)
+    bench.add("b", 9)
+
+    assert bench.step() == {"b": 9}

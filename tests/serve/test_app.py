@@ -226,6 +226,18 @@ def test_health_and_metrics_need_no_key(server, http_client) -> None:
     assert 0 <= float(values["jattn_kv_cache_usage"]) <= 1
 
 
+def test_a_server_that_compiles_is_alive_and_not_ready(server, monkeypatch) -> None:
+    def answers() -> list[tuple[int, str]]:
+        return [
+            (found.status_code, found.json()["status"])
+            for found in (httpx.get(f"{server.url}{path}") for path in ("/health", "/ready"))
+        ]
+
+    assert answers() == [(200, "ready"), (200, "ready")]
+    monkeypatch.setattr(type(server.llm.llm.engine), "is_ready", False)
+    assert answers() == [(200, "warming"), (503, "warming")]
+
+
 def test_what_only_grows_is_a_counter(server) -> None:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))

@@ -88,6 +88,7 @@ class Scheduler:
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
         num_scheduler_steps: most tokens of each sequence that a step decodes; None for the config's.
+        is_served: whether a step of these rows, with prompts, would find a compiled program; else decoding goes on.
     """
 
     def __init__(
@@ -99,10 +100,12 @@ class Scheduler:
         in_turns: bool = False,
         pads_rows: bool = False,
         num_scheduler_steps: int | None = None,
+        is_served: Callable[[Sequence[ScheduledRow]], bool] = lambda rows: True,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
         self._pads_rows = pads_rows
+        self._is_served = is_served
         self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
         self._cache = cache
         self._num_groups = len(cache.config.layouts)
@@ -146,11 +149,11 @@ class Scheduler:
         decodable, has_prompts = self._split()
         if self._in_turns:
             wait = not has_prompts or (self._prefilled_last and decodable)
-            step = None if wait else self._schedule_prefill([])
+            step = None if wait else self._schedule_prefill([], others_run=bool(decodable))
             self._prefilled_last = step is not None
             step = step or self._schedule_decode(decodable) or self._schedule_prefill([])
         else:
-            step = self._schedule_prefill(decodable) if has_prompts else None
+            step = self._schedule_prefill(decodable, others_run=bool(decodable)) if has_prompts else None
             step = step or self._schedule_decode(decodable)
         if step is None and all(_remaining(request) > 1 for request in self._running):
             # All decoding requests were preempted, and blocks are free; or waiting samples hold the blocks that a
@@ -179,10 +182,19 @@ class Scheduler:
             self._swapped.discard(request.request_id)
             self._cache.finish(request.request_id)
 
-    def _schedule_prefill(self, decodable: Sequence[_Decodable]) -> ScheduledStep | None:
-        """Takes the blocks of prompts and of one token of each decoding request; None if none runs."""
+    def _schedule_prefill(self, decodable: Sequence[_Decodable], *, others_run: bool = False) -> ScheduledStep | None:
+        """Takes the blocks of prompts and of one token of each decoding request; None if none runs.
+
+        If other requests can run, prompts wait for the program that serves them.
+        """
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
         decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
+        if others_run and prompts and not self._is_served([*decoding, *prompts]):
+            for row in prompts:
+                # The further samples of a prompt share its blocks.
+                if not row.request.index:
+                    self._hold_back(row.request)
+            return None
         while prompts:
             rows = [*decoding, *prompts]
             try:

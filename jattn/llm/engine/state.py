@@ -42,6 +42,7 @@ class EngineState:
             in_turns=device.in_turns,
             pads_rows=device.pads_rows,
             num_scheduler_steps=device.num_scheduler_steps,
+            is_served=device.runner.is_served,
         )
         self.generation = device.pool.generation
         self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()

@@ -78,6 +78,16 @@ class EngineThread(Owner):
         """Like `call`, but returns at once. Safe in a finalizer."""
         self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), _ignore))
 
+    def later(self, method: Callable[[EngineCore], object]) -> Callable[[], None]:
+        """Returns a function that posts a method of the core, and that does not keep this object alive."""
+        reference = weakref.ref(self)
+
+        def post() -> None:
+            if (thread := reference()) is not None:
+                thread.post(method)
+
+        return post
+
     def wait(self, outbox: Outbox) -> None:
         """Runs steps until an outbox has deltas, or no unfinished request.
 

@@ -9,10 +9,10 @@ import time
 import uuid
 from typing import Any
 
-#: At level INFO; the frequent requests of probes (/health, /metrics) at DEBUG.
+#: At level INFO; the frequent requests of probes (/health, /ready, /metrics) at DEBUG.
 log = logging.getLogger("jattn.llm.serve.access")
 
-_PROBES = ("/health", "/metrics")
+_PROBES = ("/health", "/ready", "/metrics")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _HEADER = b"x-request-id"
 

@@ -127,6 +127,7 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
         Route("/detokenize", server.guarded(server.detokenize), methods=["POST"]),
         Route("/version", server.version),
         Route("/health", server.health),
+        Route("/ready", server.ready),
         Route("/metrics", server.show_metrics),
     ]
     app = Starlette(
@@ -253,7 +254,14 @@ class _Server:
         return JSONResponse({"version": jattn.__version__})
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._llm.is_running else 503)
+        return self._state(is_fine=self._llm.is_running)
+
+    async def ready(self, request: Request) -> Response:
+        return self._state(is_fine=self._llm.is_ready)
+
+    def _state(self, *, is_fine: bool) -> Response:
+        state = "ready" if self._llm.is_ready else "warming" if self._llm.is_running else "closed"
+        return JSONResponse({"status": state}, 200 if is_fine else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")

@@ -75,6 +75,11 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         """Whether it takes requests."""
         return not self._closed and not (self.llm.generates and self.llm.engine.closed)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests, and none waits for programs that others need; see `Engine.is_ready`."""
+        return self.is_running and (not self.llm.generates or self.llm.engine.is_ready)
+
     def add(
         self,
         prompt: Prompt,

@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
         add(f"--{name.replace('_', '-')}", type=float, default=default, help=f"{meaning} ({default:g})")
     add("--drain-seconds", type=int, default=60, help="seconds for running requests to finish after a signal (60)")
     add_loading_arguments(parser)
-    add_flag("--no-warmup", help="compile each program when a request first needs it")
+    warmup = parser.add_mutually_exclusive_group().add_argument
+    warmup("--no-warmup", action="store_true", help="compile each program when a request first needs it")
+    warmup("--warmup-first", action="store_true", help="listen only when every program is compiled")
     add_engine_arguments(parser)
     add_process_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -110,9 +112,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config = dataclasses.replace(config, default_sampling=llm.default_sampling)
     if llm.generates and not arguments.no_warmup:
-        # This takes minutes on a CPU, and a progress bar is for terminals only.
-        sys.stderr.write("jattn: compiling all programs; --no-warmup serves at once\n")
-        llm.engine.warmup()
+        llm.engine.warmup(functools.partial(_tell_progress, llm), background=not arguments.warmup_first)
     if not arguments.no_access_log:
         # A separate stream, with lines of JSON only.
         access.log.addHandler(logging.StreamHandler(sys.stdout))
@@ -129,6 +129,13 @@ def main(argv: Sequence[str]) -> int:
         **uvicorn_options(config.time_limits),
     )
     return 0
+
+
+def _tell_progress(llm: LLM, done: int, total: int, name: str) -> None:
+    """Writes how many programs are compiled: each one until the server is ready, and then every tenth."""
+    if not llm.engine.is_ready or done in (1, total) or done % 10 == 0:
+        state = "" if llm.engine.is_ready else "; not ready for all requests yet"
+        sys.stderr.write(f"jattn: compiled {done} of {total} programs ({name}){state}\n")
 
 
 def _check_address(host: str, port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -141,6 +140,11 @@ class Engine(Owner, contextlib.AbstractContextManager):
         return self._core.device.runner.programs.compile_seconds
 
     @property
+    def is_ready(self) -> bool:
+        """Whether every step has a compiled program, if `warmup` runs in the background; else True."""
+        return self._core.device.runner.is_ready
+
+    @property
     def weights_version(self) -> int:
         """Number of the weights: 0 at first, and then one more for each update, or as `update_weights` was told."""
         return self._core.weights_version
@@ -180,32 +184,29 @@ class Engine(Owner, contextlib.AbstractContextManager):
         report: Callable[[int, int, str], None] | None = None,
         *,
         wanted: Callable[[str], bool] | None = None,
+        background: bool = False,
     ) -> None:
         """Compiles every program that any request can need, several at once; after this nothing compiles.
 
-        With JAX's persistent cache on (`jax.config.update("jax_compilation_cache_dir", folder)`, before the first
-        compilation, and `jax_persistent_cache_min_compile_time_secs` at 0) the next process reads them from there.
-        Programs with torch in a callback are never kept.
+        In the background likely programs come first. A step whose program is missing runs in a larger one meanwhile; if
+        there is none, its own is next.
+
+        JAX's persistent cache (`jax_compilation_cache_dir`) keeps programs for later processes, if none calls torch.
 
         Args:
             report: function called after each program with the number of compiled programs, the total, and the
                 program's name; by default a progress bar on stderr if that is a terminal.
-            wanted: function from a program's name, as in `programs`, to whether to compile it now; the others compile
-                when a step first needs them. None compiles all.
+            wanted: function from a program's name to whether to compile it now; the others compile when a step first
+                needs them. None compiles all.
+            background: return at once; without a bar, and with `report` on other threads.
         """
-        interrupted = threading.Event()
-        with progress(report) as tell:
-
-            def tell_or_end(done: int, total: int, name: str) -> None:
-                if interrupted.is_set():
-                    raise InterruptedError("the caller of warmup was interrupted.")
-                tell(done, total, name)
-
-            try:
-                self._thread.call(lambda core: core.device.warmup(tell_or_end, wanted))
-            except BaseException:
-                interrupted.set()
-                raise
+        if background:
+            # The background must not keep an engine that its owner dropped.
+            finished = self._thread.later(lambda core: core.device.runner.warm_small_programs())
+            self._thread.call(lambda core: core.device.start_warmup(report, finished, wanted))
+        else:
+            with progress(report) as tell:
+                self._thread.call(lambda core: core.device.warmup(tell, wanted))
 
     def cache_stats(self) -> CacheStats:
         """Returns a frozen snapshot of the block allocator."""

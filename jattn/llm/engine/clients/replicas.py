@@ -118,6 +118,11 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         return sum(engine.compile_seconds for engine in self.engines)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether every copy is; see `Engine.is_ready`."""
+        return all(engine.is_ready for engine in self.engines)
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return sum(engine.num_unfinished for engine in self.engines)
@@ -127,9 +132,10 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         report: Callable[[int, int, str], None] | None = None,
         *,
         wanted: Callable[[str], bool] | None = None,
+        background: bool = False,
     ) -> None:
         """Compiles every program of every copy; see `Engine.warmup`."""
-        self._each(lambda engine: engine.warmup(report, wanted=wanted))
+        self._each(lambda engine: engine.warmup(report, wanted=wanted, background=background))
 
     def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
         """`Engine.assume_computed` in every copy."""

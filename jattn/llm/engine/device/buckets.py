@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from flax import nnx
 from jattn.llm.engine.device.sampler import Rows, Sampler
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import SamplingKind
-from jattn.llm.engine.scheduler import ScheduledStep
+from jattn.llm.engine.scheduler import ScheduledRow, ScheduledStep
 from jattn.llm.models.attention import Attention
 from jattn.nn import PagedAttention
 from torch_core.cache import LayerGroups
@@ -78,6 +78,24 @@ class Bucket:
     def num_samples(self) -> int:
         """Tokens that a sequence is given at most."""
         return self.num_steps + self.num_guesses
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one new token, and its guesses."""
+        return self.max_query_len == 1 + self.num_guesses
+
+    def covers(self, other: Bucket) -> bool:
+        """Returns whether the program of this bucket can run every step of another one, as well as its own."""
+        same = ("num_steps", "num_guesses", "decodes", "num_encoder_blocks", "encodes")
+        return (
+            # Which rows share a prefix is known only when the step's buffer is filled.
+            (not self.piece_tokens or self == other)
+            and all(getattr(self, name) == getattr(other, name) for name in same)
+            and self.num_seqs >= other.num_seqs
+            and self.num_tokens >= other.num_tokens
+            and self.max_query_len >= other.max_query_len
+            and self.sampler.kind >= other.sampler.kind
+        )
 
     def layout(self, max_blocks: int, num_groups: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
@@ -215,30 +233,26 @@ class StepBuckets:
 
     def of(self, step: ScheduledStep) -> tuple[Bucket, PackedLayout]:
         """Returns the smallest bucket that serves a step, and its layout."""
-        num_rows = len(step.rows)
-        if step.encodes:
-            longest = max(len(row.request.encoder_token_ids) for row in step.rows)
-            plain = self.samplers[SamplingKind.PLAIN]
-            bucket = self._prefill(num_rows, self._num_tokens.pad(step.num_tokens), longest, plain)
-            bucket = replace(bucket, encodes=True)
-            return bucket, self.layout(bucket)
-        kind, decodes, longest = SamplingKind.GREEDY, True, 0
-        for row in step.rows:
-            request = row.request
-            # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
-            if row.num_samples or request.params.prompt_logprobs is not None:
-                kind = max(kind, request.sampling_kind)
-            decodes = decodes and row.num_new_tokens == 1 + len(row.guesses)
-            longest = max(longest, row.num_new_tokens)
-        if decodes or step.num_decode_steps > 1:
-            key = num_rows, kind, step.num_decode_steps
+        kind, decodes, longest = _facts(step.rows)
+        if (decodes and not step.encodes) or step.num_decode_steps > 1:
+            key = len(step.rows), kind, step.num_decode_steps
             if key not in self._decoding:
-                bucket = self.decode(self._num_seqs.pad(num_rows), self.samplers[kind], step.num_decode_steps)
+                bucket = self.decode(self._num_seqs.pad(len(step.rows)), self.samplers[kind], step.num_decode_steps)
                 self._decoding[key] = bucket, self.layout(bucket)
             return self._decoding[key]
-        sampler = self.samplers[max(kind, SamplingKind.PLAIN)]
-        bucket = self._prefill(num_rows, self._num_tokens.pad(step.num_tokens), longest, sampler)
+        bucket = self._of_prompts(step.rows, kind, longest)
         return bucket, self.layout(bucket)
+
+    def of_prompts(self, rows: Sequence[ScheduledRow]) -> Bucket:
+        """Returns the smallest bucket that serves a step with prompts, or inputs of the encoder, in its rows."""
+        kind, _, longest = _facts(rows)
+        return self._of_prompts(rows, kind, longest)
+
+    def _of_prompts(self, rows: Sequence[ScheduledRow], kind: SamplingKind, longest: int) -> Bucket:
+        num_tokens = self._num_tokens.pad(sum(row.num_new_tokens for row in rows))
+        encodes = rows[-1].start < 0
+        sampler = self.samplers[SamplingKind.PLAIN if encodes else max(kind, SamplingKind.PLAIN)]
+        return replace(self._prefill(len(rows), num_tokens, longest, sampler), encodes=encodes)
 
     def decode(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
         """Returns the bucket of steps that decode `num_steps` tokens of each of `num_seqs` sequences."""
@@ -305,6 +319,19 @@ class StepBuckets:
         if self._query_lens is not None and self._config.max_num_seqs > 1:
             for longest in self._query_lens.sizes:
                 yield from self._padded(longest, sampler)
+
+
+def _facts(rows: Sequence[ScheduledRow]) -> tuple[SamplingKind, bool, int]:
+    """Returns the sampler that rows need, whether each has one new token and its guesses, and the most new tokens."""
+    kind, decodes, longest = SamplingKind.GREEDY, True, 0
+    for row in rows:
+        request = row.request
+        # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
+        if row.num_samples or request.params.prompt_logprobs is not None:
+            kind = max(kind, request.sampling_kind)
+        decodes = decodes and row.num_new_tokens == 1 + len(row.guesses)
+        longest = max(longest, row.num_new_tokens)
+    return kind, decodes, longest
 
 
 def bucket_sizes(config: EngineConfig) -> tuple[Buckets, Buckets]:

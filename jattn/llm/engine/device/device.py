@@ -91,12 +91,26 @@ class Device:
     def close(self) -> None:
         """Gives the pool's memory back for good."""
         self._announce("close")
+        self.runner.end_warmup()
         self.pool.close()
 
     def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
         """Compiles every program, or those whose names are wanted; see `ModelRunner.warmup`."""
         self._announce("warmup")
         self.runner.warmup(report, wanted)
+
+    def start_warmup(
+        self,
+        report: Callable[[int, int, str], None] | None,
+        finished: Callable[[], object],
+        wanted: Callable[[str], bool] | None,
+    ) -> None:
+        """Like `warmup`, in the background; with other processes, which must compile the same ones, at once."""
+        report = (lambda done, total, name: None) if report is None else report
+        if self.channel is not None:
+            self.warmup(report, wanted)
+        else:
+            self.runner.start_warmup(report, finished, wanted)
 
     def follow(self, channel: Channel) -> bool:
         """Repeats process 0's device operations until its engine sleeps; returns whether that is closed."""

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -36,7 +37,9 @@ _Compiled = dict[Bucket, Any]
 
 
 class Programs:
-    """Compiles a model's steps ahead of time, so that no call of one can compile by itself. Not thread-safe.
+    """Compiles a model's steps ahead of time, so that no call of one can compile by itself.
+
+    For the thread that runs the steps, but for `ensure`, by which other threads compile in advance.
 
     Engines of equally built models and equal shapes share compiled programs.
 
@@ -55,7 +58,7 @@ class Programs:
         compiled: the programs so far, by bucket.
         last: buckets of the programs that were run last, as many as steps can be in flight.
         num_compilations: programs that were compiled here.
-        compile_seconds: time that it took.
+        compile_seconds: time that steps and `compile` took for it.
     """
 
     def __init__(
@@ -75,6 +78,10 @@ class Programs:
         self.compile_seconds = 0.0
         self._present: tuple[str, float] | None = None
         self.last: deque[Bucket] = deque(maxlen=2)
+        self._lock = threading.Lock()
+        self._under_way: dict[Bucket, Future[None]] = {}
+        # Tracing holds the interpreter's lock anyway.
+        self._tracing = threading.Lock()
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
@@ -111,13 +118,34 @@ class Programs:
     @property
     def names(self) -> tuple[str, ...]:
         """One line for each compiled program."""
-        return tuple(map(str, self.compiled))
+        return tuple(map(str, tuple(self.compiled)))
 
     def __call__(self, bucket: Bucket) -> Callable[..., Any]:
-        """Returns the program of a bucket, compiled if it must be."""
+        """Returns the program of a bucket, compiled if it must be; for the thread that runs the steps."""
         if bucket not in self.compiled:
-            self._timed(str(bucket), lambda: self._keep(bucket, self._compile(self._traced(bucket).lower(), bucket)))
+            self._timed(str(bucket), lambda: self.ensure(bucket))
         return self.compiled[bucket]
+
+    def ensure(self, bucket: Bucket) -> None:
+        """Compiles a missing program, or waits for the thread that compiles it; for any thread."""
+        with self._lock:
+            if bucket in self.compiled:
+                return
+            done = self._under_way.get(bucket)
+            is_new = done is None
+            if done is None:
+                done = self._under_way[bucket] = Future()
+        if is_new:
+            event(logging.INFO, "program_compiling", program=str(bucket))
+            try:
+                self._keep(bucket, self._compile(self._lowered(bucket), bucket))
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                with self._lock:
+                    del self._under_way[bucket]
+        done.result()
 
     def doubt_last(self) -> None:
         """Forgets the programs that ran last, one of which failed: they are compiled again.
@@ -143,9 +171,7 @@ class Programs:
         def compile_all() -> None:
             with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
                 # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
-                started = [
-                    (bucket, threads.submit(self._compile, self._traced(bucket).lower(), bucket)) for bucket in missing
-                ]
+                started = [(bucket, threads.submit(self._compile, self._lowered(bucket), bucket)) for bucket in missing]
                 for done, (bucket, compiled) in enumerate(started, 1):
                     self._keep(bucket, compiled.result())
                     report(done, len(missing), str(bucket))
@@ -156,14 +182,16 @@ class Programs:
         """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
         # To choose among kernels takes most of a compilation's time and does not change the large arrays.
         options = {"xla_gpu_autotune_level": 0} if self._on_gpu else None
-        sizes = self._traced(bucket).lower().compile(compiler_options=options).memory_analysis()
+        sizes = self._lowered(bucket).compile(compiler_options=options).memory_analysis()
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
-    def _traced(self, bucket: Bucket) -> Any:
+    def _lowered(self, bucket: Bucket) -> Any:
         buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
-        return self._step.trace(*self._operands, state, buffer, self._peers, bucket=bucket, max_blocks=self._max_blocks)
+        operands = (*self._operands, state, buffer, self._peers)
+        with self._tracing:
+            return self._step.trace(*operands, bucket=bucket, max_blocks=self._max_blocks).lower()
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
         # In front of cuBLAS the output product of one row has its weights widened to float32 first: 1.25 ms for 0.24.
@@ -174,8 +202,9 @@ class Programs:
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
-        self.compiled[bucket] = compiled
-        self.num_compilations += 1
+        with self._lock:
+            self.compiled[bucket] = compiled
+            self.num_compilations += 1
         event(logging.DEBUG, "program_compiled", program=str(bucket))
 
     def _timed(self, program: str, work: Callable[[], None]) -> None:
@@ -191,16 +220,29 @@ class Programs:
 
 @contextlib.contextmanager
 def progress(report: Callable[[int, int, str], None] | None) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields a function of count, total and label: `report`, or a bar on stderr if that is None."""
-    if report is not None:
-        yield report
-        return
+    """Yields a function of count, total and label: `report`, or a bar on stderr if that is None.
+
+    After an interrupt of the body the function raises InterruptedError, on the thread that compiles.
+    """
+    interrupted = threading.Event()
     console = Console(stderr=True)
-    with Progress(
-        *Progress.get_default_columns(), MofNCompleteColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
+    is_hidden = report is not None or not console.is_terminal
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, disable=is_hidden) as bar:
         task = bar.add_task("compiling", total=None)
-        yield lambda done, total, _: bar.update(task, completed=done, total=total)
+
+        def tell(done: int, total: int, name: str) -> None:
+            if interrupted.is_set():
+                raise InterruptedError("the caller of warmup was interrupted.")
+            if report is None:
+                bar.update(task, completed=done, total=total)
+            else:
+                report(done, total, name)
+
+        try:
+            yield tell
+        except BaseException:
+            interrupted.set()
+            raise
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import Sampled, jitted_prompt_logprobs
 from jattn.llm.engine.device.programs import Programs
 from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
+from jattn.llm.engine.device.warmup import WarmUp
 from jattn.llm.engine.device.weights import Weights
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import SamplingKind
@@ -116,6 +117,7 @@ class ModelRunner:
     Attributes:
         programs: the compiled programs.
         weights: their weights.
+        warming: compiles the programs in the background; None without.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class ModelRunner:
             placement=placement,
             announce=announce,
         )
+        self.warming: WarmUp | None = None
         self._hidden: Any = None
         self._generation: int | None = None
         self.forget()
@@ -195,6 +198,9 @@ class ModelRunner:
             PoolLost: the step failed and took the pool's contents with it.
         """
         bucket, layout = self.buckets.of(step)
+        found = bucket if self.warming is None else self.warming.find(bucket)
+        if found not in (bucket, None):
+            bucket, layout = found, self.buckets.layout(found)
         # Schedule -> metadata: block tables, positions, slots, checked and packed into one buffer.
         buffer = np.zeros(layout.num_elements, np.int32)
         metadata = self._metadata(step, bucket, layout, buffer)
@@ -203,7 +209,8 @@ class ModelRunner:
         if bucket.sampler.kind is SamplingKind.FULL:
             state = self._sampler_state(step.rows, layout, buffer)
         if bucket.num_pieces and self._cascade is not None:
-            bucket = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
+            shared = self._cascade.shared(bucket, metadata, layout, self._element_bytes)
+            bucket = shared if self.warming is None else self.warming.find(shared) or bucket
         if self._announce is not None:
             masks = state.masks if isinstance(state.masks, np.ndarray) else None
             sizes = {field.name: getattr(bucket, field.name) for field in fields(bucket) if field.name != "sampler"}
@@ -268,10 +275,33 @@ class ModelRunner:
     def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
         """Compiles every program that a step can need, or the steps whose names are wanted; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
-            buckets = tuple(bucket for bucket in self.buckets.all() if wanted is None or wanted(str(bucket)))
-            self.programs.compile(buckets, report)
-            if wanted is not None:
-                return
+            self.programs.compile(self._buckets_of(wanted), report)
+        if wanted is None:
+            self.warm_small_programs()
+
+    def start_warmup(
+        self,
+        report: Callable[[int, int, str], None],
+        finished: Callable[[], object],
+        wanted: Callable[[str], bool] | None,
+    ) -> None:
+        """Compiles those programs in the background; see `WarmUp`."""
+        self.end_warmup()
+        self.warming = WarmUp(self.programs, self._buckets_of(wanted), report, finished)
+
+    def _buckets_of(self, wanted: Callable[[str], bool] | None) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets.all() if wanted is None or wanted(str(bucket)))
+
+    def end_warmup(self) -> None:
+        """Ends the background's work; steps compile the programs that are missing."""
+        if self.warming is not None:
+            self.warming.end()
+            self.warming = None
+
+    def warm_small_programs(self) -> None:
+        """Compiles the programs around the steps: tables, log-probabilities of prompts, moves of blocks."""
+        buckets = self._buckets_of(None)
+        with jax.transfer_guard("allow"):
             self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._warm_prompt_logprobs(buckets)
             self._pool.warmup(
@@ -279,6 +309,18 @@ class ModelRunner:
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
                 swaps=min(self._max_blocks, self._config.num_host_blocks),
             )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every step has a program that serves it, or no background compiles them."""
+        return self.warming is None or self.warming.is_ready
+
+    def is_served(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Returns whether a step of these rows with prompts need not wait for the background to compile a program."""
+        if self.warming is None:
+            return True
+        bucket = self.buckets.of_prompts(rows)
+        return self.warming.find(bucket) is not None or not self.warming.awaits(bucket)
 
     def step_bytes(self) -> int:
         """Returns the bytes that the largest step needs on a device in addition to weights and caches."""
