@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import sys
 import time
@@ -16,7 +17,9 @@ from typing import Any
 from jattn import __version__
 from jattn.bench import NAMES as BENCHMARKS
 from jattn.bench import load_benchmark
+from jattn.compilation_cache import keeping_programs
 from jattn.llm.arguments import (
+    add_cache_argument,
     add_engine_arguments,
     add_loading_arguments,
     add_process_arguments,
@@ -25,16 +28,23 @@ from jattn.llm.arguments import (
     loading_options,
     tell_processes,
 )
+from jattn.llm.paths import check_exists
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""
-    parser = _parser(argv)
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command not in ("bench", "serve"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = _parser()
     try:
+        if not {"-h", "--help"}.intersection(given):
+            _check_model(*parser.parse_known_args(given))
+        # Their flags are an engine's fields, for which jax is imported: only if one of them is run.
+        if given[:1] in (["generate"], ["chat"]):
+            add_engine_arguments(commands[given[0]], without=["seed"] if given[0] == "generate" else [])
+        arguments, rest = parser.parse_known_args(given)
+        if rest and arguments.command not in ("bench", "serve"):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return arguments.run(arguments, rest)
     except JattnError as error:
         print(f"jattn: {error}", file=sys.stderr)
@@ -51,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX and Flax.")
     parser.add_argument("--version", action="version", version=f"jattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -69,6 +79,7 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     add_loading_arguments(generate)
     add_process_arguments(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_cache_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal; /clear forgets, /exit ends")
@@ -78,6 +89,7 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, default=512, help="most tokens of one answer (512)")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (0.7)")
     add_loading_arguments(chat)
+    add_cache_argument(chat)
     chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
@@ -98,17 +110,45 @@ def _parser(argv: Sequence[str] | None) -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve OpenAI's HTTP interface; see `jattn serve --help`", add_help=False)
     serve.set_defaults(run=_serve)
 
-    # Their flags are an engine's fields, for which jax is imported: only if one of them is run.
-    given = sys.argv[1:] if argv is None else argv
-    if "generate" in given[:1]:
-        add_engine_arguments(generate, without=["seed"])
-    if "chat" in given[:1]:
-        add_engine_arguments(chat)
-
     bench = commands.add_parser("bench", help="run a benchmark; see `jattn bench NAME --help`", add_help=False)
     bench.add_argument("name", nargs="?", help=f"one of {', '.join(BENCHMARKS)}")
     bench.set_defaults(run=_bench)
-    return parser
+    return parser, commands.choices
+
+
+def _check_model(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Refuses a missing folder, and says what is loaded: what follows imports for seconds."""
+    model = getattr(arguments, "model", None)
+    if arguments.command == "serve" and rest and not rest[0].startswith("-"):
+        model = rest[0]
+    if model is not None:
+        check_exists(model)
+    if arguments.command in ("generate", "chat", "serve"):
+        name = "the embedded model" if model is None else model
+        print(f"jattn: loading {name} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _compiling(arguments: argparse.Namespace) -> Iterator[None]:
+    """Keeps compiled programs for the next run, and says on stderr what is compiled."""
+    teller, logger = _Teller(), logging.getLogger("jattn")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(teller)
+    try:
+        with keeping_programs(not arguments.no_compilation_cache):
+            yield
+    finally:
+        logger.removeHandler(teller)
+        logger.setLevel(level)
+
+
+class _Teller(logging.Handler):
+    """Writes a line to stderr for each program that a step waits for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "event", None) == "program_compiling":
+            print(f"jattn: compiling {getattr(record, 'program', '')} ...", file=sys.stderr, flush=True)
 
 
 _DEFAULT_PROMPT = "The for statement is used to"
@@ -130,7 +170,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
         for index in range(len(prompts))
     ]
     config = engine_config(arguments, max_num_seqs=max(8, min(len(prompts), 64)))
-    with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
+    with _compiling(arguments), LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         if not llm.engine.follow():
             _tell(llm, prompts, params, as_json=arguments.json)
     return 0
@@ -142,13 +182,14 @@ def _tell(llm: Any, prompts: list[str], params: list[Any], *, as_json: bool) -> 
     results: dict[int, Any] = {}
     shown: list[str] = [""] * len(prompts)
     stream = llm.stream(prompts, params)
-    if not as_json and len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
     peak_blocks = 0
     compiled_before = None
     for delta in stream:
         if compiled_before is None:
             compiled_before = llm.engine.compile_seconds
+            # After the lines on stderr about the program of the prompt.
+            if not as_json and len(prompts) == 1:
+                print(prompts[0], end="", flush=True)
         peak_blocks = max(peak_blocks, llm.engine.cache_stats().used)
         if delta.output is not None:
             results[delta.index] = delta.output
@@ -185,7 +226,7 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     config = engine_config(arguments, max_num_seqs=1)
-    with LLM(arguments.model, **loading_options(arguments), config=config) as llm:
+    with _compiling(arguments), LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
     return 0
@@ -274,7 +315,8 @@ def _serve(arguments: argparse.Namespace, rest: list[str]) -> int:
         from jattn.llm.serve.server import main as serve
     except ImportError as error:
         raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
-    return serve(rest)
+    with keeping_programs("--no-compilation-cache" not in rest):
+        return serve(rest)
 
 
 def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,12 +19,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # ends the process at a flag that it does not know, and knows this one up to jaxlib 0.11.0.
 if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) <= (0, 11, 0):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+# The command line keeps compiled programs in the user's cache folder.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jattn-tests-")
 # A GPU would round float32 products to TF32, and what tests may differ by is float32's.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import jax
 import pytest
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # Their assertions are tests': they hold under python -O too, and say what they compared.
 pytest.register_assert_rewrite("tests.support")
 # Tracing makes many objects that live long; to look through all of them as often as usual takes a tenth of the time.

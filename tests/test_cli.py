@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,9 +58,7 @@ def test_overrides_stand_in_the_place_of_the_folders_config(folder, tmp_path, ca
     command = ["generate", "--model", str(other), "--prompt", "abc", "--max-tokens", "2"]
 
     assert [cli.main([*command, *more]) for more in ([], ["--hf-overrides", '{"zeta": null}'])] == [2, 0]
-    assert capsys.readouterr().err.startswith(
-        "jattn: config.json has the unknown key 'zeta'; hf_overrides={'zeta': None} loads"
-    )
+    assert "jattn: config.json has the unknown key 'zeta'; hf_overrides={'zeta': None} loads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "crosscheck", "serve"])
@@ -96,10 +97,38 @@ def test_equal_seeds_give_equal_text(folder, capsys) -> None:
 def test_an_error_is_one_line_and_exit_code_2(arguments, message, capsys) -> None:
     code = cli.main(arguments)
 
-    err = capsys.readouterr().err
+    *said, error = capsys.readouterr().err.splitlines(keepends=True)
     assert code == 2
-    assert err.startswith(message)
-    assert len(err.splitlines()) == 1
+    assert error.startswith(message)
+    assert all(line.startswith("jattn: loading ") for line in said)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "--model"], ["chat", "--model"], ["crosscheck", "--model"], ["serve"]],
+)
+def test_a_missing_folder_is_refused_before_anything_heavy_is_imported(arguments) -> None:
+    code = f"""
+import sys
+from jattn.cli import main
+code = main({[*arguments, "/no/such/folder"]!r})
+sys.exit(code if not {{"jax", "torch", "flax", "numpy"}} & set(sys.modules) else 99)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert (found.returncode, found.stderr) == (
+        2,
+        "jattn: folder is '/no/such/folder'; it is not an existing folder.\n",
+    )
+
+
+def test_the_first_line_says_what_is_loaded_and_others_what_is_compiled(folder, capsys) -> None:
+    cli.main(["generate", "--model", str(folder), "--prompt", "a" * 90, "--max-tokens", "2", "--block-size", "2"])
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"jattn: loading {folder} ..."
+    assert [line for line in lines if "compiling 1 sequences, 128 tokens" in line]
+    assert logging.getLogger("jattn").handlers == []
 
 
 def test_an_unknown_option_is_refused(capsys) -> None:

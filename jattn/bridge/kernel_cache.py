@@ -94,7 +94,7 @@ class KernelCache:
         self.num_compiled = 0
         if directory is not None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(directory)
+            check_private(directory)
 
     def get(self, variant: KernelVariant, arch: int) -> KernelImage:
         """Returns the compiled variant for CUDA compute capability `arch` (90 for Hopper).
@@ -211,17 +211,22 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _check_private(directory: Path) -> None:
+def check_private(directory: Path) -> None:
+    """Refuses a directory of compiled code that another user may write.
+
+    Raises:
+        Unsupported: it may be written or replaced by others; the message has the command.
+    """
     status = directory.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise Unsupported(f"the kernel cache {directory} is a symbolic link; name the directory itself.")
+        raise Unsupported(f"the cache {directory} is a symbolic link; name the directory itself.")
     if status.st_uid != os.getuid():
         raise Unsupported(
-            f"the kernel cache {directory} belongs to user {status.st_uid}; use one of your own (uid {os.getuid()})."
+            f"the cache {directory} belongs to user {status.st_uid}; use one of your own (uid {os.getuid()})."
         )
     if status.st_mode & 0o022:
-        raise Unsupported(f"others may write the kernel cache {directory}; run: chmod go-w {directory}")
+        raise Unsupported(f"others may write the cache {directory}; run: chmod go-w {directory}")
     for parent in directory.resolve().parents:
         mode = parent.stat().st_mode
         if mode & 0o002 and not mode & stat.S_ISVTX:
-            raise Unsupported(f"everybody may replace the kernel cache {directory}; run: chmod o-w {parent}")
+            raise Unsupported(f"everybody may replace the cache {directory}; run: chmod o-w {parent}")

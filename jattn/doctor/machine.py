@@ -165,9 +165,11 @@ def compile_caches() -> Iterator[tuple[str, Callable[[], str]]]:
 def _xla_cache() -> str:
     import jax
 
+    from jattn.compilation_cache import MAX_BYTES, default_folder
+
     folder: str | None = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
     if folder is None:
-        return "off; set JAX_COMPILATION_CACHE_DIR to keep compiled programs between runs"
+        return f"{_folder(default_folder())}, of the command line alone, at most {MAX_BYTES >> 20} MiB"
     return _folder(Path(folder))
 
 

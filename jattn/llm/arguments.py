@@ -121,6 +121,15 @@ def engine_fields(text: str, flag: str) -> dict[str, Any]:
     return found
 
 
+def add_cache_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that turns the cache of compiled programs off."""
+    parser.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="do not keep compiled programs for the next run (`jattn doctor` says where they are)",
+    )
+
+
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `join_processes` reads."""
     parser.add_argument(

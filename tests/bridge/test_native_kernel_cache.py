@@ -171,7 +171,7 @@ def test_a_full_disk_costs_a_later_compilation_and_leaves_no_file_behind(variant
 def test_a_directory_that_others_may_write_is_refused(directory):
     directory.mkdir(mode=0o700)
     directory.chmod(0o777)
-    with pytest.raises(Unsupported, match=rf"others may write the kernel cache .*; run: chmod go-w {directory}"):
+    with pytest.raises(Unsupported, match=rf"others may write the cache .*; run: chmod go-w {directory}"):
         KernelCache(directory)
 
 
@@ -187,7 +187,7 @@ def test_a_parent_that_everybody_may_write_is_refused(tmp_path):
     parent = tmp_path / "open"
     parent.mkdir()
     parent.chmod(0o777)
-    with pytest.raises(Unsupported, match=rf"everybody may replace the kernel cache .*; run: chmod o-w {parent}"):
+    with pytest.raises(Unsupported, match=rf"everybody may replace the cache .*; run: chmod o-w {parent}"):
         KernelCache(parent / "kernels")
 
 

@@ -79,7 +79,9 @@ ARROWS: dict[str, set[str]] = {
     "jattn.llm.processes": set(),
     "jattn.llm.workers": set(),
     "jattn.llm.tools": set(),
+    "jattn.llm.paths": set(),
     "jattn.llm.load": {
+        "jattn.llm.paths",
         "jattn.llm.workers",
         "jattn.llm.reports",
         "jattn.llm.models",
@@ -127,7 +129,7 @@ ARROWS: dict[str, set[str]] = {
 }
 OPEN_TO_ALL = {"torch_core.base"}
 # The rooms on top, which may use everything below them; the last five are earlier names of rooms of jattn.llm.
-TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.doctor", "jattn.bench"} | {
+TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.compilation_cache", "jattn.doctor", "jattn.bench"} | {
     f"jattn.{name}" for name in ("engine", "load", "models", "serve", "testing")
 }
 # Rooms with rooms of their own.
@@ -151,6 +153,7 @@ OUTSIDE: dict[str, set[str]] = {
     # Its processes start without jax and torch.
     "jattn.llm.tools": set(),
     "jattn.llm.workers": set(),
+    "jattn.llm.paths": set(),
     "jattn.llm.workers.templates": {"jinja2"},
     "jattn.llm.workers.tokens": {"tokenizers"},
     **{

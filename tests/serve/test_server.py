@@ -59,7 +59,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        assert main(["serve", "/nowhere", "--port", str(port)]) == 2
+        assert main(["serve", "--port", str(port)]) == 2
 
     assert f"jattn: nothing can listen at host '127.0.0.1' and port {port}: " in capsys.readouterr().err
 
@@ -95,4 +95,4 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
 def test_a_server_that_cannot_start_says_why(arguments, message, capsys) -> None:
     assert main(["serve", *arguments]) == 2
 
-    assert capsys.readouterr().err.startswith(message)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(message)

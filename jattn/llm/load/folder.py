@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jattn.llm.paths import is_hub_name, missing
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
 # Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
 _MAX_JSON_BYTES = 16 << 20
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
@@ -35,7 +34,7 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
         raise InvalidInput("folder", f"{str(path)[:100]!r} cannot be read: {error.args[-1]}") from None
     cached, reason = _cached_snapshot(folder) if isinstance(folder, str) else (None, "")
     if cached is None:
-        raise InvalidInput("folder", f"is {str(path)!r}", f"it is not an existing folder{reason}")
+        raise missing(str(path), reason)
     return cached
 
 
@@ -133,7 +132,7 @@ def read_json(text: str, name: str) -> dict[str, Any]:
 
 def _cached_snapshot(name: str) -> tuple[Path | None, str]:
     """Returns the downloaded snapshot of a model of the hub, or None and why there is none."""
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         return None, ""
     try:
         from huggingface_hub import snapshot_download

@@ -16,6 +16,7 @@ import jax
 import uvicorn
 
 from jattn.llm.arguments import (
+    add_cache_argument,
     add_engine_arguments,
     add_loading_arguments,
     add_process_arguments,
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     warmup = parser.add_mutually_exclusive_group().add_argument
     warmup("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     warmup("--warmup-first", action="store_true", help="listen only when every program is compiled")
+    add_cache_argument(parser)
     add_engine_arguments(parser)
     add_process_arguments(parser)
     arguments = parser.parse_args(argv)
