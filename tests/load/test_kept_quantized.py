@@ -104,8 +104,9 @@ def test_fp8_weights_with_a_scale_for_an_output_or_a_tensor_are_kept(tmp_path, m
     assert error <= reference_bound(wide, logits(plain), 2.0**-8)
 
 
-def test_mxfp4_experts_give_the_bits_of_dequantised_ones(tmp_path, seed) -> None:
-    folder = write_checkpoint(tmp_path, "GptOssForCausalLM", 0, seed, intermediate_size=64, num_hidden_layers=1)
+def in_mxfp4(path: Path, seed: int) -> tuple[Path, dict[str, np.ndarray]]:
+    """Writes a model of MXFP4 experts; returns its folder and its tensors."""
+    folder = write_checkpoint(path, "GptOssForCausalLM", 0, seed, intermediate_size=64, num_hidden_layers=1)
     random = np.random.default_rng(seed)
     tensors = safetensors.numpy.load((folder / "model.safetensors").read_bytes())
     for name, outputs, inputs in (("gate_up_proj", 128, 32), ("down_proj", 32, 64)):
@@ -113,9 +114,21 @@ def test_mxfp4_experts_give_the_bits_of_dequantised_ones(tmp_path, seed) -> None
         del tensors[place]
         tensors[f"{place}_blocks"] = random.integers(0, 256, (6, outputs, inputs // 32, 16), dtype=np.uint8)
         tensors[f"{place}_scales"] = random.integers(118, 124, (6, outputs, inputs // 32), dtype=np.uint8)
+    return rewritten(folder, tensors, {"quant_method": "mxfp4"}), tensors
+
+
+@pytest.mark.parametrize("quantization", ["keep", None])
+def test_an_mxfp4_scale_that_is_no_number_is_refused(tmp_path, quantization, seed) -> None:
+    folder, tensors = in_mxfp4(tmp_path, seed)
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255
     rewritten(folder, tensors, {"quant_method": "mxfp4"})
 
-    kept, plain = loaded(folder)
+    with pytest.raises(InvalidInput, match=r"experts\.down_proj_scales' is NaN or infinite at \[1, 2, 0\]; a scale"):
+        load_model(folder, quantization=quantization, with_tokenizer=False)
+
+
+def test_mxfp4_experts_give_the_bits_of_dequantised_ones(tmp_path, seed) -> None:
+    kept, plain = loaded(in_mxfp4(tmp_path, seed)[0])
 
     kernel = kept.layers[0].moe.down_proj.kernel[...]
     assert (kernel.dtype, kernel.shape) == (jnp.uint8, (6, 32, 32))
