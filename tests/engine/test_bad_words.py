@@ -44,7 +44,7 @@ def test_no_text_comes_by_other_tokens_or_behind_a_space(llm) -> None:
     assert text[: first - 1] == plain[: first - 1]
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(st.data())
 def test_no_part_of_a_text_comes_again_once_it_is_a_bad_word(llm, data) -> None:
     prompt = data.draw(st.sampled_from(["A list", "The", "def f("]))
@@ -81,7 +81,7 @@ def allowed(
     return {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 2047), max_size=6), st.lists(st.text("aeinrst d:\n", min_size=1, max_size=4)))
 def test_a_token_is_allowed_where_the_text_with_it_has_none_of_the_words(embedded_tokenizer, output, words) -> None:
     words = [*words, "the"]

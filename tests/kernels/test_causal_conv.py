@@ -9,8 +9,7 @@ from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in
 from tests.support.triton_ops import run_triton
 
 
-@pytest.mark.parametrize("lens", [(5, 1, 0, 19, 1, 2), (70, 0, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "lens"), [("bfloat16", (5, 1, 0, 19, 1, 2)), ("float32", (70, 0, 1))], ids=str)
 def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
     call = conv_call(seed, lens, dtype=dtype)
     given = call.map(torch.clone)
@@ -40,7 +39,7 @@ def test_slots_are_those_of_the_sequences_order_unless_given(seed):
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.conv_states)
 
 
-@pytest.mark.parametrize("at", [1, 16, 18])
+@pytest.mark.parametrize("at", [1, 18])
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(at, seed):
     call = conv_call(seed, (20,), dtype="bfloat16", padding=0)
     whole = call.map(torch.clone)
