@@ -201,6 +201,19 @@ def test_a_grammar_takes_calls_by_their_schemas(source, good, bad) -> None:
         assert (taken and matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) is is_good, text
 
 
+def test_arguments_are_those_that_a_schema_names() -> None:
+    form = tool_format("json", "")
+    assert form is not None
+    city = {"properties": {"city": {"type": "string"}}}
+    closed, opened = (
+        calls_grammar(form, [Tool("f", {**city, **more})], required=True, parallel=True)
+        for more in ({}, {"additionalProperties": True})
+    )
+
+    assert '"additionalProperties": false' in closed
+    assert '"additionalProperties": false' not in opened
+
+
 def test_reasoning_comes_before_a_call_that_is_required(server) -> None:
     tokenizer, use = server.llm.llm.tokenizer, read_tools(TOOLS, "required", parallel=True)
     sources = []
@@ -221,6 +234,26 @@ def test_reasoning_comes_before_a_call_that_is_required(server) -> None:
 
     assert "start: thought GAP body" in sources[0]
     assert 'start: ("<think>" thought)? GAP body' in sources[1]
+
+
+@pytest.mark.parametrize(("parser", "installed", "has_grammar"), [("hermes", True, True), ("hermes", False, False),
+                                                                  ("mistral", True, False)])  # fmt: skip
+def test_strict_arguments_have_a_grammar_where_the_format_has_a_trigger(
+    server, monkeypatch, parser, installed, has_grammar
+) -> None:
+    monkeypatch.setattr(tools_of_requests.importlib.util, "find_spec", lambda _: object() if installed else None)
+    reading, params = reading_of(
+        read_tools(TOOLS, "auto", parallel=True),
+        SamplingParams(),
+        parsers=(parser, "none"),
+        template="",
+        prompt="",
+        tokenizer=server.llm.llm.tokenizer,
+        answer=None,
+    )
+
+    assert reading is not None
+    assert (params.structured_outputs is not None) is has_grammar
 
 
 def test_a_call_with_malformed_arguments_is_text_and_one_that_was_cut_is_not() -> None:

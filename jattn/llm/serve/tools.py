@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,8 @@ def reading_of(
         reasoning = None
     elif form is not None and any(each.strict for each in use.tools) and has_trigger(form):
         markers = form.markers + (reasoning.markers if reasoning else ())
-        if not special.intersection(markers):
+        # Clients ask for strict arguments by default: they are not refused where there is no grammar.
+        if not special.intersection(markers) and importlib.util.find_spec("llguidance") is not None:
             params = _constrained(params, use, form, reasoning, prompt, None)
     if form is None and reasoning is None:
         return None, params

@@ -13,6 +13,18 @@ from jattn.llm.tools.formats import GENERIC, ReasoningFormat, ToolFormat
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
+# Keywords that may name or exclude further properties.
+_OTHERS = {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "if",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -90,8 +102,10 @@ def calls_grammar(
 
 
 def _schema(tool: Tool) -> str:
-    schema = _NO_ARGUMENTS if tool.schema is None else tool.schema
-    # Arguments are an object, whatever the schema leaves out.
+    """Returns the schema of an object: of the properties that it names, and no others, if it says nothing of others."""
+    schema = dict(_NO_ARGUMENTS if tool.schema is None else tool.schema)
+    if "properties" in schema and not _OTHERS & schema.keys():
+        schema["additionalProperties"] = False
     return json.dumps({"type": "object", **schema, "x-guidance": {**_SPELLING, "lenient": not tool.strict}})
 
 
