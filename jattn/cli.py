@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `chat`, `serve`, `crosscheck`, `doctor`, `bench`; the only place that prints."""
+"""The command line: `jattn generate`, `chat`, `serve`, `crosscheck`, `convert`, ...; the only place that prints."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from jattn.llm.arguments import (
 )
 from jattn.llm.paths import check_exists
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
+
+_MODEL_HELP = "a Hugging Face folder or a GGUF file (default: the embedded model)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +69,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(dest="command", required=True)
 
     generate = commands.add_parser("generate", help="generate text from one or more prompts")
-    generate.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    generate.add_argument("--model", metavar="PATH", help=_MODEL_HELP)
     generate.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     generate.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt (64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
@@ -83,7 +85,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal; /clear forgets, /exit ends")
-    chat.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    chat.add_argument("--model", metavar="PATH", help=_MODEL_HELP)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument("--chat-template", metavar="FILE", help="template to use instead of the model's own")
     chat.add_argument("--max-tokens", type=int, default=512, help="most tokens of one answer (512)")
@@ -93,7 +95,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     chat.set_defaults(run=_chat)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
-    crosscheck.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model)")
+    crosscheck.add_argument("--model", metavar="PATH", help=_MODEL_HELP)
     crosscheck.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     crosscheck.add_argument("--max-tokens", type=int, default=32, help="greedy tokens to compare (32)")
     crosscheck.add_argument(
@@ -103,6 +105,16 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     crosscheck.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_loading_arguments(crosscheck)
     crosscheck.set_defaults(run=_crosscheck)
+
+    convert = commands.add_parser("convert", help="write a GGUF file as a Hugging Face folder")
+    convert.add_argument("model", metavar="FILE.gguf", help="the file; another folder works too")
+    convert.add_argument("folder", metavar="DIR", help="the folder to write")
+    convert.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the stored weights (that of the file, bfloat16 if it is quantised)",
+    )
+    convert.set_defaults(run=_convert)
 
     doctor = commands.add_parser("doctor", help="list the features that work on this machine, and why others do not")
     doctor.set_defaults(run=_doctor)
@@ -301,6 +313,13 @@ def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.picture is not None:
         save_picture(report, arguments.picture)
     return 0 if report.passed else 1
+
+
+def _convert(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.llm.load import convert_model
+
+    convert_model(arguments.model, arguments.folder, dtype=arguments.dtype, progress=sys.stderr.isatty())
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.llm.load.safetensors_file import open_safetensors, read_tensor
+from jattn.llm.load.safetensors_file import open_safetensors
+from jattn.llm.load.tensor_file import read_tensor
 from torch_core.base.errors import InvalidInput, Unsupported
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -93,13 +93,18 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the keys of config.json, with the values of `hf_overrides` in place of the file's."""
+    return {**read_object(folder, "config.json"), **checked_overrides(overrides)}
+
+
+def checked_overrides(overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns `hf_overrides` if it is a mapping of keys, or None."""
     if not isinstance(overrides, Mapping | None):
         wanted = "it must be a mapping of keys of config.json to values"
         raise InvalidInput("hf_overrides", value=overrides, wanted=wanted)
     for key in overrides or {}:
         if not isinstance(key, str):
             raise InvalidInput("hf_overrides", f"has the key {shown(key)}", "keys of config.json are text")
-    return {**read_object(folder, "config.json"), **(overrides or {})}
+    return overrides or {}
 
 
 def read_json(text: str, name: str) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from jattn.llm.load.folder import check_folder, member, read_object
+from jattn.llm.load.folder import member, read_object
 from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
 
 _NAME = "generation_config.json"
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "max_tokens")
+#: The file's names that differ.
+_FILE_NAMES = {"max_tokens": "max_new_tokens"}
 _OF_ENCODERS = ("decoder_start_token_id", "forced_bos_token_id")
 # Settings that would change a text and are not supported, with the value that turns them off.
 _OFF_AT_NONE = """
@@ -73,16 +75,15 @@ class GenerationDefaults:
         named = {name: getattr(self, name) for name in _OF_SAMPLING}
         return {name: value for name, value in named.items() if value is not None}
 
+    @property
+    def in_file(self) -> dict[str, Any]:
+        """The sampling settings, by key of generation_config.json."""
+        settings = {_FILE_NAMES.get(name, name): value for name, value in self.sampling.items()}
+        return settings | ({"do_sample": self.temperature != 0} if settings else {})
 
-def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaults:
-    """Reads generation_config.json of a model folder; everything is None without one.
 
-    `max_length` is not looked at: it counts the prompt.
-
-    Raises:
-        InvalidInput: the file is broken or a value is out of range.
-    """
-    path = check_folder(folder)
+def read_generation_defaults(path: Path) -> GenerationDefaults:
+    """Reads generation_config.json of a checked model folder; see `load_generation_defaults`."""
     if member(path, _NAME) is None:
         return GenerationDefaults()
     raw = read_object(path, _NAME)

@@ -1,4 +1,4 @@
-"""load_model: a Hugging Face folder to a Flax decoder."""
+"""load_model: a Hugging Face folder or a GGUF file to a Flax decoder."""
 
 from __future__ import annotations
 
@@ -16,34 +16,24 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import track
 
-from jattn.llm.load.config import family_of, parse_config
-from jattn.llm.load.config_keys import is_whole
-from jattn.llm.load.folder import check_folder, read_config
-from jattn.llm.load.generation import load_generation_defaults
-from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
+from jattn.llm.load.plan import ParameterPlan
 from jattn.llm.load.read_ahead import read_ahead
-from jattn.llm.load.safetensors_file import Tensors
-from jattn.llm.load.tokenizer import TextTokenizer, load_tokenizer
+from jattn.llm.load.source import open_source
+from jattn.llm.load.tensor_file import Tensors
+from jattn.llm.load.tokenizer import TextTokenizer
 from jattn.llm.load.weights import (
-    check_count,
-    check_weights,
-    find_weights,
     is_quantized,
     ranges_of,
     read_kv_scales,
     read_parameter,
     read_places,
     read_quantized,
-    with_tied_head,
 )
 from jattn.llm.models import Decoder, ModelConfig, TensorParallel, decoder_of, parameter_shards, tensor_parallel_of
 from jattn.llm.models.quantized import Fp8Kernel, dequantize, may_be_quantized, round_to_fp8
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
-
-#: Tensors other than those of a language model.
-_NOT_LANGUAGE = r"(?!language_model\.|model\.language_model\.|lm_head\.).+"
 
 
 def embedded_model_folder() -> Path:
@@ -64,7 +54,7 @@ def load_model(
     quantization: str | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Decoder, ModelConfig, TextTokenizer | None]:
-    """Loads a Hugging Face folder of any family in `jattn.llm.load.known_families()`.
+    """Loads a Hugging Face folder of any family in `jattn.llm.load.known_families()`, or a GGUF file.
 
     Everything is checked before the first array is made: config.json against a list of known keys, every
     safetensors header against the shapes that follow from the config, the tokenizer against the vocabulary. Code,
@@ -73,11 +63,11 @@ def load_model(
 
     Weights are mapped into memory and copied to the device tensor by tensor, where they are cast, transposed and
     joined. FP8 weights (with scales per tensor, per output or per block of 128 x 128) and MXFP4 weights are converted
-    to `dtype` there, or stay as stored.
+    to `dtype` there, or stay as stored. Quantised tensors of a GGUF file are converted on the host.
 
     Args:
-        folder: a folder with config.json, model.safetensors (or its index and shards) and tokenizer.json; or a name
-            like `org/name` that is in huggingface_hub's cache.
+        folder: a folder with config.json, model.safetensors (or its index and shards) and tokenizer.json; a name like
+            `org/name` that is in huggingface_hub's cache; or a file whose name ends in .gguf.
         dtype: dtype of parameters and computation: float32, bfloat16 or float16. None for the dtype that the config
             names, but float32 if JAX's default device is a CPU, which has no fast arithmetic for the others.
         implementation: implementation of the paged ops; see `Decoder`.
@@ -92,8 +82,8 @@ def load_model(
             makes linear layers multiply E4M3 numbers, for weights stored in any dtype: weights have a scale per output,
             and rows of inputs are rounded with their own scale (see `jattn.llm.models.Fp8Linear`); experts are handled
             as with "keep". None converts all weights to `dtype` now. Weights of latent attention are always converted.
-        hf_overrides: values that replace those of config.json, by key, as in vLLM; None for an unknown key that does
-            not change the model's results.
+        hf_overrides: values that replace those of config.json, by key, as in vLLM; None for an unknown key, of a GGUF
+            file too, that does not change the model's results.
 
     Returns:
         The model, on JAX's default device or split over the mesh, its config (with the dtype in use) and its tokenizer.
@@ -113,10 +103,9 @@ def load_model(
             "away, or load onto one device"
         )
         raise Unsupported("quantization", "is 'keep' and there is a mesh", wanted)
-    path = check_folder(folder)
-    raw = read_config(path, hf_overrides)
-    config = parse_config(raw)
-    config = _with_generation_config(path, config)
+    source = open_source(folder)
+    raw = source.raw_config(hf_overrides)
+    config = source.parse(raw)
     if max_model_len is not None:
         check_int("max_model_len", max_model_len, 1, config.max_position_embeddings)
         # A learned table of positions stays as long as it is.
@@ -126,21 +115,8 @@ def load_model(
         raise InvalidInput("dtype", value=dtype, wanted=f"it must be one of {', '.join(QUERY_DTYPES)}, or None")
     if quantization not in (None, "keep", "fp8"):
         raise InvalidInput("quantization", value=quantization, wanted="it must be 'keep', 'fp8' or None")
-    tensors = find_weights(path)
-    family = family_of(config)
-    check_count(tensors, fewest_tensors(config))
-    embedding = str(family.tensor_name("embed_tokens", config))
-    is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
-    plan = plan_parameters(config, prefix="" if is_bare else None)
-    whole = is_whole(raw, family)
-    plan = spelled_as_found(plan, tensors, is_whole=whole)
-    if config.tie_word_embeddings:
-        names = {parameter.path: parameter.pieces[0].name for parameter in plan}
-        head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)
-        tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], head)
-    unread = _NOT_LANGUAGE if whole else family.unread.replace("{layers}", str(config.num_hidden_layers))
-    check_weights(tensors, plan, unread=unread)
-    tokenizer = load_tokenizer(path) if with_tokenizer else None
+    tensors, plan = source.weights(raw, config)
+    tokenizer = source.tokenizer() if with_tokenizer else None
     if tokenizer is not None:
         tokenizer = tokenizer.within(config.vocab_size)
     if dtype is None:
@@ -166,18 +142,6 @@ def load_model(
     for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
         model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
-
-
-def _with_generation_config(folder: Path, config: ModelConfig) -> ModelConfig:
-    defaults = load_generation_defaults(folder)
-    names = ("bos_token_id", "eos_token_ids", "forced_eos_token_id")
-    if config.encoder is not None:
-        names += ("decoder_start_token_id", "forced_bos_token_id")
-    named = {name: getattr(defaults, name) for name in names}
-    try:
-        return dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
-    except InvalidInput as error:
-        raise error.under("generation_config.json") from None
 
 
 def _reader_of_parts(

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn.llm.load.config import family_of
 from jattn.llm.load.families import Family
-from jattn.llm.load.safetensors_file import QUANTIZED_DTYPES, Tensors
+from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.quantized import group_rows
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
@@ -66,12 +66,15 @@ class ParameterPlan:
         return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
 
 
-def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[ParameterPlan, ...]:
+def plan_parameters(
+    config: ModelConfig, *, prefix: str | None = None, family: Family | None = None
+) -> tuple[ParameterPlan, ...]:
     """Returns the plan of every parameter, from the config alone.
 
     Args:
         config: config of the model; its family names the tensors and says how they lie in the file.
         prefix: replaces the family's own prefix in this file; None keeps it.
+        family: names the tensors instead of the config's family.
 
     Raises:
         Unsupported: no family has this combination of options.
@@ -84,7 +87,7 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
         >>> fused.shape, [piece.name.rsplit(".", 2)[1] for piece in fused.pieces]
         ((64, 128), ['q_proj', 'k_proj', 'v_proj'])
     """
-    family = family_of(config)
+    family = family_of(config) if family is None else family
     prefix = family.prefix if prefix is None else prefix
     planners = {"": _Planner(config, family, prefix)}
     if config.encoder is not None:
@@ -95,10 +98,10 @@ def plan_parameters(config: ModelConfig, *, prefix: str | None = None) -> tuple[
     )
 
 
-def fewest_tensors(config: ModelConfig) -> int:
+def fewest_tensors(config: ModelConfig, family: Family) -> int:
     """Returns how many tensors a file of this config has at least, counted without naming them."""
     shapes = parameter_shapes(config)
-    apart = "{expert}" in str(family_of(config).tensor_name("moe.down_proj", config))
+    apart = "{expert}" in str(family.tensor_name("moe.down_proj", config))
     experts = (shape[0] for path, shape in shapes.items() if path[-3:-1] == ("moe", "down_proj")) if apart else ()
     return len(shapes) + sum(experts)
 

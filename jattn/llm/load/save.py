@@ -16,8 +16,9 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from jattn.llm.load.config import render_config
+from jattn.llm.load.generation import GenerationDefaults
 from jattn.llm.load.plan import ParameterPlan, TensorPlan, plan_parameters
-from jattn.llm.load.safetensors_file import STORED_DTYPES
+from jattn.llm.load.tensor_file import STORED_DTYPES
 from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
 from jattn.llm.models import Decoder, ModelConfig, ParameterShards, parameter_shards
 from jattn.llm.models.quantized import dequantize, widened_from_fp8
@@ -31,6 +32,7 @@ def save_model(
     tokenizer: TextTokenizer | Tokenizer | None = None,
     *,
     dtype: str | None = None,
+    defaults: GenerationDefaults | None = None,
 ) -> None:
     """Writes a folder that `load_model` and transformers read: config, weights and, if given, the tokenizer.
 
@@ -45,6 +47,7 @@ def save_model(
         tokenizer: tokenizer to write as tokenizer.json, with a tokenizer_config.json for transformers and its chat
             template.
         dtype: dtype of the stored weights; None for the config's.
+        defaults: settings of sampling to write to generation_config.json.
 
     Raises:
         InvalidInput: dtype is not float32, bfloat16 or float16, or an argument is in the place of another.
@@ -79,10 +82,10 @@ def save_model(
     _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
-    tokens = {
+    tokens: dict[str, Any] = {
         "bos_token_id": config.bos_token_id, "eos_token_id": end, "forced_eos_token_id": config.forced_eos_token_id
     }  # fmt: skip
-    _write_json(path / "generation_config.json", tokens)
+    _write_json(path / "generation_config.json", tokens | ({} if defaults is None else defaults.in_file))
     if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
         _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
         if tokenizer.tool_chat_template is not None:

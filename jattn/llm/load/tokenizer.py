@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import secrets
 import warnings
 from array import array
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from jattn.llm.load.folder import check_folder, member, read_object, read_text
+from jattn.llm.load.folder import member, read_object, read_text
 from jattn.llm.load.text_growth import check_growth, normalizer_growth
 from jattn.llm.load.text_sizes import TextSizes, text_sizes
 from jattn.llm.workers.pool import Task
@@ -82,7 +81,9 @@ class TextTokenizer:
         described = json.loads(self.tokenizer.to_str())
         added = described["added_tokens"]
         described["added_tokens"] = [token for token in added if token["id"] < vocab_size]
-        with _failures(f"{_NAME} has added tokens above the model's {vocab_size}, and is invalid without them"):
+        with tokenizer_failures(
+            f"{_NAME} has added tokens above the model's {vocab_size}, and is invalid without them"
+        ):
             rest = Tokenizer.from_str(json.dumps(described))
         found = TextTokenizer(rest, self.chat_template, self.special_tokens, self.tool_chat_template)
         if found.vocab_size > vocab_size:
@@ -121,7 +122,7 @@ class TextTokenizer:
             RequestTooLong: a long text has more tokens than `most`, and is not cut.
             Overloaded: no process became free in time.
         """
-        with _failures("the tokenizer cannot encode the text"):
+        with tokenizer_failures("the tokenizer cannot encode the text"):
             if not isinstance(text, str) or len(text.encode(errors="replace")) * self._growth <= _MOST_HERE:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             kept = most if cut else None
@@ -145,7 +146,7 @@ class TextTokenizer:
             Overloaded: no process became free in time.
         """
         ids = list(token_ids)
-        with _failures("the tokenizer cannot decode the token ids"):
+        with tokenizer_failures("the tokenizer cannot decode the token ids"):
             if len(ids) <= _MOST_HERE:
                 return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             needs = self._name, self.tokenizer.to_str
@@ -166,16 +167,8 @@ def _check_length(text: str, num_tokens: int, most: int) -> None:
         )
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
-    """Reads tokenizer.json of a model folder, and its chat template.
-
-    Truncation and padding, which would change prompts, are switched off.
-
-    Raises:
-        InvalidInput: there is none, it is broken, or a part of it lets a text grow without bound.
-        Unsupported: the folder has a sentencepiece model only.
-    """
-    path = check_folder(folder)
+def read_tokenizer(path: Path) -> TextTokenizer:
+    """Reads tokenizer.json of a checked model folder, and its chat template; see `load_tokenizer`."""
     file = member(path, _NAME, max_bytes=_MAX_BYTES)
     if file is None:
         if member(path, "tokenizer.model") is not None:
@@ -186,7 +179,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:
             "prompts of token ids."
         )
     text = read_text(file)
-    with _failures(f"{_NAME} is not a tokenizer that this version of tokenizers reads"):
+    with tokenizer_failures(f"{_NAME} is not a tokenizer that this version of tokenizers reads"):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -229,7 +222,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
+def tokenizer_failures(what: str) -> Iterator[None]:
     """Converts the library's exceptions to InvalidInput; it raises plain Exception for bad files."""
     try:
         yield

@@ -16,14 +16,8 @@ import numpy as np
 from jattn.llm.load.folder import member, read_json, read_text
 from jattn.llm.load.plan import ParameterPlan, TensorPlan, kernel_and_scale, parts_of
 from jattn.llm.load.read_ahead import FileRange
-from jattn.llm.load.safetensors_file import (
-    STORED_DTYPES,
-    SafetensorsFile,
-    Tensors,
-    checked_dtype,
-    open_safetensors,
-    read_tensor,
-)
+from jattn.llm.load.safetensors_file import open_safetensors
+from jattn.llm.load.tensor_file import STORED_DTYPES, TensorFile, Tensors, checked_dtype, num_bytes, read_tensor
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -179,8 +173,8 @@ def read_quantized(tensors: Tensors, parameter: ParameterPlan, *, on_host: bool)
 def ranges_of(tensors: Tensors, parameter: ParameterPlan) -> list[FileRange]:
     """Returns where the bytes of a parameter lie."""
     names = [name for piece in parameter.pieces for name in parts_of(piece, tensors)]
-    stored = [(tensors[name], tensors[name].tensors[name], checked_dtype(tensors[name], name)) for name in names]
-    return [FileRange(file.path, each.offset, math.prod(each.shape) * dtype.itemsize) for file, each, dtype in stored]
+    files = [(name, tensors[name]) for name in names]
+    return [FileRange(file.path, file.tensors[name].offset, num_bytes(file, name)) for name, file in files]
 
 
 def _dequantized(
@@ -225,7 +219,7 @@ def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -
             )
 
 
-def _check_scale(file: SafetensorsFile, name: str, scale: np.ndarray) -> None:
+def _check_scale(file: TensorFile, name: str, scale: np.ndarray) -> None:
     is_nan = scale == _E8M0_NAN if scale.dtype == np.uint8 else ~np.isfinite(scale.astype(np.float32))
     if is_nan.any():
         place = [int(each) for each in np.argwhere(is_nan)[0]]

@@ -28,6 +28,7 @@ from jattn.llm.engine import LLM
 from jattn.llm.engine.options.config import SERVING_SIZES
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given
+from jattn.llm.load.source import is_gguf
 from jattn.llm.serve import access
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM
@@ -49,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
     """Serves until a signal; returns 0."""
     parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
     add, add_flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
-    add("model", nargs="?", help="a Hugging Face folder (default: the embedded model)")
+    add("model", nargs="?", help="a Hugging Face folder or a GGUF file (default: the embedded model)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="port to listen on; 0 for any free port (8000)")
-    add("--served-model-name", help="name of the model in requests (default: the folder's name)")
+    add("--served-model-name", help="name of the model in requests (default: that of the folder or file)")
     form = "file with one key per line, of which clients must send one, and after a space its tenant's name (on all "
     add("--api-key-file", metavar="FILE", help=f"{form}lines or on none); # starts a comment")
     add_flag("--isolate-tenants", help="share cached prefixes only within a tenant (without names: within a key)")
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
         ChatTemplate(template)  # Refused before anything is loaded.
     folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
-    name = arguments.served_model_name or ("jattn" if arguments.model is None else folder.resolve().name)
+    name = arguments.served_model_name or ("jattn" if arguments.model is None else _name_of(folder))
     config = ServeConfig(
         model_name=name,
         api_keys=keys,
@@ -138,6 +139,11 @@ def _tell_progress(llm: LLM, done: int, total: int, name: str) -> None:
     if not llm.engine.is_ready or done in (1, total) or done % 10 == 0:
         state = "" if llm.engine.is_ready else "; not ready for all requests yet"
         sys.stderr.write(f"jattn: compiled {done} of {total} programs ({name}){state}\n")
+
+
+def _name_of(model: Path) -> str:
+    path = model.resolve()
+    return path.stem if is_gguf(path) else path.name
 
 
 def _check_address(host: str, port: int) -> None:

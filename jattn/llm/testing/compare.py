@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from flax import nnx
 
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.llm.load.folder import check_folder, read_config
+from jattn.llm.load.source import is_gguf
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
@@ -71,8 +73,8 @@ def compare_with_torch(
     float32 products are computed in full float32 on both sides; on CUDA, JAX would use TF32 by default.
 
     Args:
-        model: a Hugging Face folder, a `Decoder` (its weights are written to a temporary folder for torch), or None
-            for the embedded model.
+        model: a Hugging Face folder, a GGUF file (which transformers reads too, if it can), a `Decoder` (its weights
+            are written to a temporary folder for torch), or None for the embedded model.
         prompts: texts or lists of token ids; a few of unequal length if None.
         torch_model: the folder that torch loads, if it is not `model`: use it to check that weights in memory, or
             converted weights, equal those of a checkpoint.
@@ -115,10 +117,11 @@ def compare_with_torch(
                 "cannot be compared."
             )
         shared: dict[str, Any] = {"dtype": config.dtype, "hf_overrides": hf_overrides}
-        side = load_torch_side(torch_folder, torch_config, device=torch_device, **shared)
+        gguf = None if torch_model else subject.gguf
+        side = load_torch_side(torch_folder, torch_config, device=torch_device, gguf=gguf, **shared)
         exact_side = None
         if layers or not TorchDecoder.serves(torch_config):
-            exact_side = load_torch_side(torch_folder, torch_config, device="cpu", widened=True, **shared)
+            exact_side = load_torch_side(torch_folder, torch_config, device="cpu", widened=True, gguf=gguf, **shared)
         stack.enter_context(suitable_threads(num_parameters(config)))
         # With an encoder, prompts are its inputs, and the generation begins with one token.
         inputs = tokens if config.encoder is not None else []
@@ -178,12 +181,13 @@ def compare_with_torch(
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The model under test, and the folder of its weights."""
+    """The model under test, and the folder of its weights, which were written there if it is of a GGUF file."""
 
     decoder: Decoder
     tokenizer: TextTokenizer | None
     folder: Path
     name: str
+    gguf: Path | None = None
 
 
 def _as_long(decoder: Decoder, longest: int) -> Decoder:
@@ -245,6 +249,15 @@ def _subject(
         with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
             save_model(folder, model, config)
             yield _Subject(model, None, Path(folder), f"Decoder ({num_parameters(config):,} parameters)")
+        return
+    if model is not None and is_gguf(model):
+        path = Path(model).resolve()
+        load = functools.partial(load_model, model, dtype=dtype or "float32", hf_overrides=hf_overrides)
+        decoder, config, tokenizer = load(quantization=quantization)
+        with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
+            save_model(folder, decoder if quantization is None else load(with_tokenizer=False)[0], config)
+            name = f"{path.name} ({num_parameters(config):,} parameters)"
+            yield _Subject(decoder, tokenizer, Path(folder), name, path)
         return
     folder = embedded_model_folder() if model is None else check_folder(model)
     has_tokenizer = (folder / "tokenizer.json").exists()

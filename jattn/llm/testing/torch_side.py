@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from jattn.llm.load.config import family_of
 from jattn.llm.load.folder import read_config
 from jattn.llm.models import ModelConfig
 from jattn.llm.testing.torch_decoder import TorchDecoder
@@ -63,10 +65,12 @@ def load_torch_side(
     device: str,
     widened: bool = False,
     hf_overrides: Mapping[str, Any] | None = None,
+    gguf: Path | None = None,
 ) -> TorchSide:
     """Loads the folder with transformers, or, on the CPU, with `TorchDecoder` if transformers cannot be imported.
 
     With `widened`, weights are rounded to `dtype` and the computation is in float64. Unsupported if neither serves it.
+    transformers loads the GGUF file that the folder was written from, if it is given and transformers reads it.
     """
     torch_dtype = getattr(torch, dtype)
     try:
@@ -95,15 +99,27 @@ def load_torch_side(
         options["config"] = type(own).from_dict(read_config(folder, hf_overrides))
     with _quiet(), _without_progress_bar(logging):
         kind = AutoModelForCausalLM if config.encoder is None else AutoModelForSeq2SeqLM
-        model: Any = kind.from_pretrained(
-            folder, dtype=torch_dtype, local_files_only=True, use_safetensors=True, **options
-        )
+        reads_gguf = gguf is not None and not hf_overrides and _transformers_reads_gguf(config)
+        options |= {"gguf_file": gguf.name} if gguf is not None and reads_gguf else {"use_safetensors": True}
+        origin = gguf.parent if gguf is not None and reads_gguf else folder
+        model: Any = kind.from_pretrained(origin, dtype=torch_dtype, local_files_only=True, **options)
         model.to(device).eval()
         if widened:
             model.double()
 
     description = f"transformers {transformers.__version__} {type(model).__name__}, torch {torch.__version__}"
+    if gguf is not None:
+        description += ", which reads the same file" if reads_gguf else ", from the weights that jattn read"
     return _of_transformers(model, config, f"{description} on {device}", device)
+
+
+def _transformers_reads_gguf(config: ModelConfig) -> bool:
+    """Whether transformers reads all of a GGUF file: it leaves out scalings of rotary embeddings."""
+    if importlib.util.find_spec("gguf") is None or config.rope_scaling is not None:
+        return False
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return family_of(config).model_type.removesuffix("_text") in GGUF_SUPPORTED_ARCHITECTURES
 
 
 def _of_transformers(model: Any, config: ModelConfig, description: str, device: str) -> TorchSide:

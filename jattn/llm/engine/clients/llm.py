@@ -44,8 +44,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
     As a context manager, it closes its engine at the end.
 
     Args:
-        model: a Hugging Face folder of a known family, a module (a `Decoder`, or a `jattn.llm.models.PagedModel` of
-            your own), or None for the embedded model.
+        model: a Hugging Face folder of a known family, a GGUF file, a module (a `Decoder`, or a
+            `jattn.llm.models.PagedModel` of your own), or None for the embedded model.
         tokenizer: tokenizer of a module, or instead of the folder's own. Without one, prompts are lists of token ids.
         skip_tokenizer_init: do not read the folder's tokenizer, which may be missing; as in vLLM.
         dtype: dtype of the model; see `jattn.llm.load.load_model`; not for a module.

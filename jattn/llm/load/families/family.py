@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from jattn.llm.load.families.gguf import GGUF_NAMES, Gguf
 from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
 
 #: The values of config.json that a function of a family gets.
@@ -126,6 +127,7 @@ class Family:
         brings_code: folders of the hub contain code that computes the same; it is not run.
         unread: a regular expression of tensors that files may have and that are not used; "{layers}" is the number of
             layers, and so the index after the last layer.
+        gguf: its spelling in GGUF files; None if they are not read.
     """
 
     architecture: str
@@ -151,6 +153,7 @@ class Family:
     rotates_neighbours: bool = False
     brings_code: bool = False
     unread: str = ""
+    gguf: Gguf | None = None
 
     @property
     def all_keys(self) -> dict[str, Key]:
@@ -158,6 +161,17 @@ class Family:
         own = {name: Key(key) if isinstance(key, str) else key for name, key in self.keys.items()}
         named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
+
+    @property
+    def has_experts(self) -> bool:
+        """Models of the family have experts."""
+        return any(field.startswith("moe.") for key in self.all_keys.values() for field in key.fields)
+
+    def of_gguf(self) -> Family:
+        """Returns the family whose tensors are named, and lie, as in its GGUF files; the family must have some."""
+        spelling = self.gguf or Gguf(architecture="")
+        own = {"names": {**GGUF_NAMES, **spelling.names}, "rotates_neighbours": spelling.rotates_neighbours}
+        return replace(self, **own, names_of=lambda config: {}, prefix="", order={}, in_out=False, unread="")
 
     def tensor_name(self, module: str, config: ModelConfig) -> str | tuple[str, ...]:
         """Returns the file's name of a module of the decoder or its encoder: one name, or the names of its pieces."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, INVERSE_SQUARE, Family, Key, Raw, every
+from jattn.llm.load.families.gguf import Gguf
 
 
 def scaled_embedding(raw: Raw) -> dict[str, Any]:
@@ -31,6 +32,18 @@ DEFAULTS = {
     "sliding_window": 4096,
 }
 INERT = {"use_bidirectional_attention": False}
+
+
+def scale_of_gguf(largest: int) -> dict[str, Any]:
+    """Returns the key that GGUF files leave out: in the largest model of a generation it is not head_dim."""
+
+    def scalar(raw: Raw) -> Any:
+        is_largest = raw["num_hidden_layers"] == largest
+        return raw["hidden_size"] // raw["num_attention_heads"] if is_largest else raw["head_dim"]
+
+    return {"query_pre_attn_scalar": scalar}
+
+
 #: hidden_activation is read in its place.
 IGNORED = ("hidden_act",)
 
@@ -47,6 +60,7 @@ GEMMA = Family(
     derive=scaled_embedding,
     inert=INERT,
     ignored=("hidden_activation",),
+    gguf=Gguf(architecture="gemma", norm_offset=1.0),
 )
 
 GEMMA2 = Family(
@@ -60,4 +74,5 @@ GEMMA2 = Family(
     ignored=(*IGNORED, "sliding_window_size"),
     windows=every(2),
     names=NAMES,
+    gguf=Gguf(architecture="gemma2", values=scale_of_gguf(46), norm_offset=1.0),
 )

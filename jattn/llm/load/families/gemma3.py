@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.family import Family, Raw, Whole, every
-from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scaled_embedding
+from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scale_of_gguf, scaled_embedding
+from jattn.llm.load.families.gguf import Gguf
 
 
 def _pattern(layer: int, raw: Raw) -> bool:
@@ -23,6 +24,7 @@ GEMMA3 = Family(
     windows=_pattern,
     rope_keys={"rope_local_base_freq": "rope_local_base_freq"},
     names=NAMES,
+    gguf=Gguf(architecture="gemma3", values=scale_of_gguf(62), norm_offset=1.0),
     whole=Whole(
         architecture="Gemma3ForConditionalGeneration",
         model_type="gemma3",

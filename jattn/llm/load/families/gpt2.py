@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.family import BIASES, WITHOUT_GATE, Family, Key
+from jattn.llm.load.families.gguf import Gguf
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -40,6 +41,7 @@ GPT2 = Family(
     },
     prefix="transformer.",
     in_out=True,
+    gguf=Gguf(architecture="gpt2", names={"self_attn.qkv_proj": "attn_qkv"}, pre_tokenizer="gpt-2"),
 )
 
 STARCODER2 = Family(
@@ -58,4 +60,5 @@ STARCODER2 = Family(
         "scale_attn_weights",
     ),
     names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    gguf=Gguf(architecture="starcoder2", pre_tokenizer="starcoder"),
 )

@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Raw, Whole
+from jattn.llm.load.families.gguf import Gguf
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", keys=_BIASES, ignored=("activation",))
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    keys=_BIASES,
+    ignored=("activation",),
+    gguf=Gguf(architecture="llama", rotates_neighbours=True),
+)
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
@@ -25,6 +32,7 @@ GRANITE = Family(
     | {name: name for name in ("embedding_multiplier", "residual_multiplier")}
     | {"attention_multiplier": "attention_scale", "logits_scaling": Key("logits_scale", *INVERSE)},
     defaults={"attention_multiplier": 1.0},
+    gguf=Gguf(architecture="granite", rotates_neighbours=True),
 )
 
 
@@ -62,4 +70,5 @@ PHI3 = Family(
     brings_code=True,
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
     names={"self_attn.qkv_proj": "self_attn.qkv_proj", "mlp.gate_up_proj": "mlp.gate_up_proj"},
+    gguf=Gguf(architecture="phi3", names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw, every
+from jattn.llm.load.families.gguf import Gguf
 
 _KEYS = {"num_local_experts": "moe.num_experts", "num_experts_per_tok": "moe.num_experts_per_tok"}
 
@@ -22,6 +23,7 @@ MIXTRAL = Family(
         "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
     },
+    gguf=Gguf(architecture="llama", rotates_neighbours=True),
 )
 
 # Experts with biases, attention sinks, windows on every second layer, MXFP4 weights.

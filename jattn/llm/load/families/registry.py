@@ -15,7 +15,8 @@ from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
-from jattn.llm.load.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jattn.llm.load.families.qwen import QWEN2, QWEN3
+from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jattn.llm.load.families.t5 import T5
 from torch_core.base.errors import InvalidInput
 
