@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 from tokenizers import processors
 
 from jattn.llm.engine import LLM
 from jattn.llm.load import TextTokenizer
 from jattn.llm.serve import AsyncLLM
-from jattn.llm.serve.app import ServeConfig
+from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.background import BackgroundServer
 from tests.support.tiny_models import byte_tokenizer, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput
@@ -42,6 +43,21 @@ def test_it_gives_vectors(client: httpx.Client, llm: LLM) -> None:
     found = [each["embedding"] for each in answer.raise_for_status().json()["data"]]
     expected = [each.outputs.embedding for each in llm.embed(["A list", "A tuple"], pooling="cls")]
     np.testing.assert_array_equal(np.array(found, np.float32), expected)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_shorter_vectors_are_the_first_elements(llm: LLM, normalize: bool) -> None:
+    client = TestClient(create_app(AsyncLLM(llm), ServeConfig(model_name=NAME, matryoshka=True)))
+    body = {"input": ["A list"], "dimensions": 5, "normalize": normalize}
+
+    found = client.post("/v1/embeddings", json=body).raise_for_status().json()["data"][0]["embedding"]
+    refused = client.post("/v1/embeddings", json=body | {"dimensions": 10_000})
+
+    expected = llm.embed(["A list"], normalize=normalize)[0].outputs.embedding[:5]
+    if normalize:
+        expected = expected / np.linalg.norm(expected)
+    np.testing.assert_array_equal(np.array(found, np.float32), expected)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
 
 
 @pytest.mark.parametrize(

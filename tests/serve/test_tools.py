@@ -9,9 +9,11 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
+from starlette.testclient import TestClient
 
 from jattn.llm.engine import SamplingParams
 from jattn.llm.serve import tools as tools_of_requests
+from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.messages import MessageReader, delta, message_of
 from jattn.llm.serve.protocol import parse_chat
 from jattn.llm.serve.tools import read_tools, reading_of, with_instruction
@@ -277,17 +279,49 @@ def test_an_id_has_the_length_that_a_template_takes() -> None:
     assert call.call_id.isalnum()
 
 
-def test_a_silent_template_is_logged_and_an_instruction_takes_its_place(caplog) -> None:
+def test_a_silent_template_is_logged_and_an_instruction_takes_its_place(server, caplog) -> None:
+    silent = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    texts = []
     tools_of_requests.note_silent_template.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="jattn.llm.serve"):
-        for _ in range(2):
-            tools_of_requests.note_silent_template()
-    messages = [with_instruction(given, TOOLS) for given in (MESSAGES, [{"role": "system", "content": "Be brief."}])]
+    for is_told in (False, False, True):
+        # The server's own life is not this application's.
+        config = ServeConfig(model_name=MODEL, chat_template=silent, tool_instruction=is_told)
+        asked = TestClient(create_app(server.llm, config))
+        with caplog.at_level(logging.WARNING, logger="jattn.llm.serve"):
+            tokens = asked.post("/tokenize", json=body).json()["tokens"]
+        texts.append(server.llm.llm.tokenizer.decode(tokens))
 
-    assert len(caplog.records) == 1
-    assert [each["role"] for each in messages[0]] == ["system", "user"]
-    assert messages[1][0]["content"].startswith("Be brief.\n\nYou can call functions.")
-    assert '"name": "weather"' in messages[0][0]["content"]
+    assert len([each for each in caplog.records if each.name == "jattn.llm.serve"]) == 1
+    assert texts[0] == texts[1] == "user: Rain?\n"
+    assert texts[2].startswith("system: You can call functions.")
+    assert '"name": "weather"' in texts[2]
+
+
+def test_an_instruction_follows_the_systems_message() -> None:
+    first, *_ = with_instruction([{"role": "system", "content": "Be brief."}, *MESSAGES], TOOLS)
+
+    assert first["content"].startswith("Be brief.\n\nYou can call functions.")
+
+
+@pytest.mark.parametrize(("choice", "stays"), [("auto", True), ("required", False)])
+def test_special_tokens_stay_in_a_text_where_they_are_markers(server, monkeypatch, choice, stays) -> None:
+    marked = frozenset({"[TOOL_CALLS]", "[THINK]"})
+    monkeypatch.setattr(tools_of_requests, "_special_tokens", lambda _: marked)
+    reading, params = reading_of(
+        read_tools(TOOLS, choice, parallel=True),
+        SamplingParams(),
+        parsers=("mistral", "mistral"),
+        template="",
+        prompt="[THINK]",
+        tokenizer=server.llm.llm.tokenizer,
+        answer=None,
+    )
+
+    # A grammar cannot spell them: a required call is a JSON list, and at once.
+    assert reading is not None
+    assert reading.tools is not None
+    assert (params.skip_special_tokens, reading.opened, reading.tools.name == "mistral") == (not stays, stays, stays)
 
 
 def test_a_stream_without_formats_is_its_text() -> None:

@@ -38,6 +38,7 @@ from jattn.llm.serve.responses_answer import ResponseAnswer
 from jattn.llm.serve.responses_request import ResponsesBody, parse_response
 from jattn.llm.serve.tools import note_silent_template, reading_of, with_instruction
 from jattn.llm.serve.unread import UnreadBodies
+from jattn.llm.text.embeddings import shortened
 from jattn.llm.text.prompts import chat_prompt, encoded, template_of
 from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
 from jattn.llm.tools.parser import Reading
@@ -76,6 +77,7 @@ class ServeConfig:
             that of the chat template, "none" for plain text.
         reasoning_parser: format of the reasoning, likewise.
         tool_instruction: describe a request's tools in the system message if the chat template does not write them.
+        matryoshka: the model was trained so that the first elements of a vector are one: serve `dimensions`.
         default_sampling: default values of requests' fields, by name.
 
     Raises:
@@ -93,12 +95,13 @@ class ServeConfig:
     tool_call_parser: Annotated[str, Choices(*TOOL_PARSERS)] = "auto"
     reasoning_parser: Annotated[str, Choices(*REASONING_PARSERS)] = "auto"
     tool_instruction: bool = False
+    matryoshka: bool = False
     default_sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_int("max_body_bytes", self.max_body_bytes, 1)
         check_int("max_unfinished", self.max_unfinished, 1)
-        for name in ("isolate_tenants", "trust_request_chat_template", "tool_instruction"):
+        for name in ("isolate_tenants", "trust_request_chat_template", "tool_instruction", "matryoshka"):
             check_bool(name, getattr(self, name))
         check_fields(self)
         if self.isolate_tenants and not self.api_keys:
@@ -186,6 +189,9 @@ class _Server:
         asked = await self._read(request, lambda body, _: read_body(EmbeddingsBody, body))
         prompts = prompts_of("input", asked.input, _MAX_INPUTS)
         self._check_model(asked.model)
+        if asked.dimensions is not None and not self._config.matryoshka:
+            wanted = "vectors have the model's own size: leave it out, or start the server with --matryoshka"
+            raise InvalidInput("dimensions", value=asked.dimensions, wanted=wanted)
         self._check_room("input", len(prompts), self._num_embedded)
         self._num_embedded += len(prompts)
         try:
@@ -201,6 +207,8 @@ class _Server:
         num_tokens = sum(len(each.prompt_token_ids) for each in found)
         request.state.log["prompt_tokens"] = num_tokens
         vectors = [each.outputs.embedding for each in found]
+        if asked.dimensions is not None:
+            vectors = shortened(vectors, asked.dimensions, normalize=asked.normalize)
         is_base64 = asked.encoding_format == "base64"
         return await _written(embeddings_answer, vectors, self._config.model_name, num_tokens, as_base64=is_base64)
 

@@ -100,7 +100,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cache_salt": (lambda given: 0 < len(given) <= 64, "it must be 1 to 64 characters"),
     "response_format": (lambda given: given.get("type") in _FORMATS, f"its type must be one of {', '.join(_FORMATS)}"),
     "stream_options": (_is_stream_options, "it must be an object with include_usage, true or false"),
-    "dimensions": (lambda given: False, "vectors have the model's own size: leave it out"),
 }
 
 
@@ -188,13 +187,16 @@ class DetokenizeBody(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingsBody(Body):
-    """The body of `/v1/embeddings`; "base64" is for bytes of float32, little-endian."""
+    """The body of `/v1/embeddings`; "base64" is for bytes of float32, little-endian.
+
+    `dimensions` are the first elements of a vector, whose length becomes 1 again with `normalize`.
+    """
 
     input: Annotated[Any, _check_texts]
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
     pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
     normalize: _Flag = True
-    dimensions: Any = None
+    dimensions: Annotated[int | None, Limits(1, also="")] = None
 
 
 def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> _B:

@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="format of the model's calls (auto)")
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of its reasoning (auto)")
     add_flag("--tool-instruction", help="describe tools in the system message if the template leaves them out")
+    add_flag("--matryoshka", help="serve dimensions of embeddings: the model was trained for shorter vectors")
     add_flag("--no-access-log", help="do not write a line of JSON to stdout for each request")
     add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
     add("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
@@ -101,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         tool_instruction=arguments.tool_instruction,
+        matryoshka=arguments.matryoshka,
     )
     engine = engine_config(arguments, **SERVING_SIZES)
     # The host also writes a stream for each sequence, for a model of any size.

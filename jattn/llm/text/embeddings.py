@@ -65,6 +65,22 @@ def embed(
     ]
 
 
+def shortened(vectors: Sequence[np.ndarray], dimensions: int, *, normalize: bool) -> list[np.ndarray]:
+    """Returns the first elements of float32[hidden_size] vectors, of length 1 with `normalize`.
+
+    It is the use of Matryoshka representations (Kusupati et al. 2022).
+
+    Raises:
+        InvalidInput: the vectors have fewer elements.
+    """
+    size = min(map(len, vectors), default=dimensions)
+    if dimensions > size:
+        raise InvalidInput("dimensions", value=dimensions, wanted=f"the model's vectors have {size} elements")
+    found = [each[:dimensions] for each in vectors]
+    tiny = np.finfo(np.float32).tiny
+    return [each / max(np.linalg.norm(each), tiny) for each in found] if normalize else found
+
+
 def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:
     tokens = list(prompt)
     longest, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
