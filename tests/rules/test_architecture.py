@@ -114,6 +114,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.llm.tools",
     },
     "jattn.llm.chat": {"jattn.llm.engine", "jattn.llm.text"},
+    "jattn.integrations": {"jattn.llm.engine", "jattn.llm.models", "jattn.nn"},
     "jattn.llm.testing": {
         "jattn.llm.engine",
         "jattn.llm.load",
