@@ -195,7 +195,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None)
 @given(
     name=st.sampled_from([each.name for each in TOOL_FORMATS] + ["none"]),
     reasoning=st.sampled_from([each.name for each in REASONING_FORMATS] + ["none"]),
@@ -212,7 +212,7 @@ def test_the_pieces_of_a_stream_do_not_change_the_answer(name, reasoning, opened
     assert parts_of(form, *text) == whole
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=60, deadline=None, database=None)
 @given(name=st.sampled_from([each.name for each in TOOL_FORMATS]), text=st.text("abc <>{}[]|\n\"'=:,", max_size=60))
 def test_a_text_without_a_call_is_itself(name, text) -> None:
     parts = parts_of(reading(name), *text)
