@@ -104,22 +104,25 @@ def test_an_error_is_one_line_and_exit_code_2(arguments, message, capsys) -> Non
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["generate", "--model"], ["chat", "--model"], ["crosscheck", "--model"], ["serve"]],
+    ("arguments", "kind"),
+    [
+        (["generate", "--model", "/no/such"], "folder"),
+        (["crosscheck", "--model", "/no/such"], "folder"),
+        (["chat", "--model", "no/such.gguf"], "file"),
+        (["serve", "/no/such"], "folder"),
+    ],
 )
-def test_a_missing_folder_is_refused_before_anything_heavy_is_imported(arguments) -> None:
+def test_a_missing_model_is_refused_before_anything_heavy_is_imported(arguments, kind) -> None:
     code = f"""
 import sys
 from jattn.cli import main
-code = main({[*arguments, "/no/such/folder"]!r})
+code = main({arguments!r})
 sys.exit(code if not {{"jax", "torch", "flax", "numpy"}} & set(sys.modules) else 99)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
-    assert (found.returncode, found.stderr) == (
-        2,
-        "jattn: folder is '/no/such/folder'; it is not an existing folder.\n",
-    )
+    message = f"jattn: {kind} is {arguments[-1]!r}; it is not an existing {kind}.\n"
+    assert (found.returncode, found.stderr) == (2, message)
 
 
 def test_the_first_line_says_what_is_loaded_and_others_what_is_compiled(folder, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Names of model folders, checked before anything heavy is imported."""
+"""Names of model folders and files, checked before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def check_exists(path: str) -> None:
     """Refuses a path that does not exist, if it cannot be the name of a model of the Hugging Face hub."""
-    if not is_hub_name(path) and not os.path.exists(path):
+    if (is_gguf(path) or not is_hub_name(path)) and not os.path.exists(path):
         raise missing(path)
 
 
@@ -21,6 +21,12 @@ def is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None
 
 
+def is_gguf(model: object) -> bool:
+    """Returns whether this is the path of a GGUF file, by its name."""
+    return isinstance(model, str | os.PathLike) and str(os.fspath(model)).lower().endswith(".gguf")
+
+
 def missing(path: str, reason: str = "") -> InvalidInput:
-    """Returns the error for a folder that does not exist."""
-    return InvalidInput("folder", f"is {path!r}", f"it is not an existing folder{reason}")
+    """Returns the error for a folder, or a GGUF file, that does not exist."""
+    kind = "file" if is_gguf(path) else "folder"
+    return InvalidInput(kind, f"is {path!r}", f"it is not an existing {kind}{reason}")

@@ -107,6 +107,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "jattn.llm.arguments": {"jattn.llm.engine", "jattn.llm.load", "jattn.llm.processes"},
     "jattn.llm.serve": {
+        "jattn.llm.paths",
         "jattn.llm.arguments",
         "jattn.llm.engine",
         "jattn.llm.load",
@@ -116,6 +117,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.llm.chat": {"jattn.llm.engine", "jattn.llm.text"},
     "jattn.integrations": {"jattn.llm.engine", "jattn.llm.models", "jattn.nn"},
     "jattn.llm.testing": {
+        "jattn.llm.paths",
         "jattn.llm.engine",
         "jattn.llm.load",
         "jattn.llm.models",

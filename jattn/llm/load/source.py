@@ -23,6 +23,7 @@ from jattn.llm.load.tensor_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer, read_tokenizer
 from jattn.llm.load.weights import check_count, check_weights, find_weights, with_tied_head
 from jattn.llm.models import ModelConfig
+from jattn.llm.paths import is_gguf
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -73,11 +74,6 @@ def open_source(model: str | os.PathLike[str]) -> ModelSource:
             raise InvalidInput("model", f"{shown(str(model))} cannot be read: {error}") from None
         return _GgufSource(path, open_gguf(path))
     return _FolderSource(check_folder(model))
-
-
-def is_gguf(model: object) -> bool:
-    """Returns whether this is the path of a GGUF file, by its name."""
-    return isinstance(model, str | os.PathLike) and str(os.fspath(model)).lower().endswith(".gguf")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> TextTokenizer:

@@ -28,7 +28,7 @@ from jattn.llm.engine import LLM
 from jattn.llm.engine.options.config import SERVING_SIZES
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given
-from jattn.llm.load.source import is_gguf
+from jattn.llm.paths import is_gguf
 from jattn.llm.serve import access
 from jattn.llm.serve.app import ServeConfig, create_app
 from jattn.llm.serve.async_llm import AsyncLLM

@@ -18,8 +18,8 @@ from flax import nnx
 
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.llm.load.folder import check_folder, read_config
-from jattn.llm.load.source import is_gguf
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
+from jattn.llm.paths import is_gguf
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
 from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow, torch_limit
