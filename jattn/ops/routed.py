@@ -54,9 +54,12 @@ class ExpertKernels:
 
 def chosen_experts(
     logits: jax.Array, *, correction_bias: jax.Array | None, top_k: int, scoring_func: str, norm_topk_prob: bool,
-    routed_scaling_factor: float, n_group: int, topk_group: int,
+    routed_scaling_factor: float, n_group: int, topk_group: int, forced: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Returns weights and experts, `[rows, top_k]`, by logits `[rows, experts]` and the options of a RouteCall."""
+    """Returns weights and experts, `[rows, top_k]`, by logits `[rows, experts]` and the options of a RouteCall.
+
+    Rows of `forced`, int32[rows, top_k], are the experts themselves, unless an id is negative.
+    """
     score = jax.nn.softmax if scoring_func == "softmax" else jax.nn.sigmoid
     scores = score(logits.astype(jnp.float32))
     choice = scores if correction_bias is None else scores + correction_bias[None]
@@ -67,6 +70,8 @@ def chosen_experts(
         is_kept = (kept[..., None] == jnp.arange(n_group)[None, None]).any(-2)
         choice = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
     experts = jax.lax.top_k(choice, top_k)[1].astype(jnp.int32)
+    if forced is not None:
+        experts = jnp.where((forced >= 0).all(-1, keepdims=True), forced.astype(jnp.int32), experts)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if norm_topk_prob:
         # The sigmoids of a row may all be 0.

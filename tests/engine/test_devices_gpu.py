@@ -20,6 +20,8 @@ from jattn import AttentionMetadata, SequenceRow, ops, parallel
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, open_engine
 from jattn.pool import HostBlocks, KVPool
 from tests.engine.conftest import tiny_decoder
+from tests.engine.test_annotated_models import Annotated, check_collectives
+from tests.engine.test_annotated_models import config as annotated_config
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.engine.test_processes import PROMPT, free_port
 from torch_core.attention.call import PagedCall
@@ -64,6 +66,15 @@ def test_tokens_dealt_out_over_gpus_with_the_same_key_head_are_those_of_one() ->
     spread = EngineConfig(**SIZES, tensor_parallel_size=2, decode_context_parallel_size=2)
 
     assert run(Engine(model, spread), prompts) == run(Engine(model, EngineConfig(**SIZES)), prompts)
+
+
+@TWO_GPUS
+def test_a_module_that_is_cut_by_its_annotations_has_the_tokens_of_one_gpu() -> None:
+    model, prompts = Annotated(), prompts_of(1, 3, 9, 17, 30, 8, 5)
+    two = Engine(model, annotated_config(2))
+
+    assert run(two, prompts) == run(Engine(model, annotated_config(1)), prompts)
+    check_collectives(two)
 
 
 @pytest.mark.parametrize("way", ["whole heads", "split heads", "chunk"])

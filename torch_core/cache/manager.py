@@ -193,6 +193,18 @@ class CacheManager:
         return lifecycle.fork(self._state, parent_id, child_id)
 
     @_verb
+    def computed_blocks(self, seq_id: str) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Returns the tokens of a sequence whose steps have retired, and its block tables in all groups.
+
+        They are 0 and empty while it has no blocks on the device.
+
+        Raises:
+            InvalidInput: unknown sequence.
+        """
+        table = self._state.known(seq_id).table
+        return (0, ()) if table is None else (table.retired, table.rows or table.freeze())
+
+    @_verb
     def swap_out(self, seq_id: str) -> CommittedStep:
         """Moves a sequence's blocks to host memory: a step without rows, whose `swaps` the caller executes in order.
 

@@ -111,6 +111,9 @@ class EngineCore(Owner):
                 raise
         state.in_flight.popleft()
         device.watchdog.came(step)
+        routing = device.runner.routing
+        if routing is not None:
+            routing.came()
         sampled = result.tokens.T.tolist()
         answers = [
             (index, row, [token for token in sampled[index][: row.num_samples] if token >= 0])
@@ -134,6 +137,9 @@ class EngineCore(Owner):
             request.extend(new, self.weights_version)
             state.cache.append_tokens(request.request_id, new)
             if reason := request.end_reason:
+                if routing is not None:
+                    # This step, too, although it has not retired.
+                    routing.give(state.cache, request, request.num_known_tokens)
                 self._finish(state, request, reason)
             else:
                 self._deliver(request)
@@ -390,6 +396,9 @@ class EngineCore(Owner):
     def _end(self, request: Request, reason: str) -> None:
         """Ends a request between two steps."""
         state = self._rebuilt()
+        routing = state.device.runner.routing
+        if routing is not None:
+            routing.give(state.cache, request)
         self._finish(state, request, reason)
         if state.has_residue:
             self.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
-from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec
+from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
 from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
 from jattn.llm.models.shapes import num_parameters
@@ -32,6 +32,7 @@ __all__ = [
     "PagedSpec",
     "ParameterShards",
     "RopeScaling",
+    "RoutedModel",
     "TensorParallel",
     "decoder_of",
     "last_of_each_window",

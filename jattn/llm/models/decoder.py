@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -116,6 +117,24 @@ class Decoder(nnx.Module):
         *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
         return hidden, new_caches
 
+    def with_routed_experts(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+        """Returns the results of a call and the experts of each token, int32[tokens, num_hidden_layers, top_k].
+
+        -1 in layers without experts. `forward_dense(routed_experts=...)` takes them.
+        """
+        if self.config.moe is None:
+            raise Unsupported("this model has no experts.")
+        _, *states, (hidden, new_caches, _) = self._paged_states(token_ids, positions, kv_caches, metadata)
+        none = jnp.full((token_ids.size, self.config.moe.num_experts_per_tok), -1, jnp.int32)
+        experts = [none if each is None else each for _, _, each in states]
+        return hidden, new_caches, jnp.stack(experts, axis=1)
+
     def paged_hidden_states(
         self,
         token_ids: jax.Array,
@@ -124,23 +143,34 @@ class Decoder(nnx.Module):
         metadata: AttentionMetadata | GroupedMetadata,
     ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...]]]:
         """Yields the same as `hidden_states`, for the arguments of a call, each with the caches at that point."""
+        for x, caches, _ in self._paged_states(token_ids, positions, kv_caches, metadata):
+            yield x, caches
+
+    def _paged_states(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        kv_caches: tuple[jax.Array, ...],
+        metadata: AttentionMetadata | GroupedMetadata,
+    ) -> Iterator[tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]]:
+        """Yields the same, each with the experts of the layer."""
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         peers = metadata.of_layer(0)[0].peers
         x, angles = self.embedded(token_ids, positions, peers)
         caches = list(kv_caches)
-        yield x, tuple(caches)
+        yield x, tuple(caches), None
         normed = through(self.layers[0].input_layernorm, x)
         for index, modules in enumerate(self.layers_and_norms()):
             own, array = metadata.of_layer(self.config.cache_of(index))
             if self.config.index_head_dim is None:
-                x, normed, caches[array] = _called(modules, x, normed, angles, caches[array], own)
+                x, normed, caches[array], experts = _called(modules, x, normed, angles, caches[array], own)
             else:
                 second = len(self.layers) + array
                 pair = caches[array], caches[second]
-                x, normed, (caches[array], caches[second]) = _called(modules, x, normed, angles, pair, own)
-            yield x, tuple(caches)
-        yield normed, tuple(caches)
+                x, normed, (caches[array], caches[second]), experts = _called(modules, x, normed, angles, pair, own)
+            yield x, tuple(caches), experts
+        yield normed, tuple(caches), None
 
     def layers_and_norms(self) -> Iterator[tuple[DecoderLayer, Any]]:
         """Yields each layer and the norm after it (the next layer's first or the model's last); None for none."""
@@ -172,7 +202,12 @@ class Decoder(nnx.Module):
         return jnp.where(tokens < self.config.vocab_size, logits, -jnp.inf)
 
     def forward_dense(
-        self, token_ids: jax.Array, *, dropout_rate: float = 0.0, dropout_key: jax.Array | None = None
+        self,
+        token_ids: jax.Array,
+        *,
+        dropout_rate: float = 0.0,
+        dropout_key: jax.Array | None = None,
+        routed_experts: jax.Array | np.ndarray | None = None,
     ) -> jax.Array:
         """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache: training and comparison.
 
@@ -180,11 +215,17 @@ class Decoder(nnx.Module):
             token_ids: int32[batch, tokens]; every row starts at position 0.
             dropout_rate: share of dropped elements of the embedding and of each residual branch; 0 for off.
             dropout_key: a `jax.random.key`; needed when the rate is not 0.
+            routed_experts: int[batch, tokens, num_hidden_layers, top_k], experts of each token instead of those that
+                the routers would choose, as a rollout recorded them (`CompletionOutput.routed_experts`). Their weights
+                are computed from the routers' logits, with gradients. A negative id leaves the choice to the router.
 
         Raises:
-            InvalidInput: dropout_rate outside [0, 1), or not 0 without a key.
+            InvalidInput: dropout_rate outside [0, 1), or not 0 without a key; experts of another shape or dtype, or ids
+                that no expert has.
         """
-        *_, hidden = self.hidden_states(token_ids, checked_dropout(dropout_rate, dropout_key))
+        experts = checked_experts(routed_experts, token_ids.shape, self.config)
+        dropout = checked_dropout(dropout_rate, dropout_key)
+        *_, hidden = self.hidden_states(token_ids, dropout, routed_experts=experts)
         return self.logits(hidden)
 
     def embed(
@@ -220,6 +261,7 @@ class Decoder(nnx.Module):
         dropout: nnx.Dropout | None = None,
         lengths: jax.Array | None = None,
         encoded: Encoded | None = None,
+        routed_experts: jax.Array | None = None,
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` after the embedding, after each layer, and after the last norm.
 
@@ -228,14 +270,16 @@ class Decoder(nnx.Module):
             dropout: dropout of the embedding and of each residual branch; None for off.
             lengths: int32[batch], real tokens of each row; None for all.
             encoded: the encoder's output for cross attention, for a model with an encoder.
+            routed_experts: as in `forward_dense`, or None.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
         x = dropout(x)
         yield x
         shared: KeysValues = {}
-        for layer in self.layers:
-            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared)
+        for index, layer in enumerate(self.layers):
+            experts = None if routed_experts is None else routed_experts[:, :, index]
+            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared, experts)
             yield x
         yield through(self.norm, x)
 
@@ -283,6 +327,26 @@ def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:
     if rate and key is None:
         raise InvalidInput("dropout_rate", f"is {rate} but dropout_key is None", "pass a jax.random.key")
     return nnx.Dropout(rate, rngs=None if key is None else nnx.Rngs(dropout=key))
+
+
+def checked_experts(experts: Any, shape: tuple[int, ...], config: ModelConfig) -> jax.Array | None:
+    """Returns the experts of a forward pass over tokens of a shape as an array, or raises InvalidInput."""
+    moe = config.moe
+    if experts is None:
+        return None
+    if moe is None:
+        raise InvalidInput("routed_experts", "is given and the model has no experts", "leave it out")
+    wanted = (*shape, config.num_hidden_layers, moe.num_experts_per_tok)
+    if not isinstance(experts, jax.Array | np.ndarray):
+        raise InvalidInput("routed_experts", f"is a {type(experts).__name__}", "it must be an array")
+    if experts.shape != wanted or not jnp.issubdtype(experts.dtype, jnp.signedinteger):
+        problem = f"is {experts.dtype}{list(experts.shape)}"
+        raise InvalidInput("routed_experts", problem, f"it must be signed ints of shape {list(wanted)}")
+    if not isinstance(experts, Tracer) and (bad := np.argwhere(np.asarray(experts) >= moe.num_experts)).size:
+        place = tuple(bad[0].tolist())
+        problem = f"is {int(np.asarray(experts)[place])}"
+        raise InvalidInput(f"routed_experts[{', '.join(map(str, place))}]", problem, f"ids are below {moe.num_experts}")
+    return jnp.asarray(experts)
 
 
 def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:

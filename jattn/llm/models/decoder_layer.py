@@ -64,16 +64,18 @@ class DecoderLayer(nnx.Module):
         kv_cache: Any,
         metadata: AttentionMetadata,
         following: Any,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
         """Returns the residual stream `x` [tokens, hidden] after this layer, its norm by `following`, and the caches.
 
-        `normed` is `x` after `input_layernorm`. `following` is the next layer's `input_layernorm`, or the last norm.
+        The last result are the experts of each token, int32[tokens, top_k]; None of a dense layer. `normed` is `x`
+        after `input_layernorm`. `following` is the next layer's `input_layernorm`, or the last norm.
         """
         attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
-        return *self._added(x, normed, attended, None, cross, following, metadata.peers), kv_cache
+        x, normed, experts = self._added(x, normed, attended, None, cross, following, metadata.peers)
+        return x, normed, kv_cache, experts
 
     def forward_dense(
         self,
@@ -83,14 +85,15 @@ class DecoderLayer(nnx.Module):
         lengths: jax.Array | None = None,
         encoded: Encoded | None = None,
         shared: KeysValues | None = None,
+        routed_experts: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps `[batch, tokens, hidden]` to the same shape; no cache."""
+        """Maps `[batch, tokens, hidden]` to the same shape; no cache. Experts are as in `SparseMLP.with_experts`."""
         normed = through(self.input_layernorm, x)
         attended = self.self_attn.forward_dense(normed, angles, lengths, shared)
         cross = None
         if self.cross_attn is not None and encoded is not None:
             cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
-        return self._added(x, normed, attended, dropout, cross)[0]
+        return self._added(x, normed, attended, dropout, cross, routed_experts=routed_experts)[0]
 
     def _added(
         self,
@@ -101,15 +104,16 @@ class DecoderLayer(nnx.Module):
         cross: _Branch | None,
         following: Any = None,
         peers: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        routed_experts: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Adds the outputs of attention and of the following parts to the residual stream; see `__call__`."""
         if self.config.norm_placement == "residual":
             x = through(self.attention_output_norm, x + through(dropout, self._summed(attended, "heads", peers)))
             if cross is not None:
                 x = through(self.cross_attention_norm, x + through(dropout, cross(x)))
-            branch, axis = self._feed_forward(x)
+            branch, axis, experts = self._feed_forward(x, routed_experts)
             x = through(self.mlp_output_norm, x + through(dropout, self._summed(branch, axis, peers)))
-            return x, through(following, x)
+            return x, through(following, x), experts
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         after, seen = self._add_branch(x, attended, "heads", self.attention_output_norm, before, dropout, peers)
@@ -122,8 +126,8 @@ class DecoderLayer(nnx.Module):
             # In parallel with attention, this sum does not depend on attention's sum, and two at once would use the
             # same memory.
             peers = None
-        branch, axis = self._feed_forward(seen)
-        return self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers)
+        branch, axis, experts = self._feed_forward(seen, routed_experts)
+        return *self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers), experts
 
     def _add_branch(
         self,
@@ -144,9 +148,12 @@ class DecoderLayer(nnx.Module):
         x = x + scaled(through(dropout, through(own_norm, self._summed(branch, axis, peers))), scale)
         return x, through(following, x)
 
-    def _feed_forward(self, x: jax.Array) -> tuple[jax.Array, str]:
-        """Returns this device's share, and the axis along which it is one."""
-        return (self.moe(x), "experts") if self.is_sparse else (self.mlp(x), "mlp")
+    def _feed_forward(self, x: jax.Array, forced: jax.Array | None) -> tuple[jax.Array, str, jax.Array | None]:
+        """Returns this device's share, the axis along which it is one, and each token's experts."""
+        if not self.is_sparse:
+            return self.mlp(x), "mlp", None
+        out, experts = self.moe.with_experts(x, forced)
+        return out, "experts", experts
 
     def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
         return x if self.parallel is None else self.parallel.summed(x, axis, peers)

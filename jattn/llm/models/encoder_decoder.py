@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.decoder import Decoder, checked_dropout
+from jattn.llm.models.decoder import Decoder, checked_dropout, checked_experts
 from jattn.llm.models.decoder_layer import through
 from jattn.llm.models.paged_model import PagedSpec
 from jattn.metadata import AttentionMetadata
@@ -57,7 +58,7 @@ class EncoderDecoder(Decoder):
         for index, (layer, following) in enumerate(encoder.layers_and_norms()):
             # The encoder's own keys and values lie where the cross ones will: nothing else is in these slots yet.
             place = index % len(caches)
-            x, encoded, caches[place] = layer(x, encoded, angles, caches[place], metadata, following)
+            x, encoded, caches[place], _ = layer(x, encoded, angles, caches[place], metadata, following)
         layers: Any = self.layers
         return tuple(
             layer.cross_attn.write(encoded, cache, metadata.slot_mapping)
@@ -72,6 +73,7 @@ class EncoderDecoder(Decoder):
         encoder_lengths: jax.Array | None = None,
         dropout_rate: float = 0.0,
         dropout_key: jax.Array | None = None,
+        routed_experts: jax.Array | np.ndarray | None = None,
     ) -> jax.Array:
         """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache; see `Decoder.forward_dense`.
 
@@ -80,10 +82,11 @@ class EncoderDecoder(Decoder):
         """
         if encoder_token_ids is None:
             raise InvalidInput("encoder_token_ids", value=None, wanted="a model with an encoder needs its input")
+        experts = checked_experts(routed_experts, token_ids.shape, self.config)
         dropout = checked_dropout(dropout_rate, dropout_key)
         embedded = self.embed_tokens(encoder_token_ids)
         *_, encoded = self.encoder.hidden_states(embedded, dropout, encoder_lengths)
-        *_, hidden = self.hidden_states(token_ids, dropout, encoded=(encoded, encoder_lengths))
+        *_, hidden = self.hidden_states(token_ids, dropout, encoded=(encoded, encoder_lengths), routed_experts=experts)
         return self.logits(hidden)
 
 

@@ -55,12 +55,21 @@ class SparseMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
+        return self.with_experts(x)[0]
+
+    def with_experts(self, x: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns the same and the experts, int32[..., num_experts_per_tok], the best expert first.
+
+        `forced`, of the same shape, are experts instead of those that the router would choose; a token with a negative
+        id has the router's. Their weights are the router's.
+        """
         rows = x.reshape(-1, x.shape[-1])
-        out = self.routed(rows, *self._own(*self.route(rows)))
+        weights, experts = self.route(rows, None if forced is None else forced.reshape(len(rows), -1))
+        out = self.routed(rows, *self._own(weights, experts))
         if self.shared_expert is not None:
             shared, gate = self.shared_expert(rows), self.shared_expert_gate
             out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
-        return out.astype(x.dtype).reshape(x.shape)
+        return out.astype(x.dtype).reshape(x.shape), experts.reshape(*x.shape[:-1], -1)
 
     def routed(
         self, rows: jax.Array, weights: jax.Array, experts: jax.Array, *, implementation: str | None = None
@@ -87,16 +96,19 @@ class SparseMLP(nnx.Module):
             implementation=implementation,
         )
 
-    def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first."""
+    def route(self, rows: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns weights float32 and experts int32 of each row, [rows, num_experts_per_tok], the best expert first.
+
+        `forced` is as in `with_experts`.
+        """
         moe, router, correction = self.moe, self.router, self.e_score_correction_bias
         names = ("scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
         options: dict[str, Any] = {name: getattr(moe, name) for name in names}
         options["top_k"] = moe.num_experts_per_tok
         options["correction_bias"] = None if correction is None else correction[...]
-        if not isinstance(router, nnx.Linear):
+        if forced is not None or not isinstance(router, nnx.Linear):
             # A kernel in fewer bits becomes numbers where jnp multiplies it.
-            return chosen_experts(router(rows), **options)
+            return chosen_experts(router(rows), forced=forced, **options)
         bias = None if router.bias is None else router.bias[...]
         return route_experts(rows, router.kernel[...], bias=bias, **options)
 

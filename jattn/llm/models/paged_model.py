@@ -165,6 +165,16 @@ class PagedModel(Protocol):
         ...
 
 
+class RoutedModel(PagedModel, Protocol):
+    """A PagedModel that says which experts its tokens are routed to, for `enable_return_routed_experts`."""
+
+    def with_routed_experts(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+        """Returns the results of a call and int[tokens, layers, top_k], the experts of each token; -1 for none."""
+        ...
+
+
 class EncoderModel(PagedModel, Protocol):
     """A PagedModel that reads its prompts with an encoder first: its `paged_spec` has a `max_encoder_len`.
 

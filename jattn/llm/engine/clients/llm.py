@@ -64,7 +64,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
             disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
             logical_axis_rules, kv_cache_dtype, kv_cache_scales, step_timeout_seconds, seed, max_logprobs,
-            logprobs_mode, sampling_masks, logits_processors.
+            logprobs_mode, enable_return_routed_experts, sampling_masks, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.

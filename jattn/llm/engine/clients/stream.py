@@ -6,6 +6,8 @@ from collections import ChainMap, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, RequestOutput, TokenDelta, as_dict
 from jattn.llm.engine.request.request import Request
@@ -189,6 +191,7 @@ class PromptReader:
             _stop_reason(sample),
             sample.request.weights_versions,
             masks,
+            _routed_experts(sample),
         )
 
     def _logprobs_of(
@@ -233,6 +236,16 @@ class _Sample:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
         self.finish_reason: str | None = None
+
+
+def _routed_experts(sample: _Sample) -> np.ndarray | None:
+    """Returns the experts of a sample that ended, without those of the last token."""
+    request = sample.request
+    found, wanted = request.routed_experts, request.params.return_routed_experts
+    if found is None or wanted is False or sample.finish_reason is None:
+        return None
+    # A stop string may have ended it earlier.
+    return found[: len(request.prompt_token_ids) + len(request.output_token_ids) - 1]
 
 
 def _stop_reason(sample: _Sample) -> int | str | None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jattn.llm.engine.device.draft import WithDraft, with_draft
 from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.routing import check_routes
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
 from jattn.llm.engine.device.weights import Arrivals
@@ -70,6 +71,8 @@ class Device:
         if step.blocks_to_scrub or step.copies:
             copies = [tuple(copy[:2]) for copy in step.copies]
             self._announce("moves", list(step.blocks_to_scrub), copies)
+        if self.runner.routing is not None:
+            self.runner.routing.moved(step)
         self.pool.prepare(step, self.host)
 
     def forget(self) -> None:
@@ -265,6 +268,8 @@ class _CachePlan:
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
     vocab_size, context = model.paged_spec.vocab_size, config.decode_context_parallel_size
     check_processors(config.logits_processors or {}, vocab_size=vocab_size, max_model_len=max_model_len)
+    if config.enable_return_routed_experts:
+        check_routes(model)
     placement, model = Placement.of(model, mesh, context, config.logical_axis_rules)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:

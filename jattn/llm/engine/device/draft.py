@@ -9,7 +9,7 @@ from flax import nnx
 
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.load import load_model
-from jattn.llm.models import PagedModel, PagedSpec, TensorParallel
+from jattn.llm.models import PagedModel, PagedSpec, RoutedModel, TensorParallel
 from jattn.metadata import AttentionMetadata
 from torch_core.base.errors import InvalidInput
 
@@ -47,6 +47,15 @@ class WithDraft(nnx.Module):
         hidden, own = self.base(token_ids, positions, own, metadata)
         _, drafts = self.draft(token_ids, positions, drafts, metadata)
         return hidden, (*own, *drafts)
+
+    def with_routed_experts(
+        self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+        """Returns the results of a call and the experts of the base."""
+        own, drafts = self.split(kv_caches)
+        hidden, own, experts = cast(RoutedModel, self.base).with_routed_experts(token_ids, positions, own, metadata)
+        _, drafts = self.draft(token_ids, positions, drafts, metadata)
+        return hidden, (*own, *drafts), experts
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the base's."""

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.routing import NO_EXPERT
 from jattn.llm.engine.device.sampler import Rows, VocabShards, token_logprobs
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
-from jattn.llm.models import EncoderModel, PagedModel, TensorParallel
+from jattn.llm.models import PagedModel, TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
@@ -45,6 +46,7 @@ class _Batch:
         state: of the sampler.
         kv_caches: of all layers.
         peers: see `AttentionMetadata`.
+        routes: report the experts of each token.
     """
 
     model: Model
@@ -55,6 +57,7 @@ class _Batch:
     state: SamplerState
     kv_caches: KVCaches
     peers: jax.Array | None
+    routes: bool
 
     @property
     def metadata(self) -> Any:
@@ -83,15 +86,25 @@ class Sampled(NamedTuple):
         logprobs: log-probabilities of the tokens, the same leading axes; None of a plain step, and so are the hidden
             states.
         hidden: [tokens, ...], if the step was one.
+        experts: int16[tokens, layers, top_k], experts of each token in the order of the slots, if the engine records
+            them.
     """
 
     tokens: Any
     logprobs: Logprobs | None
     hidden: Any
+    experts: Any = None
 
 
 def jitted_step(
-    graph: Any, treedef: Any, placement: Placement, layers: LayerGroups, cache_spec: Any, leaf_specs: Any
+    graph: Any,
+    treedef: Any,
+    placement: Placement,
+    layers: LayerGroups,
+    cache_spec: Any,
+    leaf_specs: Any,
+    *,
+    routes: bool = False,
 ) -> Any:
     """Returns the jitted step of one kind of model and of its cache groups.
 
@@ -105,12 +118,13 @@ def jitted_step(
         layers: the cache groups.
         cache_spec: partition spec of a layer's cache.
         leaf_specs: partition specs of the leaves.
+        routes: report the experts of each token.
     """
     whole = PartitionSpec()
 
     def step(*operands: Any, **sizes: Any) -> Any:
         return placement.mapped(
-            functools.partial(_step, graph, treedef, layers, **sizes),
+            functools.partial(_step, graph, treedef, layers, routes, **sizes),
             in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp")),
             out_specs=(whole, cache_spec),
         )(*operands)
@@ -139,6 +153,7 @@ def _step(
     graph: Any,
     treedef: Any,
     layers: LayerGroups,
+    routes: bool,
     kv_caches: KVCaches,
     leaves: list[jax.Array],
     last_tokens: jax.Array,
@@ -151,12 +166,12 @@ def _step(
 ) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
     fields = bucket.layout(max_blocks, len(layers.groups)).unpack(buffer)
 
-    def model() -> EncoderModel:
+    def model() -> Any:
         return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:
@@ -200,10 +215,14 @@ def _decoded(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
         )
         token_ids = jnp.where(wanted, sampled.tokens[0], token_ids)
         logprobs = jax.tree.map(lambda array: array[0], sampled.logprobs)
-        return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None)
+        return (token_ids, state, kv_caches), Sampled(token_ids, logprobs, None, sampled.experts)
 
     indices = jnp.arange(batch.bucket.num_steps, dtype=jnp.int32)
     (_, state, kv_caches), sampled = jax.lax.scan(decode, (batch.token_ids, batch.state, batch.kv_caches), indices)
+    if sampled.experts is not None:
+        places = jnp.where(indices[:, None] < num_slots, first + indices[:, None], batch.bucket.num_tokens)
+        none = jnp.full((batch.bucket.num_tokens, *sampled.experts.shape[2:]), NO_EXPERT, jnp.int16)
+        sampled = sampled._replace(experts=none.at[places].set(sampled.experts, mode="drop"))
     return sampled, state, kv_caches
 
 
@@ -238,14 +257,19 @@ def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
     fields = batch.fields | {"slot": jnp.full_like(batch.fields["slot"], batch.state.neutral_slot)}
     own, drafts = model().split(batch.kv_caches)
     sampled, _, drafts = _decoded(
-        replace(batch, model=lambda: model().draft, bucket=alone, fields=fields, kv_caches=drafts)
+        replace(batch, model=lambda: model().draft, bucket=alone, fields=fields, kv_caches=drafts, routes=False)
     )
     return sampled.tokens, (*own, *drafts)
 
 
 def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     model, bucket, fields, state = batch.model(), batch.bucket, batch.fields, batch.state
-    hidden, kv_caches = model(batch.token_ids, fields["positions"], batch.kv_caches, batch.metadata)
+    operands, experts = (batch.token_ids, fields["positions"], batch.kv_caches, batch.metadata), None
+    if batch.routes:
+        hidden, kv_caches, found = model.with_routed_experts(*operands)
+        experts = found.astype(jnp.int16)
+    else:
+        hidden, kv_caches = model(*operands)
     last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
@@ -269,6 +293,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
         by_place(tokens),
         jax.tree.map(by_place, logprobs),
         hidden if bucket.sampler.kind is SamplingKind.FULL else None,
+        experts,
     )
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 

@@ -53,6 +53,7 @@ class Programs:
         max_num_seqs: columns of the sampled tokens.
         max_blocks: columns of a block table.
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
+        routes: steps report the experts of each token.
 
     Attributes:
         compiled: the programs so far, by bucket.
@@ -73,6 +74,7 @@ class Programs:
         max_num_seqs: int,
         max_blocks: int,
         multiplies_fp8: bool,
+        routes: bool = False,
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -103,7 +105,7 @@ class Programs:
         self._has_cublas = is_wide and self._on_gpu
         self._multiplies_fp8 = multiplies_fp8
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
-        self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks)
+        self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks, routes)
 
     @property
     def compiling(self) -> Compiling:
@@ -255,5 +257,6 @@ def _shared(
     leaf_specs: tuple[Any, ...],
     operands: tuple[Any, ...],
     max_blocks: int,
+    routes: bool,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs), {}
+    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs, routes=routes), {}

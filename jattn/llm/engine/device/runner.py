@@ -15,6 +15,7 @@ from jattn.llm.engine.device.buckets import Bucket, Cascade, StepBuckets
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import Sampled, jitted_prompt_logprobs
 from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.device.routing import RoutingRecord
 from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
 from jattn.llm.engine.device.warmup import WarmUp
 from jattn.llm.engine.device.weights import Weights
@@ -118,6 +119,7 @@ class ModelRunner:
         programs: the compiled programs.
         weights: their weights.
         warming: compiles the programs in the background; None without.
+        routing: the experts of each cached token, if the engine records them.
     """
 
     def __init__(
@@ -170,6 +172,10 @@ class ModelRunner:
             announce=announce,
         )
         self.warming: WarmUp | None = None
+        self.routing: RoutingRecord | None = None
+        if config.enable_return_routed_experts:
+            sizes = pool.num_blocks, config.num_host_blocks, config.tokens_per_block
+            self.routing = RoutingRecord(layers, *sizes)
         self._hidden: Any = None
         self._generation: int | None = None
         self.forget()
@@ -189,6 +195,7 @@ class ModelRunner:
             multiplies_fp8=any(
                 isinstance(module, Fp8Linear) for _, module in nnx.iter_modules(cast(nnx.Module, model))
             ),
+            routes=config.enable_return_routed_experts,
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -217,6 +224,8 @@ class ModelRunner:
             self._announce("step", sizes, int(bucket.sampler.kind), buffer, masks)
         # One upload and one program.
         sampled = self._run(bucket, state, buffer)
+        if self.routing is not None:
+            self.routing.dispatched(layout, buffer, sampled.experts)
         parts = [] if sampled.hidden is None else self._of_prompts(step.rows, sampled.hidden)
         return StepResult(sampled.tokens, sampled.logprobs, parts)
 
@@ -340,6 +349,8 @@ class ModelRunner:
                 self._generation, self._peers = self._pool.generation, self._placement.peers()
         self._tables = [BlockTableCache() for _ in self._layers.groups]
         self._slots.forget()
+        if self.routing is not None:
+            self.routing.forget()
 
     def _metadata(
         self, step: ScheduledStep, bucket: Bucket, layout: PackedLayout, buffer: np.ndarray

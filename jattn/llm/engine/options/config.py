@@ -90,6 +90,8 @@ class EngineConfig:
             log-probabilities of the model's logits; "processed_logprobs", those from which the token was drawn, after
             penalties, masks, temperature, top_k, top_p and min_p; "raw_logits" and "processed_logits", the logits.
             Trainers that take them for the sampler's probabilities need "processed_logprobs".
+        enable_return_routed_experts: steps record the experts of each token, for models that have experts; see
+            `CompletionOutput.routed_experts`.
         sampling_masks: steps record the tokens that filters keep, for requests with `SamplingParams.sampling_mask`.
         logits_processors: pure JAX functions by name, for requests that select them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
@@ -134,6 +136,7 @@ class EngineConfig:
     seed: Annotated[int, Limits(0, (1 << 32) - 1)] = 0
     max_logprobs: Annotated[int, Limits(-1, 1 << 10, also=" (-1 for the whole vocabulary)")] = 20
     logprobs_mode: Annotated[str, Choices(*LOGPROBS_MODES)] = LOGPROBS_MODES[0]
+    enable_return_routed_experts: bool = False
     sampling_masks: bool = False
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
 

@@ -151,6 +151,8 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
         sampling_mask: return the tokens that could be sampled at each position, after all filters here, as
             `CompletionOutput.sampling_masks`; the engine needs `EngineConfig(sampling_masks=True)`.
+        return_routed_experts: return `CompletionOutput.routed_experts`; None for what the engine's
+            `EngineConfig.enable_return_routed_experts` says.
         logit_bias: mapping from token id to a number that is added to its logit.
         allowed_token_ids: the only tokens that may be sampled. Stored as a tuple.
         bad_words: texts that the output's text does not contain, whatever tokens they would come by; also not within a
@@ -191,6 +193,7 @@ class SamplingParams:
     logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     prompt_logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     sampling_mask: bool = False
+    return_routed_experts: bool | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()

@@ -133,6 +133,10 @@ class CompletionOutput:
         stop_reason: the stop string or the token of stop_token_ids that ended it; None for another reason.
         weights_versions: versions of the weights that sampled the tokens so far, in order: one, unless the weights were
             updated meanwhile. See `Engine.weights_version`.
+        routed_experts: int16[tokens, layers, top_k], the experts of each token of prompt and output but the last, which
+            the model did not read, if the engine has `enable_return_routed_experts` and the sample ended: those of the
+            computation that wrote the token's keys and values, also that of another request whose prefix is shared. -1
+            in layers without experts and for tokens that were not computed. None otherwise.
     """
 
     text: str
@@ -144,6 +148,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     weights_versions: tuple[int, ...] = ()
     sampling_masks: tuple[np.ndarray, ...] | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Request:
         pending_row: row of its sampled token in the last dispatched step.
         logprobs: log-probabilities of the generated tokens, if requested; entries after the last token are undefined.
         prompt_logprobs: log-probabilities of the prompt's tokens by position, if requested.
+        routed_experts: int16[tokens, layers, top_k] of its computed tokens when it ended, if an engine records them.
         weights_versions: versions of the weights that sampled its tokens, in order; see `Engine.weights_version`.
         max_tokens: most tokens to generate.
         order: rank among requests that compete; the smallest is first.
@@ -101,6 +102,7 @@ class Request:
     finish_reason: str | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
     samples: tuple[Request, ...] = ()
     followers: list[Request] = field(default_factory=list)
     encoder_token_ids: tuple[int, ...] = ()

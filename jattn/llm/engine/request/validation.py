@@ -208,6 +208,9 @@ class Validator:
             raise InvalidInput("stop", "is given, but there is no tokenizer that makes the text to find it in")
         if params.sampling_mask and not self._config.sampling_masks:
             raise InvalidInput("sampling_mask", value=True, wanted="the engine needs EngineConfig(sampling_masks=True)")
+        if params.return_routed_experts and not self._config.enable_return_routed_experts:
+            wanted = "the engine needs EngineConfig(enable_return_routed_experts=True)"
+            raise InvalidInput("return_routed_experts", value=True, wanted=wanted)
         most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
         wanted = {
             # A prompt's have a program of their own for the whole vocabulary.
