@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jattn.bridge import original_error
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
-from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec, StateCacheSpec
 
 #: The fix for an array with a view that the pool did not create.
 DROP_VIEWS = "drop every torch or numpy view of the arrays first"
@@ -30,8 +32,22 @@ def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
         raise InvalidInput("device", value=device, wanted=wanted)
 
 
-def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = False) -> np.ndarray:
-    """Returns ids of blocks as int32[len(blocks)], or int32[len(blocks), 2].
+def check_states(states: Sequence[StateCacheSpec], num_slots: int, device: Any) -> tuple[StateCacheSpec, ...]:
+    """Returns the layouts of layers with a state; refuses other values, and sizes that do not go with them."""
+    for index, spec in enumerate(states):
+        if not isinstance(spec, StateCacheSpec):
+            raise InvalidInput(f"states[{index}]", value=spec, wanted="it must be a StateCacheSpec")
+    if not states and num_slots:
+        raise InvalidInput("num_slots", f"is {num_slots} and states is empty", "give both or neither")
+    if states:
+        check_int("num_slots", num_slots, 2)
+        if isinstance(device, jax.sharding.Sharding):
+            raise Unsupported("device", value=device, wanted="a pool with states is on one device")
+    return tuple(states)
+
+
+def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = False, noun: str = "block") -> np.ndarray:
+    """Returns ids of blocks, or of state slots, as int32[len(blocks)] or int32[len(blocks), 2].
 
     numpy alone would convert 1.5, and 2**32 + 1, to the id of another block.
     """
@@ -43,7 +59,7 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
     if found.ndim and not len(found):
         return np.zeros((0, 2) if pairs else 0, np.int32)
     if found.dtype.kind not in "iu" or found.shape[1:] != (2,) * pairs or not found.ndim:
-        wanted = "pairs of block ids, (source, target)" if pairs else "a flat sequence of block ids, which are ints"
+        wanted = f"pairs of {noun} ids, (source, target)" if pairs else f"a flat sequence of {noun} ids, which are ints"
         raise InvalidInput(name, value=blocks, wanted=f"it must be {wanted}")
     bad = np.flatnonzero(((found < 0) | (found >= num_blocks)).reshape(len(found), -1).any(1))
     if bad.size:
@@ -53,14 +69,16 @@ def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = Fal
     return found.astype(np.int32)
 
 
-def refuse_repeated(name: str, written: np.ndarray) -> None:
+def refuse_repeated(name: str, written: np.ndarray, *, noun: str = "block") -> None:
     """Refuses blocks that are written twice, except the null block, whose content is never used."""
     times = np.bincount(written)
     times[:1] = 0
     if times.size and times.max() > 1:
         block = int(times.argmax())
         first, second = np.flatnonzero(written == block)[:2].tolist()
-        raise InvalidInput(f"{name}[{first}]", f"and {name}[{second}] both write block {block}", "name each block once")
+        raise InvalidInput(
+            f"{name}[{first}]", f"and {name}[{second}] both write {noun} {block}", f"name each {noun} once"
+        )
 
 
 def check_donation() -> None:

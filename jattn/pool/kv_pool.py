@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,18 @@ from jattn.pool.checks import (
     Guard,
     check_donation,
     check_made_of,
+    check_states,
     checked_blocks,
     checked_split,
     refuse_foreign_views,
     refuse_repeated,
 )
+from jattn.pool.moves import BlockMoves, SwapExecutor
 from jattn.pool.plan import check_room
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, OutOfMemory
 from torch_core.base.owners import Owner
-from torch_core.base.specs import CacheSpec
+from torch_core.base.specs import CacheSpec, StateCacheSpec
 
 if TYPE_CHECKING:
     import torch
@@ -39,23 +41,6 @@ if TYPE_CHECKING:
 _config: Any = jax.config
 
 Result = TypeVar("Result")
-
-
-class BlockMoves(Protocol):
-    """A step's operations on whole blocks before its rows, as `torch_core.cache.CommittedStep` describes them."""
-
-    @property
-    def blocks_to_scrub(self) -> Sequence[int]: ...
-    @property
-    def swaps(self) -> Sequence[Any]: ...
-    @property
-    def copies(self) -> Sequence[tuple[int, ...]]: ...
-
-
-class SwapExecutor(Protocol):
-    """Executes swaps between this pool and host memory: `jattn.pool.HostBlocks`."""
-
-    def execute(self, swaps: Sequence[Any]) -> None: ...
 
 
 class KVPool(Owner):
@@ -68,6 +53,9 @@ class KVPool(Owner):
         spec: the layout of one layer: keys and values, or latents.
         num_layers: number of arrays to allocate.
         further: layouts of further layers with the same block size, such as a draft model's.
+        states: layouts of the layers with a recurrent state. Their arrays follow those of blocks, those of a layer one
+            after the other. Such a pool is on one device.
+        num_slots: state slots of each such array, the null slot 0 included.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
@@ -75,7 +63,9 @@ class KVPool(Owner):
             numbers over all parts; the first one of each part is a null block too.
 
     Attributes:
-        specs: the layout of each layer.
+        specs: the layout of each layer with blocks.
+        states: the layout of each layer with a state.
+        num_slots: state slots, the null slot included; 0 without states.
         num_blocks: blocks of each array, the null block included.
         sharding: the sharding of the arrays over a mesh; None on one device.
         generation: counts the allocations; a higher number means that all earlier contents are gone.
@@ -101,12 +91,16 @@ class KVPool(Owner):
         num_layers: int,
         num_blocks: int,
         further: Sequence[CacheSpec] = (),
+        states: Sequence[StateCacheSpec] = (),
+        num_slots: int = 0,
         device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
         check_int("num_layers", num_layers, 1)
         check_int("num_blocks", num_blocks, 2)
         self.specs = (*[spec] * num_layers, *further)
         check_made_of(self.specs, device)
+        self.states = check_states(states, num_slots, device)
+        self.num_slots = num_slots
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
                 problem = f"has block_size {each.block_size} and spec {spec.block_size}"
@@ -114,13 +108,18 @@ class KVPool(Owner):
                 raise InvalidInput(f"further[{index}]", problem, wanted)
         self.num_blocks = num_blocks
         self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self.specs]
+        self._blocks, self._all = slice(len(self._layers)), slice(None)
+        self._slots = slice(len(self._layers), None)
+        for each in self.states:
+            shapes = zip(each.array_shapes(num_slots), map(jnp.dtype, each.dtypes), strict=True)
+            self._layers.extend(shapes)
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self.generation = 1
         sharding = device if isinstance(device, jax.sharding.Sharding) else None
         self.sharding: NamedSharding | None = None
         if sharding is not None:
-            self.sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers]
+            self.sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers[self._blocks]]
         parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
         for each in (device,) if sharding is None else sharding.addressable_devices:
             check_room(self.num_bytes // parts, each)
@@ -133,13 +132,14 @@ class KVPool(Owner):
 
     @property
     def num_layers(self) -> int:
-        """Number of cache arrays."""
+        """Number of cache arrays of blocks."""
         return len(self.specs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
-        return self.num_blocks * sum(spec.bytes_per_block for spec in self.specs)
+        blocks = self.num_blocks * sum(spec.bytes_per_block for spec in self.specs)
+        return blocks + self.num_slots * sum(spec.bytes_per_slot for spec in self.states)
 
     def addresses(self) -> tuple[int, ...]:
         """Returns the data pointer of each layer's array, or of each of its shards; constant for one generation."""
@@ -186,15 +186,20 @@ class KVPool(Owner):
             PoolLost: the step failed after it had consumed the caches. A new pool is allocated, filled with zeros, with
                 a higher generation; the cause is chained.
         """
+        return self._run(self._all, step, *args)
+
+    def _run(self, part: slice, step: Callable[..., tuple[Result, Any]], *args: Any) -> Result:
+        """Does what `run` does with a part of the arrays."""
         if self._views:
             self._refuse_live_views()
         if _config.jax_disable_jit or _config.jax_debug_nans or _config.jax_debug_infs:
             check_donation()
-        before = self._arrays or self._opened()
+        everything = self._arrays or self._opened()
+        before, layers = everything[part], self._layers[part]
         try:
             result, after = step(before, *args)
             after = tuple(after)
-            fits = [(array.shape, array.dtype) for array in after] == self._layers
+            fits = [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(self._is_placed, after)))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             with self.guard():
@@ -211,20 +216,25 @@ class KVPool(Owner):
             if any(consumed):
                 self.renew()
                 fate = f"was allocated anew, generation {self.generation}: compute every sequence again"
-            kinds = Counter(" ".join(map(str, (shape, dtype, *split))) for shape, dtype in self._layers)
+            kinds = Counter(" ".join(map(str, (shape, dtype, *split))) for shape, dtype in layers)
             wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
             raise InvalidInput(f"the step returned kv_caches of {found}; it must return {wanted}. The pool {fate}.")
         if not all(consumed):
             fate = "still holds what it held"
             if any(consumed):
                 # Only the returned arrays are complete.
-                self._arrays, fate = after, "holds what the step returned"
+                self._arrays, fate = self._with(part, after), "holds what the step returned"
             raise InvalidInput(
                 f"the step did not consume kv_caches[{consumed.index(False)}], so XLA copied it: jit the step with "
                 f"donate_argnums=0, and {DROP_VIEWS}. The pool {fate}."
             )
-        self._arrays = after
+        self._arrays = self._with(part, after)
         return result
+
+    def _with(self, part: slice, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if part is self._all:
+            return arrays
+        return arrays + self._arrays[self._slots] if part is self._blocks else self._arrays[self._blocks] + arrays
 
     def guard(self) -> AbstractContextManager[None]:
         """Turns a step's failure into the callback's own error, or into `PoolLost` if the caches went with it.
@@ -238,7 +248,7 @@ class KVPool(Owner):
         return Guard(self)
 
     def prepare(self, step: BlockMoves, host: SwapExecutor | None = None) -> None:
-        """Executes a committed step's operations on whole blocks, in this order: scrubs, swaps, copies.
+        """Executes a committed step's operations on whole blocks and slots, in this order: scrubs, swaps, copies.
 
         Call it once for every committed step, before the step itself: a block that the allocator assigns was scrubbed
         by then. Device work, in the order of the steps; nothing waits but for blocks on their way to the host.
@@ -250,12 +260,15 @@ class KVPool(Owner):
         Raises:
             InvalidInput: an id is not in the pool, or the step swaps and there is no `host`.
         """
-        if step.swaps and host is None:
-            raise InvalidInput(f"the step has {len(step.swaps)} swaps; give the HostBlocks that hold them as host.")
+        swaps = len(step.swaps) + len(step.state_swaps)
+        if swaps and host is None:
+            raise InvalidInput(f"the step has {swaps} swaps; give the HostBlocks that hold them as host.")
         self.scrub_blocks(step.blocks_to_scrub)
-        if step.swaps and host is not None:
-            host.execute(step.swaps)
+        self.scrub_states(step.slots_to_scrub)
+        if swaps and host is not None:
+            host.execute(step.swaps, step.state_swaps)
         self.copy_blocks(step.copies)
+        self.copy_states(step.state_copies)
 
     def copy_blocks(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copies whole blocks in every layer, on the device and in the order of the steps: copy-on-write.
@@ -282,7 +295,7 @@ class KVPool(Owner):
                 "or compute it again",
             )
         program, padded = programs.copy_program(self._first_device(), pairs)
-        self.run(self._on_parts(program), padded)
+        self._run(self._blocks, self._on_parts(program), padded)
 
     def scrub_blocks(self, blocks: Sequence[int]) -> None:
         """Fills whole blocks with zeros in every layer, on the device and in the order of the steps.
@@ -295,15 +308,38 @@ class KVPool(Owner):
         """
         ids = checked_blocks("blocks", blocks, self.num_blocks)
         if ids.size:
-            self.run(self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
+            self._run(self._blocks, self._on_parts(programs.scrub_blocks), programs.pad_blocks(ids))
+
+    def copy_states(self, copies: Sequence[tuple[int, ...]]) -> None:
+        """Copies whole state slots in every layer with a state; as `copy_blocks`, all sources are read first.
+
+        Args:
+            copies: pairs (source, target); no slot is the target of two.
+
+        Raises:
+            InvalidInput: a slot is not in the pool, or is the target of two; nothing was copied.
+        """
+        pairs = checked_blocks("copies", [copy[:2] for copy in copies], self.num_slots, pairs=True, noun="slot")
+        if pairs.size:
+            refuse_repeated("copies", pairs[:, 1], noun="slot")
+            self._run(self._slots, programs.copy_blocks, programs.pad_blocks(pairs))
+
+    def scrub_states(self, slots: Sequence[int]) -> None:
+        """Fills whole state slots with zeros; as `scrub_blocks`."""
+        ids = checked_blocks("slots", slots, self.num_slots, noun="slot")
+        if ids.size:
+            self._run(self._slots, programs.scrub_blocks, programs.pad_blocks(ids))
 
     def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
         """Compiles the programs for up to these numbers of copies, scrubs and swaps, by runs on the null block."""
         for size in programs.padded_sizes(copies):
             for program, nothing in programs.copy_programs(self._first_device()):
-                self.run(self._on_parts(program), np.full((size, 2), nothing, np.int32))
+                self._run(self._blocks, self._on_parts(program), np.full((size, 2), nothing, np.int32))
+            self.copy_states([(0, 0)] * size if self.states else ())
         for size in programs.padded_sizes(scrubs):
             self.scrub_blocks([0] * size)
+        for size in programs.padded_sizes(min(scrubs, self.num_slots)):
+            self.scrub_states([0] * size)
         for size in programs.padded_sizes(swaps):
             self.write_blocks([0] * size, self.read_blocks([0] * size))
 
@@ -314,9 +350,18 @@ class KVPool(Owner):
             InvalidInput: an id is not in the pool.
         """
         ids = checked_blocks("blocks", blocks, self.num_blocks)
-        arrays = self._opened()
+        return self._read(self._blocks, self._on_parts(programs.read_blocks), ids)
+
+    def read_states(self, slots: Sequence[int]) -> list[np.ndarray]:
+        """Copies whole state slots to the host; as `read_blocks`."""
+        return self._read(
+            self._slots, programs.read_blocks, checked_blocks("slots", slots, self.num_slots, noun="slot")
+        )
+
+    def _read(self, part: slice, program: Callable[..., Any], ids: np.ndarray) -> list[np.ndarray]:
+        arrays = self._opened()[part]
         with self.guard():
-            found = self._on_parts(programs.read_blocks)(arrays, programs.pad_blocks(ids))
+            found = program(arrays, programs.pad_blocks(ids))
             return [np.asarray(layer)[: len(ids)] for layer in found]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
@@ -332,16 +377,32 @@ class KVPool(Owner):
         """
         ids = checked_blocks("blocks", blocks, self.num_blocks)
         refuse_repeated("blocks", ids)
-        found = [(layer.shape, layer.dtype) for layer in contents]
-        if found != [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers]:
-            wanted = f"{self.num_layers} arrays of {(len(ids), *self._shape[1:])} {self.spec.dtype} are required"
-            raise InvalidInput("contents", f"are {[(shape, dtype.name) for shape, dtype in found]}", wanted)
+        self._check_contents(self._blocks, ids, contents)
         padded = programs.pad_blocks(ids)
         place = self._opened()[0].sharding
         if self.sharding is not None:
             place = NamedSharding(self.sharding.mesh, PartitionSpec(None, *self.sharding.spec[1:]))
         new = jax.device_put([_padded(layer, len(padded)) for layer in contents], place)
-        self.run(self._on_parts(programs.write_blocks), padded, new)
+        self._run(self._blocks, self._on_parts(programs.write_blocks), padded, new)
+
+    def write_states(self, slots: Sequence[int], contents: Sequence[np.ndarray]) -> None:
+        """Copies whole state slots from the host; as `write_blocks`."""
+        ids = checked_blocks("slots", slots, self.num_slots, noun="slot")
+        refuse_repeated("slots", ids, noun="slot")
+        self._check_contents(self._slots, ids, contents)
+        padded = programs.pad_blocks(ids)
+        new = jax.device_put([_padded(layer, len(padded)) for layer in contents], self._opened()[0].sharding)
+        self._run(self._slots, programs.write_blocks, padded, new)
+
+    def _check_contents(self, part: slice, ids: np.ndarray, contents: Sequence[np.ndarray]) -> None:
+        found = [(layer.shape, layer.dtype) for layer in contents]
+        needed = [((len(ids), *shape[1:]), dtype) for shape, dtype in self._layers[part]]
+        if found != needed:
+            kinds = Counter(f"{shape} {dtype.name}" for shape, dtype in needed)
+            wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
+            raise InvalidInput(
+                "contents", f"are {[(shape, dtype.name) for shape, dtype in found]}", f"{wanted} are required"
+            )
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.

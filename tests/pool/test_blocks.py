@@ -187,7 +187,7 @@ def test_a_closed_pool_has_no_blocks_and_says_so(pool) -> None:
 
 
 def test_contents_of_another_shape_are_refused(pool) -> None:
-    with pytest.raises(InvalidInput, match=r"2 arrays of \(1, 2, .*\) (float32|uint8) are required"):
+    with pytest.raises(InvalidInput, match=r" arrays of \(1, 2, .*\) (float32|uint8).* are required"):
         pool.write_blocks([1], [np.zeros((1, 2, 2, 1, 3), np.float32)] * 2)
 
 

@@ -80,7 +80,7 @@ class EngineCore(Owner):
             # Execute: one upload and one program, whose results stay on the device.
             if step is not None:
                 blocks = step.committed
-                if blocks.copies or blocks.swaps or blocks.blocks_to_scrub:
+                if blocks.moves_memory:
                     device.prepare(blocks)
                 in_flight.append((step, device.runner.dispatch(step)))
                 device.watchdog.dispatched(step)
