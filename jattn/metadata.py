@@ -72,6 +72,8 @@ class AttentionMetadata:
         max_query_len: an upper bound on every query length; static, so part of the compiled shape.
         groups: sequences that share prefixes; None to attend each on its own.
         cross: the arrays of cross attention; None for a model without it.
+        state_slots: int32[num_seqs]; slot of each sequence's recurrent state, -1 for padding; None for a model without
+            such layers.
         peers: the memory in which a split model sums small arrays, this device's part of `jattn.parallel.Peers.table`;
             None for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
@@ -85,6 +87,7 @@ class AttentionMetadata:
     max_query_len: int = field(metadata={"static": True})
     groups: PrefixGroups | None = None
     cross: CrossMetadata | None = None
+    state_slots: jax.Array | None = None
     peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
 
@@ -93,6 +96,22 @@ class AttentionMetadata:
         """The arrays of an attention op about the sequences, by its keywords."""
         names = ("block_tables", "seq_lens", "query_start_loc", "max_query_len")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The arrays of an op of layers with a state, such as `jattn.ops.causal_conv1d`, by its keywords.
+
+        Raises:
+            InvalidInput: the metadata has no state slots.
+        """
+        if self.state_slots is None:
+            wanted = "build it with num_slots, from rows that have a state_slot"
+            raise InvalidInput("metadata", "has no state_slots", wanted)
+        return {
+            "query_start_loc": self.query_start_loc,
+            "cache_indices": self.state_slots,
+            "has_initial_state": self.seq_lens > jnp.diff(self.query_start_loc),
+        }
 
     @classmethod
     def of_fields(
@@ -116,6 +135,7 @@ class AttentionMetadata:
             cross=CrossMetadata(block_tables=fields["cross_block_tables"], seq_lens=fields["encoder_seq_lens"])
             if cross
             else None,
+            state_slots=fields.get("state_slots"),
         )
 
     @classmethod
@@ -130,6 +150,7 @@ class AttentionMetadata:
         max_blocks: int | None = None,
         max_query_len: int | None = None,
         encoder_rows: Sequence[EncoderRow] | None = None,
+        num_slots: int | None = None,
     ) -> AttentionMetadata:
         """Builds a step's metadata from its rows, checks every value on the host, and uploads it.
 
@@ -140,6 +161,7 @@ class AttentionMetadata:
             num_seqs, num_tokens, max_blocks: padded sizes, so that steps share a program; just enough when None.
             max_query_len: a static bound to keep; the longest row's new tokens when None.
             encoder_rows: blocks and length of each sequence's encoder input, for cross attention.
+            num_slots: state slots of the pool, for layers with a state; the rows then have a `state_slot`.
 
         Raises:
             InvalidInput: a block id, a length or a shared block is wrong; the message names the row.
@@ -161,6 +183,7 @@ class AttentionMetadata:
             max_blocks=max_blocks,
             max_query_len=max_query_len,
             encoder_rows=encoder_rows,
+            num_slots=num_slots,
         )
         return replace(cls.from_common(common), block_size=block_size)
 
@@ -239,6 +262,8 @@ class AttentionMetadata:
         """Uploads a step's record, as `torch_core.metadata.build_common_metadata` makes it, to JAX's default device."""
         # Copies: XLA's CPU backend would go on reading the buffer, into which the next step may be built.
         arrays = jax.device_put({name: getattr(common, name).copy() for name in _ARRAYS})
+        if common.state_slots is not None:
+            arrays["state_slots"] = jax.device_put(common.state_slots.copy())
         cross = None
         if (encoder := common.encoder) is not None:
             tables, seq_lens = jax.device_put((encoder.cross_block_tables.copy(), encoder.encoder_seq_lens.copy()))

@@ -30,7 +30,10 @@ def filled() -> KVPool:
         ids = list(range(count))
         write(
             ids,
-            [np.full_like(each, 1) * np.reshape(ids, (-1, *[1] * (each.ndim - 1))).astype(each.dtype) for each in read(ids)],
+            [
+                np.full_like(each, 1) * np.reshape(ids, (-1, *[1] * (each.ndim - 1))).astype(each.dtype)
+                for each in read(ids)
+            ],
         )
     return pool
 

@@ -25,6 +25,7 @@ from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, get_dcp
 from torch_core.metadata.encoder import EncoderRow, build_dense_metadata, encoder_layout
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
+from torch_core.metadata.states import state_layout
 from torch_core.metadata.tables import BlockTableCache
 
 __all__ = [
@@ -35,5 +36,5 @@ __all__ = [
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     "make_local_attention_virtual_batches", "metadata_layout", "prefix_groups", "prefix_piece_tokens",
     "reorder_batch_to_split_decodes_and_prefills", "split_decodes_and_prefills", "split_prefill_chunks",
-    "use_cascade_attention",
+    "state_layout", "use_cascade_attention",
 ]  # fmt: skip

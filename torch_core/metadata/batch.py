@@ -157,6 +157,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         positions=metadata.positions[indices],
         num_actual_tokens=int(indices.size),
         max_query_len=int(counts.max(initial=0)),
+        state_slots=None,
         packed=None,
         layout=None,
     )
@@ -223,6 +224,7 @@ def make_local_attention_virtual_batches(
         max_seq_len=int(seq_lens.max(initial=0)),
         causal=True,
         encoder=None,
+        state_slots=None,
         packed=None,
         layout=None,
     )

@@ -16,6 +16,7 @@ from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, enco
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
 from torch_core.metadata.slots import write_slots
+from torch_core.metadata.states import state_layout, write_state_slots
 from torch_core.metadata.tables import BlockTableCache, write_checked_tables
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")
@@ -36,6 +37,7 @@ def build_common_metadata(
     cache_group: int | None = None,
     table_cache: BlockTableCache | None = None,
     encoder_rows: Sequence[EncoderRow] | None = None,
+    num_slots: int | None = None,
     layout: PackedLayout | None = None,
     buffer: np.ndarray | None = None,
 ) -> CommonAttentionMetadata:
@@ -62,6 +64,8 @@ def build_common_metadata(
             for each cache group.
         encoder_rows: the encoder tokens of each row, for cross attention; a given `layout` needs the fields of
             `encoder_layout`, and the encoder's cache has the same block size and pool.
+        num_slots: state slots of the pool, for layers with a recurrent state: the `state_slot` of each row is recorded;
+            a given `layout` needs the field of `state_layout`. None for a model without such layers.
         layout: layout of the arrays, from `metadata_layout` with these padded sizes (perhaps with extra fields);
             None makes one.
         buffer: the int32 buffer to write; None makes a new one. The record is valid until the buffer is written
@@ -83,7 +87,7 @@ def build_common_metadata(
     """
     num_reqs = len(rows)
     _check_ints(block_size=block_size, num_blocks=num_blocks, num_seqs=num_seqs, num_tokens=num_tokens)
-    _check_ints(max_blocks=max_blocks, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    _check_ints(max_blocks=max_blocks, max_query_len=max_query_len, max_seq_len=max_seq_len, num_slots=num_slots)
     _check_pool(block_size, num_blocks)
     columns = RowColumns(rows)
     computed, new, totals, num_new, longest_query, longest, uniform = lengths_of(columns)
@@ -109,6 +113,7 @@ def build_common_metadata(
 
     if layout is None:
         extra = [] if encoder_rows is None else _encoder_extra(encoder_rows, num_seqs, block_size)
+        extra += [] if num_slots is None else state_layout(num_seqs)
         layout = metadata_layout(num_seqs=num_seqs, num_tokens=num_tokens, max_blocks=width, extra=extra)
     if buffer is None:
         buffer = np.zeros(layout.num_elements, np.int32)
@@ -163,6 +168,11 @@ def build_common_metadata(
             num_blocks=num_blocks,
             seq_ids=columns.seq_ids(),
         )
+    state_slots = None
+    if num_slots is not None:
+        state_slots = layout["state_slots"].of(buffer)
+        write_state_slots(columns, state_slots, num_slots)
+        state_slots.setflags(write=False)
     for view in views:
         view.setflags(write=False)
     return CommonAttentionMetadata(
@@ -176,6 +186,7 @@ def build_common_metadata(
         cache_group=cache_group or 0,
         causal=causal,
         encoder=encoder,
+        state_slots=state_slots,
         packed=buffer,
         layout=layout,
     )

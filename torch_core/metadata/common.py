@@ -53,6 +53,7 @@ class CommonAttentionMetadata:
         cache_group: the group of layers whose tables these are; 0 when there is only one.
         causal: whether a query sees no key after itself.
         encoder: the arrays of cross attention, or None for a batch without.
+        state_slots: [S]; slot of each sequence's recurrent state, -1 for padding; None for a batch without states.
         packed: the one buffer that holds the arrays, or None when they were given separately.
         layout: place of each array in `packed`.
     """
@@ -71,6 +72,7 @@ class CommonAttentionMetadata:
     cache_group: int = 0
     causal: bool = True
     encoder: EncoderMetadata | None = None
+    state_slots: np.ndarray | None = None
     packed: np.ndarray | None = None
     layout: PackedLayout | None = None
 
@@ -137,6 +139,7 @@ class CommonAttentionMetadata:
             num_reqs=reqs,
             num_actual_tokens=tokens,
             encoder=encoder,
+            state_slots=None if self.state_slots is None else self.state_slots[:reqs],
             packed=None,
             layout=None,
         )

@@ -18,9 +18,9 @@ from torch_core.metadata.check import row_name
 class SequenceRowLike(Protocol):
     """The work of one sequence in one step; the allocator's records satisfy this protocol.
 
-    Two more attributes are read when they are there: `seq_id`, the name of the sequence, and `group_block_ids`, its
-    tables in all cache groups. A sequence of rows may have an attribute `columns`, which maps the name of each field to
-    the values of all rows; it is read instead of the rows.
+    More attributes are read when they are there: `seq_id`, the name of the sequence, `group_block_ids`, its tables in
+    all cache groups, and `state_slot`, the slot of its recurrent state. A sequence of rows may have an attribute
+    `columns`, which maps the name of each field to the values of all rows; it is read instead of the rows.
     """
 
     @property
@@ -49,6 +49,7 @@ class SequenceRow:
         num_computed_tokens: tokens in the cache before the step.
         num_new_tokens: tokens of this step.
         seq_id: the name of the sequence, in messages and for a `BlockTableCache`; None for its row number alone.
+        state_slot: slot of its recurrent state; 0 for none.
 
     Example:
         >>> SequenceRow([3, 9], 17, 1).num_new_tokens
@@ -59,6 +60,7 @@ class SequenceRow:
     num_computed_tokens: int
     num_new_tokens: int
     seq_id: str | None = None
+    state_slot: int = 0
 
 
 class RowColumns:

@@ -48,6 +48,16 @@ from torch_core.vllm.paged_builder import PagedAttentionMetadataBuilder
 from torch_core.vllm.paged_impl import PagedAttentionImpl
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.ranks import DistributedGroup, PromptShare
+from torch_core.vllm.states import (
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+    LinearAttentionMetadata,
+    LinearAttentionMetadataBuilder,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+    ShortConvAttentionMetadata,
+    ShortConvAttentionMetadataBuilder,
+)
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     FP8_STATIC_TENSOR,
@@ -70,15 +80,18 @@ __all__ = [
     "AttentionCGSupport", "AttentionImpl", "AttentionImplBase", "AttentionLayer", "AttentionMetadataBuilder",
     "AttentionScales", "AttentionSelectorConfig", "AttentionType", "BuilderConfig", "CommonAttentionState",
     "CommonMetadataBuilder", "ContextGroup", "ContextParallel", "DeviceCapability", "DeviceInfo", "DistributedGroup",
-    "KVCacheLayoutType", "MLAAttentionImpl", "MLACommonDecodeMetadata", "MLACommonMetadata", "MLACommonMetadataBuilder",
-    "MLACommonPrefillMetadata", "MLAContextChunk", "MLADims", "MultipleOf", "PagedAttentionImpl",
-    "PagedAttentionMetadata", "PagedAttentionMetadataBuilder", "PromptShare", "QuantKey", "StepBuffers", "StepGraphs",
-    "TorchAttentionBackend", "TorchAttentionImpl", "TorchAttentionMetadata", "TorchAttentionMetadataBuilder",
-    "TorchMLABackend", "TorchMLAImpl", "TorchMLAMetadataBuilder", "TritonAttentionBackend", "TritonAttentionImpl",
-    "TritonAttentionMetadata", "TritonAttentionMetadataBuilder", "TritonMLABackend", "TritonMLAImpl",
-    "TritonMLAMetadataBuilder", "WorkspaceManager", "compute_num_kv_splits", "compute_slot_mapping",
-    "compute_slot_mapping_start_idx", "get_backend", "get_mla_dims", "get_num_prefill_decode_query_kv_tokens",
-    "get_seq_len_block_table_args", "is_all_cross_attn_metadata_set", "is_all_encoder_attn_metadata_set",
-    "is_block_tables_empty", "is_quantized_kv_cache", "is_valid_kv_cache_layout", "select_backend",
-    "subclass_attention_backend", "subclass_attention_backend_with_overrides", "upload",
+    "GDNAttentionMetadata", "GDNAttentionMetadataBuilder", "KVCacheLayoutType", "LinearAttentionMetadata",
+    "LinearAttentionMetadataBuilder", "MLAAttentionImpl", "MLACommonDecodeMetadata", "MLACommonMetadata",
+    "MLACommonMetadataBuilder", "MLACommonPrefillMetadata", "MLAContextChunk", "MLADims", "Mamba2AttentionMetadata",
+    "Mamba2AttentionMetadataBuilder", "MultipleOf", "PagedAttentionImpl", "PagedAttentionMetadata",
+    "PagedAttentionMetadataBuilder", "PromptShare", "QuantKey", "ShortConvAttentionMetadata",
+    "ShortConvAttentionMetadataBuilder", "StepBuffers", "StepGraphs", "TorchAttentionBackend", "TorchAttentionImpl",
+    "TorchAttentionMetadata", "TorchAttentionMetadataBuilder", "TorchMLABackend", "TorchMLAImpl",
+    "TorchMLAMetadataBuilder", "TritonAttentionBackend", "TritonAttentionImpl", "TritonAttentionMetadata",
+    "TritonAttentionMetadataBuilder", "TritonMLABackend", "TritonMLAImpl", "TritonMLAMetadataBuilder",
+    "WorkspaceManager", "compute_num_kv_splits", "compute_slot_mapping", "compute_slot_mapping_start_idx",
+    "get_backend", "get_mla_dims", "get_num_prefill_decode_query_kv_tokens", "get_seq_len_block_table_args",
+    "is_all_cross_attn_metadata_set", "is_all_encoder_attn_metadata_set", "is_block_tables_empty",
+    "is_quantized_kv_cache", "is_valid_kv_cache_layout", "select_backend", "subclass_attention_backend",
+    "subclass_attention_backend_with_overrides", "upload",
 ]  # fmt: skip

@@ -35,6 +35,8 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
     arrays = {name: _copied(getattr(metadata, name), device) for name in _FIELDS}
     if metadata.encoder is not None:
         arrays.update({name: _copied(getattr(metadata.encoder, name), device) for name in ENCODER_FIELDS})
+    if metadata.state_slots is not None:
+        arrays["state_slots"] = _copied(metadata.state_slots, device)
     return arrays
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec, StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
@@ -41,7 +41,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     def __init__(
         self,
-        kv_cache_spec: KVCacheSpec | LatentCacheSpec,
+        kv_cache_spec: KVCacheSpec | LatentCacheSpec | StateCacheSpec,
         layer_names: Sequence[str],
         vllm_config: BuilderConfig,
         device: torch.device | str,

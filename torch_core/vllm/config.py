@@ -89,6 +89,7 @@ class BuilderConfig:
         mla_dims: the sizes of latent attention; None without it.
         workspace: memory of latent attention's partial results; reserved for `max_num_seqs` decodes.
         max_num_seqs, max_model_len: the largest batch, and the longest sequence.
+        mamba_chunk_size: tokens of a chunk of Mamba-2's layers; None without them.
         chunked_prefill_workspace_size: cached tokens that latent attention expands at a time for prefills.
 
     Raises:
@@ -110,11 +111,12 @@ class BuilderConfig:
     workspace: WorkspaceManager | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    mamba_chunk_size: int | None = None
     chunked_prefill_workspace_size: int = 65536
 
     def __post_init__(self) -> None:
         check_int("num_heads", self.num_heads, 1)
-        for name in ("sliding_window", "attention_chunk", "max_num_seqs", "max_model_len"):
+        for name in ("sliding_window", "attention_chunk", "max_num_seqs", "max_model_len", "mamba_chunk_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         check_int("chunked_prefill_workspace_size", self.chunked_prefill_workspace_size, 1)

@@ -51,11 +51,12 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         device: torch.device | str,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if isinstance(kv_cache_spec, LatentCacheSpec):
-            wanted = (
-                f"{type(self).__name__} is for layers of keys and values. Latent ones have TritonMLAMetadataBuilder"
-            )
-            raise InvalidInput("kv_cache_spec", "is a LatentCacheSpec", wanted)
+        if not isinstance(kv_cache_spec, KVCacheSpec):
+            others = "Those with a state have the builders of torch_core.vllm.states"
+            if isinstance(kv_cache_spec, LatentCacheSpec):
+                others = "Latent ones have TritonMLAMetadataBuilder"
+            wanted = f"{type(self).__name__} is for layers of keys and values. {others}"
+            raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__}", wanted)
         self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(

@@ -1,0 +1,303 @@
+"""The metadata of layers with a recurrent state, by the names of vLLM's builders for them, and these builders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_core.base.checks import check_int
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import StateCacheSpec
+from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from torch_core.vllm.buffers import upload
+from torch_core.vllm.builder import AttentionMetadataBuilder, M
+from torch_core.vllm.config import BuilderConfig
+from torch_core.vllm.types import AttentionCGSupport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinearAttentionMetadata:
+    """The batch of linear attention (vLLM: `v1/attention/backends/linear_attn.py`). Decodes come first.
+
+    Attributes:
+        num_prefills, num_prefill_tokens: rows with several new tokens, and their tokens.
+        num_decodes, num_decode_tokens: rows with one new token, and their tokens; padding too, without prefills.
+        query_start_loc: int32[num_seqs + 1].
+        seq_lens: int32[num_seqs].
+        state_indices_tensor: int32[num_seqs]; slot of each sequence, -1 for padding.
+        has_initial_state: bool[num_seqs]; whether a sequence continues from the state in its slot.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    state_indices_tensor: Tensor
+    has_initial_state: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GDNAttentionMetadata:
+    """The batch of Gated DeltaNet (vLLM: `v1/attention/backends/gdn_attn.py`). Decodes come first.
+
+    A sequence has one slot, and its state after rejected tokens is computed again from the state before the step. So no
+    sequence is a decode with a slot for each drafted token, and vLLM's fields of those are empty.
+
+    Attributes:
+        num_prefills, num_prefill_tokens: rows with several new tokens, drafts that are verified among them.
+        num_decodes, num_decode_tokens: rows with one new token; padding too, without prefills.
+        num_actual_tokens: new tokens without padding.
+        has_initial_state: bool[num_seqs]; whether a sequence continues from the state in its slot.
+        non_spec_query_start_loc: int32[num_seqs + 1].
+        non_spec_state_indices_tensor: int32[num_seqs]; slot of each sequence, -1 for padding.
+        num_spec_decodes, num_spec_decode_tokens: always 0.
+        spec_query_start_loc, spec_state_indices_tensor, spec_sequence_masks, spec_token_indx, non_spec_token_indx,
+        num_accepted_tokens: always None.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_actual_tokens: int
+    has_initial_state: Tensor
+    non_spec_query_start_loc: Tensor
+    non_spec_state_indices_tensor: Tensor
+    num_spec_decodes: int = 0
+    num_spec_decode_tokens: int = 0
+    spec_query_start_loc: Tensor | None = None
+    spec_state_indices_tensor: Tensor | None = None
+    spec_sequence_masks: Tensor | None = None
+    spec_token_indx: Tensor | None = None
+    non_spec_token_indx: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShortConvAttentionMetadata:
+    """The batch of a short convolution (vLLM: `v1/attention/backends/short_conv_attn.py`). Decodes come first.
+
+    The fields that end in `_d` are of decodes, those in `_p` of prefills; None if there are none.
+
+    Attributes:
+        num_prefills, num_prefill_tokens: rows with several new tokens, and their tokens.
+        num_decodes, num_decode_tokens: rows with one new token, and their tokens; padding too, without prefills.
+        num_reqs: rows without padding.
+        seq_lens: int32[num_seqs].
+        query_start_loc_d: int32[num_decodes + 1].
+        state_indices_tensor_d: int32[num_decodes]; slots, -1 for padding.
+        query_start_loc_p: int32[num_prefills + 1], counted from the first prefill.
+        state_indices_tensor_p: int32[num_prefills]; slots.
+        has_initial_states_p: bool[num_prefills]; whether a sequence continues from the state in its slot.
+        num_accepted_tokens: always None, as in `GDNAttentionMetadata`.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_reqs: int
+    seq_lens: Tensor
+    query_start_loc_d: Tensor | None
+    state_indices_tensor_d: Tensor | None
+    query_start_loc_p: Tensor | None
+    state_indices_tensor_p: Tensor | None
+    has_initial_states_p: Tensor | None
+    num_accepted_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mamba2AttentionMetadata(ShortConvAttentionMetadata):
+    """The batch of Mamba-2 (vLLM: `v1/attention/backends/mamba2_attn.py`): that of a convolution, and chunks.
+
+    Attributes:
+        chunk_size: most tokens of a chunk. A chunk has tokens of one sequence and ends at a multiple of this position.
+        prep_initial_states: whether any prefill continues from a state.
+        cu_chunk_seqlen_p: int32[num_chunks + 1]; offset of each chunk among the prefills' tokens.
+        seq_idx_p: int32[num_chunks]; the prefill of each chunk.
+        last_chunk_indices_p: int32[num_prefills]; the last chunk of each prefill.
+    """
+
+    chunk_size: int
+    prep_initial_states: bool
+    cu_chunk_seqlen_p: Tensor | None
+    seq_idx_p: Tensor | None
+    last_chunk_indices_p: Tensor | None
+
+
+class StateMetadataBuilder(AttentionMetadataBuilder[M]):
+    """The common part of the builders for layers with a state. Args are those of `AttentionMetadataBuilder`.
+
+    A captured graph reads the memory of `has_initial_state`: call `build` with the arrays of `StepBuffers` before each
+    replay, and give the configuration a `max_num_seqs`.
+
+    Raises:
+        InvalidInput: the specification is not of states.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(
+        self,
+        kv_cache_spec: StateCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: BuilderConfig,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not isinstance(kv_cache_spec, StateCacheSpec):
+            wanted = f"{type(self).__name__} is for layers with a recurrent state: give a StateCacheSpec"
+            raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__}", wanted)
+        self._continues = torch.zeros(vllm_config.max_num_seqs or 0, dtype=torch.bool, device=self.device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        arrays: Mapping[str, Tensor] | None = None,
+    ) -> M:
+        """See `AttentionMetadataBuilder.build`; a shared prefix makes no difference, and the build is always fast.
+
+        Raises:
+            InvalidInput: the batch has no state slots, or decodes after prefills.
+        """
+        del common_prefix_len, fast_build  # A state is read whole, and there is no slower build.
+        common = common_attn_metadata
+        if common.state_slots is None:
+            wanted = f"{self._layers()} need them: build it with num_slots, from rows that have a state_slot"
+            raise InvalidInput("common_attn_metadata", "has no state_slots", wanted)
+        split = split_decodes_and_prefills(common, 1)
+        counts: dict[str, Any] = split._asdict()
+        if not split.num_prefills:
+            # Padding belongs to the decodes then: graphs are captured and replayed with it.
+            counts |= {"num_decodes": common.num_seqs, "num_decode_tokens": common.num_tokens}
+        on_device = dict(upload(common, self.device) if arrays is None else arrays)
+        if self._continues.numel() < common.num_seqs:
+            self._continues = torch.zeros(common.num_seqs, dtype=torch.bool, device=self.device)
+        query_lens = on_device["query_start_loc"].diff()
+        on_device["has_initial_state"] = torch.gt(
+            on_device["seq_lens"], query_lens, out=self._continues[: common.num_seqs]
+        )
+        return self._made(common, counts, on_device)
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> M:
+        raise NotImplementedError
+
+
+class LinearAttentionMetadataBuilder(StateMetadataBuilder[LinearAttentionMetadata]):
+    """Builds `LinearAttentionMetadata`."""
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        return LinearAttentionMetadata(
+            **counts,
+            query_start_loc=arrays["query_start_loc"],
+            seq_lens=arrays["seq_lens"],
+            state_indices_tensor=arrays["state_slots"],
+            has_initial_state=arrays["has_initial_state"],
+        )
+
+
+class GDNAttentionMetadataBuilder(StateMetadataBuilder[GDNAttentionMetadata]):
+    """Builds `GDNAttentionMetadata`."""
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        return GDNAttentionMetadata(
+            **counts,
+            num_actual_tokens=common.num_actual_tokens,
+            has_initial_state=arrays["has_initial_state"],
+            non_spec_query_start_loc=arrays["query_start_loc"],
+            non_spec_state_indices_tensor=arrays["state_slots"],
+        )
+
+
+class ShortConvAttentionMetadataBuilder(StateMetadataBuilder[ShortConvAttentionMetadata]):
+    """Builds `ShortConvAttentionMetadata`."""
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        return ShortConvAttentionMetadata(**_parts(common, counts, arrays))
+
+
+class Mamba2AttentionMetadataBuilder(StateMetadataBuilder[Mamba2AttentionMetadata]):
+    """Builds `Mamba2AttentionMetadata`; the configuration has a `mamba_chunk_size`.
+
+    Raises:
+        InvalidInput: the configuration has none.
+    """
+
+    def __init__(
+        self,
+        kv_cache_spec: StateCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: BuilderConfig,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_int("mamba_chunk_size", vllm_config.mamba_chunk_size, 1)
+        self.chunk_size: Any = vllm_config.mamba_chunk_size
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        chunks: dict[str, Any] = dict.fromkeys(("cu_chunk_seqlen_p", "seq_idx_p", "last_chunk_indices_p"))
+        continues = False
+        if counts["num_prefills"]:
+            prefills = slice(common.num_reqs - counts["num_prefills"], common.num_reqs)
+            computed = common.compute_num_computed_tokens()[prefills]
+            continues = bool(computed.any())
+            found = chunks_of(computed, common.query_lens[prefills], self.chunk_size)
+            chunks = {name: torch.from_numpy(each).to(self.device) for name, each in zip(chunks, found, strict=True)}
+        return Mamba2AttentionMetadata(
+            **_parts(common, counts, arrays), chunk_size=self.chunk_size, prep_initial_states=continues, **chunks
+        )
+
+
+def chunks_of(computed: np.ndarray, new: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the chunks of some sequences, one after the other, as int32 arrays.
+
+    Args:
+        computed: int32[num_seqs], tokens of each sequence before the step.
+        new: int32[num_seqs], its new tokens, at least one.
+        chunk_size: a chunk ends at each multiple of this position, and at a sequence's end.
+
+    Returns:
+        The first token of each chunk and the end of the last one, [num_chunks + 1]; the sequence of each chunk,
+        [num_chunks]; the last chunk of each sequence, [num_seqs].
+
+    Example:
+        >>> [found.tolist() for found in chunks_of(np.array([3, 0]), np.array([6, 2]), 4)]
+        [[0, 1, 5, 6, 8], [0, 0, 0, 1], [2, 3]]
+    """
+    counts = -(-(computed + new) // chunk_size) - computed // chunk_size
+    sequences = np.arange(len(new)).repeat(counts)
+    last = counts.cumsum() - 1
+    index = np.arange(counts.sum()) - (last - counts + 1)[sequences]
+    ends = np.minimum(
+        (computed // chunk_size)[sequences] * chunk_size + (index + 1) * chunk_size, (computed + new)[sequences]
+    )
+    offsets = ends - computed[sequences] + (new.cumsum() - new)[sequences]
+    starts = np.concatenate([[0], offsets])
+    return starts.astype(np.int32), sequences.astype(np.int32), last.astype(np.int32)
+
+
+def _parts(common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+    rows, prefills = counts["num_decodes"], counts["num_prefills"]
+    starts, slots = arrays["query_start_loc"], arrays["state_slots"]
+    end = rows + prefills
+    return {
+        **counts,
+        "num_reqs": common.num_reqs,
+        "seq_lens": arrays["seq_lens"],
+        "query_start_loc_d": starts[: rows + 1] if rows else None,
+        "state_indices_tensor_d": slots[:rows] if rows else None,
+        "query_start_loc_p": starts[rows : end + 1] - counts["num_decode_tokens"] if prefills else None,
+        "state_indices_tensor_p": slots[rows:end] if prefills else None,
+        "has_initial_states_p": arrays["has_initial_state"][rows:end] if prefills else None,
+    }
