@@ -7,15 +7,18 @@ from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
 from jattn.nn.scan import layer_metadata, scan_layers
 from jattn.nn.sparse_latent import LatentIndexer, SparseLatentAttention
+from jattn.nn.states import GatedDeltaNet, ShortConv
 from jattn.nn.yarn import DeepSeekRoPE
 
 __all__ = [
     "DeepSeekRoPE",
+    "GatedDeltaNet",
     "LatentIndexer",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "PagedAttention",
     "PagedCache",
+    "ShortConv",
     "SparseLatentAttention",
     "attention_fn",
     "layer_metadata",

@@ -1,0 +1,260 @@
+"""Layers that keep a recurrent state: Gated DeltaNet (Qwen3-Next) and the gated short convolution (LFM2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn import ops
+from jattn.metadata import AttentionMetadata
+from jattn.nn.options import DType, Implementation, Size
+from torch_core.base.errors import InvalidInput
+from torch_core.base.limits import checked
+from torch_core.base.specs import StateCacheSpec
+
+
+class GatedDeltaNet(nnx.Module):
+    """The layer of Qwen3-Next (arXiv 2412.06464); parameters are named and arranged as in Hugging Face's model.
+
+    - `y = layer(x)` takes a batch `[batch..., length, features]`, with padding at the end of rows. It is
+      differentiable.
+    - `y, states = layer(x, states=states, metadata=metadata)` takes packed tokens `[tokens, features]` and the layer's
+      states, and returns the updated states. One call takes prompts, chunks of prompts and decoded tokens.
+
+    Args:
+        num_heads: number of value heads.
+        in_features: width of the input.
+        num_kv_heads: number of query and key heads; it divides num_heads.
+        key_dim, value_dim: elements of a key and of a value head.
+        conv_size: tokens that the convolution sees, 2 to 4.
+        out_features: width of the output; in_features by default.
+        epsilon: term that the norm of the results adds to the mean square.
+        dtype, param_dtype, kernel_init: as in flax's modules.
+        implementation: as in `jattn.ops.gated_delta_rule`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: an option of the wrong type or out of range.
+
+    Example:
+        >>> layer = GatedDeltaNet(4, 12, num_kv_heads=2, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 5, 12))).shape, layer.state_spec().shapes
+        ((3, 5, 12), ((3, 56), (4, 6, 8)))
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_heads: Size,
+        in_features: Size,
+        *,
+        num_kv_heads: Size,
+        key_dim: Size,
+        value_dim: Size,
+        conv_size: Size = 4,
+        out_features: Size | None = None,
+        epsilon: float = 1e-6,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if num_heads % num_kv_heads:
+            raise InvalidInput(
+                "num_heads", value=num_heads, wanted=f"it must be a multiple of num_kv_heads {num_kv_heads}"
+            )
+        self.num_heads, self.num_kv_heads, self.in_features = num_heads, num_kv_heads, in_features
+        self.key_dim, self.value_dim, self.epsilon = key_dim, value_dim, epsilon
+        self.dtype, self.implementation = dtype, implementation
+        keys, values = num_kv_heads * key_dim, num_heads * value_dim
+
+        def linear(inner: int, outer: int) -> nnx.Linear:
+            return nnx.Linear(
+                inner, outer, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            )
+
+        self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
+        self.in_proj_ba = linear(in_features, 2 * num_heads)
+        self.conv1d = _ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
+        self.dt_bias = nnx.Param(jnp.ones(num_heads, param_dtype))
+        decays = jax.random.uniform(rngs.params(), (num_heads,), minval=0.01, maxval=16.0)
+        self.A_log = nnx.Param(jnp.log(decays).astype(param_dtype))
+        self.norm = nnx.RMSNorm(value_dim, epsilon=epsilon, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
+        self.out_proj = linear(values, out_features or in_features)
+
+    def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
+        """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
+        channels, width = self.conv1d.weight.shape
+        matrices = (self.num_heads, self.value_dim, self.key_dim)
+        return StateCacheSpec(shapes=((width - 1, channels), matrices), dtypes=(dtype, "float32"))
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        states: tuple[jax.Array, jax.Array] | None = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Any:
+        """Computes the layer within each row, or from and to the states of the sequences.
+
+        Args:
+            inputs: float[batch..., length, in_features]; with states, packed tokens float[tokens, in_features].
+            states: arrays of `state_spec`, [num_slots, ...] each. They are consumed; use the returned ones.
+            metadata: the batch of the step, built with `num_slots`; with states.
+
+        Returns:
+            float[batch..., length, out_features] or float[tokens, out_features]; with states, a pair of this and the
+            updated states.
+
+        Raises:
+            InvalidInput: states without metadata or the reverse, or shapes that do not match.
+        """
+        sequences, longest = _sequences(inputs, self.in_features, states, metadata)
+        conv_states, matrices = (None, None) if states is None else states
+        query, key, value, z, beta, gate = self._projected(inputs.reshape(-1, self.in_features))
+        mixed = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (query, key, value)], axis=-1)
+        mixed, conv_states = ops.causal_conv1d(
+            mixed,
+            self.conv1d.weight[...].astype(mixed.dtype),
+            conv_states=conv_states,
+            activation="silu",
+            implementation=self.implementation,
+            **sequences,
+        )
+        keys = self.num_kv_heads * self.key_dim
+        query, key, value = (
+            x.reshape(x.shape[0], heads, -1)
+            for x, heads in zip(
+                jnp.split(mixed, [keys, 2 * keys], axis=-1),
+                (self.num_kv_heads, self.num_kv_heads, self.num_heads),
+                strict=True,
+            )
+        )
+        out, matrices = ops.gated_delta_rule(
+            query,
+            key,
+            value,
+            beta,
+            g=gate,
+            states=matrices,
+            max_query_len=longest,
+            scale=self.key_dim**-0.5,
+            use_qk_l2norm_in_kernel=True,
+            implementation=self.implementation,
+            **sequences,
+        )
+        out = self.norm(out) * jax.nn.silu(z.astype(jnp.float32))
+        out = self.out_proj(out.astype(mixed.dtype).reshape(*inputs.shape[:-1], -1))
+        return out if states is None else (out, (conv_states, matrices))
+
+    def _projected(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns queries, keys, values and gates z, [tokens, heads, size], and beta and g, float32[tokens, heads]."""
+        group, keys = self.num_heads // self.num_kv_heads, self.key_dim
+        values = group * self.value_dim
+        mixed = self.in_proj_qkvz(x).reshape(-1, self.num_kv_heads, 2 * keys + 2 * values)
+        query, key, value, z = jnp.split(mixed, [keys, 2 * keys, 2 * keys + values], axis=-1)
+        value, z = (each.reshape(-1, self.num_heads, self.value_dim) for each in (value, z))
+        steps = self.in_proj_ba(x).reshape(-1, self.num_kv_heads, 2, group).astype(jnp.float32)
+        beta, decay = (steps[:, :, index].reshape(-1, self.num_heads) for index in range(2))
+        rate, bias = (param[...].astype(jnp.float32) for param in (self.A_log, self.dt_bias))
+        gate = -jnp.exp(rate)[None] * jax.nn.softplus(decay + bias[None])
+        return query, key, value, z, jax.nn.sigmoid(beta), gate
+
+
+class ShortConv(nnx.Module):
+    """The gated short convolution of LFM2; parameters are named as in Hugging Face's model. Calls are as those of
+    `GatedDeltaNet`, with one array of states.
+
+    Args:
+        in_features: width of the input and of the output.
+        conv_size: tokens that the convolution sees, 2 to 4.
+        use_bias: add biases to projections and convolution.
+        dtype, param_dtype, kernel_init: as in flax's modules.
+        implementation: as in `jattn.ops.causal_conv1d`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: an option of the wrong type or out of range.
+
+    Example:
+        >>> layer = ShortConv(12, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 5, 12))).shape, layer.state_spec().shapes
+        ((3, 5, 12), ((2, 12),))
+    """
+
+    @checked
+    def __init__(
+        self,
+        in_features: Size,
+        *,
+        conv_size: Size = 3,
+        use_bias: bool = False,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.in_features, self.implementation = in_features, implementation
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "kernel_init": kernel_init,
+            "rngs": rngs,
+        }
+        self.in_proj = nnx.Linear(in_features, 3 * in_features, **options)
+        self.conv = _ConvWeights(in_features, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
+        self.out_proj = nnx.Linear(in_features, in_features, **options)
+
+    def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
+        """Returns the layout of the layer's states."""
+        channels, width = self.conv.weight.shape
+        return StateCacheSpec(shapes=((width - 1, channels),), dtypes=(dtype,))
+
+    def __call__(
+        self, inputs: jax.Array, *, states: jax.Array | None = None, metadata: AttentionMetadata | None = None
+    ) -> Any:
+        """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
+        sequences, _ = _sequences(inputs, self.in_features, states, metadata)
+        before, after, x = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), 3, axis=-1)
+        weight = self.conv.weight[...].astype(x.dtype)
+        bias = None if self.conv.bias is None else self.conv.bias[...].astype(x.dtype)
+        out, states = ops.causal_conv1d(
+            before * x, weight, bias=bias, conv_states=states, implementation=self.implementation, **sequences
+        )
+        out = self.out_proj((after * out).reshape(inputs.shape))
+        return out if metadata is None else (out, states)
+
+
+class _ConvWeights(nnx.Module):
+    """The weights [channels, width] and the bias of a depthwise convolution, at first as torch draws them."""
+
+    def __init__(self, channels: int, width: int, *, use_bias: bool = False, param_dtype: Any, rngs: nnx.Rngs) -> None:
+        def uniform(*shape: int) -> nnx.Param[jax.Array]:
+            most = width**-0.5
+            return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-most, maxval=most).astype(param_dtype))
+
+        self.weight = uniform(channels, width)
+        self.bias = uniform(channels) if use_bias else None
+
+
+def _sequences(
+    inputs: jax.Array, features: int, states: Any, metadata: AttentionMetadata | None
+) -> tuple[dict[str, Any], int]:
+    """Checks the arguments of a call; returns the keywords of the ops and the most tokens of a sequence."""
+    if (states is None) != (metadata is None):
+        raise InvalidInput("one of states and metadata is None; states are read by the metadata of a step.")
+    fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
+    if not fits or inputs.shape[-1] != features:
+        wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
+        raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(features)}")
+    if metadata is not None:
+        return metadata.states, metadata.max_query_len
+    length = max(inputs.shape[-2], 1)
+    return {"query_start_loc": jnp.arange(0, inputs.size // features + 1, length, dtype=jnp.int32)}, length

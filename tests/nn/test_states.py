@@ -1,0 +1,133 @@
+"""Layers with a recurrent state equal those of transformers, whole and in chunks from and to their slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jattn import AttentionMetadata
+from jattn.nn import GatedDeltaNet, ShortConv
+from torch_core.base.errors import InvalidInput
+from torch_core.metadata import SequenceRow
+
+BATCH, LENGTH, FEATURES, SLOTS = 2, 11, 16, 6
+TOLERANCE = 2e-5
+
+
+def make(kind: str) -> tuple[Any, Any]:
+    """Returns a layer of transformers and ours with its weights."""
+    torch.manual_seed(0)
+    if kind == "lfm2":
+        from transformers import Lfm2Config
+        from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+        theirs: Any = Lfm2ShortConv(
+            Lfm2Config(hidden_size=FEATURES, conv_L_cache=3, conv_bias=True, layer_types=["conv"], num_hidden_layers=1),
+            0,
+        )
+        ours: Any = ShortConv(FEATURES, use_bias=True, rngs=nnx.Rngs(0))
+    else:
+        from transformers import Qwen3NextConfig
+        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+        config = Qwen3NextConfig(
+            hidden_size=FEATURES,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=6,
+        )
+        theirs = Qwen3NextGatedDeltaNet(config, 0)
+        ours = GatedDeltaNet(4, FEATURES, num_kv_heads=2, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
+    tensors = {name: tensor.detach().numpy() for name, tensor in theirs.named_parameters()}
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        module = getattr(ours, owner) if owner else ours
+        if isinstance(module, nnx.Linear) and leaf == "weight":
+            leaf, tensor = "kernel", tensor.T
+        elif isinstance(module, nnx.RMSNorm):
+            leaf = "scale"
+        param = getattr(module, leaf)
+        param[...] = jnp.asarray(tensor.reshape(param.shape))
+    return theirs, ours
+
+
+@pytest.fixture(params=["lfm2", "qwen3_next"])
+def layers(request):
+    return make(request.param)
+
+
+def inputs(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((BATCH, LENGTH, FEATURES)).astype(np.float32)
+
+
+def test_a_layer_and_its_gradients_equal_those_of_transformers(layers, seed):
+    theirs, ours = layers
+    x: Any = torch.from_numpy(inputs(seed)).requires_grad_()
+    wanted = theirs(x)
+    wanted.square().sum().backward()
+    graph, weights = nnx.split(ours)
+
+    @jax.jit
+    def gradients(weights, x):
+        out, pullback = jax.vjp(lambda weights, x: nnx.merge(graph, weights)(x), weights, x)
+        return out, *pullback(2 * out)
+
+    out, of_weights, of_x = gradients(weights, jnp.asarray(x.detach().numpy()))
+    np.testing.assert_allclose(out, wanted.detach().numpy(), atol=TOLERANCE, rtol=TOLERANCE)
+    first = theirs.in_proj if hasattr(theirs, "in_proj") else theirs.in_proj_qkvz
+    name = "in_proj" if hasattr(theirs, "in_proj") else "in_proj_qkvz"
+    pairs = [(of_x, x.grad), (of_weights[name]["kernel"][...], first.weight.grad.T)]
+    if hasattr(theirs, "A_log"):
+        pairs += [(of_weights[each][...], getattr(theirs, each).grad) for each in ("A_log", "dt_bias")]
+    for found, gradient in pairs:
+        gradient = gradient.numpy()
+        np.testing.assert_allclose(found, gradient, atol=TOLERANCE * max(1, np.abs(gradient).max()), rtol=TOLERANCE)
+
+
+def test_chunks_and_decoded_tokens_from_slots_equal_whole_sequences(layers, seed):
+    _, ours = layers
+    x = jnp.asarray(inputs(seed))
+    call = nnx.jit(lambda layer, x, **options: layer(x, **options))
+    whole = call(ours, x)
+    spec = ours.state_spec()
+    states: Any = tuple(jnp.full(shape, jnp.nan) for shape in spec.array_shapes(SLOTS))
+    slots, done, found = (4, 2), [0, 0], [[], []]
+    for counts in ((5, 3), (1, 7), (4, 1), (1, None)):
+        live = [(seq, count) for seq, count in enumerate(counts) if count]
+        rows = [SequenceRow([1 + 2 * seq, 2 + 2 * seq], done[seq], count, None, slots[seq]) for seq, count in live]
+        metadata = AttentionMetadata.build(
+            rows, block_size=8, num_blocks=8, num_seqs=3, num_tokens=12, max_query_len=8, num_slots=SLOTS
+        )
+        packed = jnp.concatenate([x[seq, done[seq] : done[seq] + count] for seq, count in live])
+        packed = jnp.concatenate([packed, jnp.ones((12 - len(packed), FEATURES))])
+        given = states if len(states) > 1 else states[0]
+        out, states = call(ours, packed, states=given, metadata=metadata)
+        states = states if isinstance(states, tuple) else (states,)
+        start = 0
+        for seq, count in live:
+            found[seq].append(out[start : start + count])
+            done[seq], start = done[seq] + count, start + count
+    assert done == [LENGTH, LENGTH]
+    for seq in range(BATCH):
+        np.testing.assert_allclose(jnp.concatenate(found[seq]), whole[seq], atol=TOLERANCE, rtol=TOLERANCE)
+    for array in states:
+        assert np.isnan(np.delete(np.asarray(array), slots, 0)).all()
+
+
+def test_calls_that_do_not_fit_are_refused(layers):
+    _, ours = layers
+    with pytest.raises(InvalidInput, match="one of states and metadata is None"):
+        ours(jnp.ones((3, FEATURES)), states=())
+    with pytest.raises(InvalidInput, match="inputs has shape"):
+        ours(jnp.ones((2, 3, FEATURES + 1)))
+    with pytest.raises(InvalidInput, match="num_heads"):
+        GatedDeltaNet(3, 8, num_kv_heads=2, key_dim=4, value_dim=4, rngs=nnx.Rngs(0))
