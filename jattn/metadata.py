@@ -78,6 +78,7 @@ class AttentionMetadata:
             None for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
             static. None if that is not known.
+        inputs: numbers of each sequence by name, [num_seqs]; see `jattn.llm.models.PagedSpec.inputs`.
     """
 
     block_tables: jax.Array
@@ -90,6 +91,7 @@ class AttentionMetadata:
     state_slots: jax.Array | None = None
     peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
+    inputs: dict[str, jax.Array] = field(default_factory=dict)
 
     @property
     def sequences(self) -> dict[str, Any]:
@@ -293,9 +295,29 @@ class AttentionMetadata:
             [2, 3, 3]
         """
         starts, tokens = self.query_start_loc, jnp.arange(num_tokens, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+        sequence = self._sequence_of(num_tokens)
         first = self.seq_lens - jnp.diff(starts)
         return first[sequence] + tokens - starts[sequence]
+
+    def of_tokens(self, values: jax.Array, num_tokens: int) -> jax.Array:
+        """Returns the value of each new token's sequence; values of padding are undefined.
+
+        Args:
+            values: [num_seqs, ...], such as one of `inputs`.
+            num_tokens: number of new tokens, padding included.
+
+        Example:
+            >>> from torch_core.metadata import SequenceRow
+            >>> rows = [SequenceRow([5], 2, 2), SequenceRow([9], 3, 1)]
+            >>> step = AttentionMetadata.build(rows, block_size=4, num_blocks=16)
+            >>> step.of_tokens(jnp.array([7, 8]), 3).tolist()
+            [7, 7, 8]
+        """
+        return values[self._sequence_of(num_tokens)]
+
+    def _sequence_of(self, num_tokens: int) -> jax.Array:
+        starts, tokens = self.query_start_loc, jnp.arange(num_tokens, dtype=jnp.int32)
+        return jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
 
 
 @jax.tree_util.register_dataclass
@@ -314,6 +336,15 @@ class GroupedMetadata:
     cache_groups: tuple[AttentionMetadata, ...]
     layer_groups: tuple[int, ...] = field(metadata={"static": True})
     layer_arrays: tuple[int, ...] = field(metadata={"static": True})
+
+    @property
+    def inputs(self) -> dict[str, jax.Array]:
+        """Numbers of each sequence; see `AttentionMetadata`."""
+        return self.cache_groups[0].inputs
+
+    def of_tokens(self, values: jax.Array, num_tokens: int) -> jax.Array:
+        """Returns the value of each new token's sequence; see `AttentionMetadata`."""
+        return self.cache_groups[0].of_tokens(values, num_tokens)
 
     def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
         """Returns a layer's metadata and the index of its cache array."""

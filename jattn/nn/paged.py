@@ -72,6 +72,10 @@ class PagedAttention(nnx.Module):
     # On the class: nnx would treat an attribute that is None in an instance as static.
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
+    # qwix sets them on every module of a model that it changes, and asks the nearest module of each product for them.
+    # A module that is made later, or outside of that model, has these.
+    qwix_path: tuple[str, ...] = ("paged_attention",)
+    disable_quant_stats_update: bool = True
 
     @checked
     def __init__(

@@ -207,12 +207,18 @@ def test_generate_takes_an_llm_a_decoder_or_a_folder(llm, folder) -> None:
     assert generate(llm.model, [llm.tokenizer.encode("abc")], max_tokens=3)[0].outputs[0].token_ids == expected
 
 
+WRONG_TOKENIZER = (
+    "tokenizer is 5; it must be a jattn.llm.load.TextTokenizer, a tokenizer of tokenizers or of transformers, a "
+    "sentencepiece.SentencePieceProcessor, or None."
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"model": 5}, "folder is a int; it must be a path."),
         ({"model": b"folder"}, "folder is a bytes; it must be a path."),
-        ({"tokenizer": 5}, "tokenizer is 5; it must be a jattn.llm.load.TextTokenizer, or None."),
+        ({"tokenizer": 5}, WRONG_TOKENIZER),
         ({"config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
         ({"model": None, "config": {"max_num_seqs": 4}}, "config is a dict; it must be an EngineConfig, or None."),
     ],

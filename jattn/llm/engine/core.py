@@ -379,7 +379,7 @@ class EngineCore(Owner):
     def _finish(self, state: EngineState, request: Request, reason: str) -> None:
         """Ends a request; tokens of it that are still on the device are dropped."""
         try:
-            request.finish_reason = reason
+            request.end(reason)
             request.metrics = replace(request.metrics, finish_time=time.monotonic())
             if LOGGER.isEnabledFor(logging.DEBUG):
                 count = len(request.output_token_ids)
@@ -440,7 +440,8 @@ class EngineCore(Owner):
     def _rebuild(self, device: Device) -> EngineState:
         self._unfinished = Counter(request.outbox for request in self.requests.values())
         for request in list(self.requests.values()):
-            request.finish_reason = request.finish_reason or request.end_reason
+            if request.finish_reason is None and (reason := request.end_reason) is not None:
+                request.end(reason)
             if request.finish_reason is not None:
                 self._release(request)
             elif len(request.output_token_ids) > request.num_delivered:

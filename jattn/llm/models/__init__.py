@@ -8,6 +8,7 @@ from jattn.llm.models.encoder_decoder import EncoderDecoder
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
 from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
+from jattn.llm.models.served import LayerCache, PagedCache, Served
 from jattn.llm.models.shapes import num_parameters
 from jattn.llm.models.sharding import (
     ParameterShards,
@@ -26,13 +27,16 @@ __all__ = [
     "EncoderModel",
     "Fp8Linear",
     "LatentConfig",
+    "LayerCache",
     "MoEConfig",
     "ModelConfig",
+    "PagedCache",
     "PagedModel",
     "PagedSpec",
     "ParameterShards",
     "RopeScaling",
     "RoutedModel",
+    "Served",
     "TensorParallel",
     "decoder_of",
     "last_of_each_window",

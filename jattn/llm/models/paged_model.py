@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import jax
 
+from jattn.llm.models.request_inputs import declared
 from jattn.metadata import AttentionMetadata
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
@@ -43,6 +44,8 @@ class PagedSpec:
         decoder_start_token_id: first token of a generation; None without an encoder.
         forced_bos_token_id: token that always follows it; None for none.
         forced_eos_token_id: the last token of a generation of max_tokens, instead of the sampled one; None for none.
+        inputs: numbers that each request brings (`Engine.add(inputs=...)`), as names and dtypes, int32 or float32:
+            {"adapter": "int32"}. A step's are in `metadata.inputs`. Kept as pairs.
 
     Raises:
         InvalidInput: a value is out of range.
@@ -68,8 +71,10 @@ class PagedSpec:
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
+    inputs: Any = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", declared(self.inputs))
         check_fields(self)
         if len(self.layer_windows) not in (0, self.num_layers):
             wanted = f"it must be a tuple of one entry for each of the {self.num_layers} layers, or empty"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -89,13 +89,14 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         request_id: str | None = None,
         salt: bytes | None = None,
         priority: int = 0,
+        inputs: Mapping[str, int | float] | None = None,
     ) -> str:
         """Queues a request and returns its id; it may wait for a step to end.
 
         Args:
             prompt, params: as in `LLM.generate`.
             deliver: function called with each update; see `Deliver`.
-            request_id, salt, priority: as in `Engine.add`.
+            request_id, salt, priority, inputs: as in `Engine.add`.
 
         Raises:
             InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
@@ -113,6 +114,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             request_id=request_id,
             salt=salt,
             priority=priority,
+            inputs=inputs,
             outbox=outbox,
         )
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver)

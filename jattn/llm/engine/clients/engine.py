@@ -241,6 +241,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
         prompt: str | None = None,
         salt: bytes | None = None,
         priority: int = 0,
+        inputs: Mapping[str, int | float] | None = None,
         outbox: Outbox | None = None,
         first_number: int = 0,
     ) -> Request:
@@ -254,11 +255,14 @@ class Engine(Owner, contextlib.AbstractContextManager):
             salt: 1 to 64 bytes; only requests with equal salts share cached prefixes. None for the engine's own salt.
             priority: requests with a lower value run first and are preempted last. For each level at most 64 later
                 requests can overtake a request, so none waits for ever.
+            inputs: numbers for the model, as its `PagedSpec.inputs` declares: {"adapter": 3}. Only requests with equal
+                inputs share cached prefixes.
             outbox: queue of its outputs, for a caller that reads them with `wait`; None for callers of `step`.
             first_number: minimum of `num_added`; for engines that number their requests together.
 
         Raises:
-            InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, a bad salt or outbox.
+            InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, salt or outbox,
+                inputs that are missing or undeclared.
             RequestTooLong: the request can never fit the model or the pool; the message has the numbers.
             Unsupported: structured output without its library.
 
@@ -269,15 +273,8 @@ class Engine(Owner, contextlib.AbstractContextManager):
         if self.spans_processes and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
         self.check_model()
-        samples = self._validator.requests(
-            prompt_token_ids,
-            params,
-            request_id=request_id,
-            prompt=prompt,
-            salt=salt,
-            priority=priority,
-            outbox=outbox,
-        )
+        options: dict[str, Any] = {"prompt": prompt, "salt": salt, "priority": priority, "inputs": inputs}
+        samples = self._validator.requests(prompt_token_ids, params, request_id=request_id, outbox=outbox, **options)
         try:
             return self._thread.call(EngineCore.add, samples, first_number)
         except BaseException:

@@ -22,9 +22,10 @@ from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
-from jattn.llm.load import ChatTemplate, TextTokenizer, embedded_model_folder, load_generation_defaults, load_model
+from jattn.llm.load import ChatTemplate, embedded_model_folder, load_generation_defaults, load_model
 from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
+from jattn.llm.load.other_tokenizers import as_text_tokenizer
 from jattn.llm.models import Decoder, PagedModel, TensorParallel
 from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
 from jattn.llm.text.messages import as_messages
@@ -36,6 +37,7 @@ from torch_core.base.owners import Owner
 from torch_core.base.specs import LARGEST_CODE
 
 Conversation = Sequence[Mapping[str, Any]]
+Inputs = Mapping[str, int | float]
 
 
 class LLM(Owner, contextlib.AbstractContextManager):
@@ -46,7 +48,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
     Args:
         model: a Hugging Face folder of a known family, a GGUF file, a module (a `Decoder`, or a
             `jattn.llm.models.PagedModel` of your own), or None for the embedded model.
-        tokenizer: tokenizer of a module, or instead of the folder's own. Without one, prompts are lists of token ids.
+        tokenizer: tokenizer of a module, or instead of the folder's own: a `TextTokenizer`, transformers', or a
+            sentencepiece processor. Without one, prompts are lists of token ids.
         skip_tokenizer_init: do not read the folder's tokenizer, which may be missing; as in vLLM.
         dtype: dtype of the model; see `jattn.llm.load.load_model`; not for a module.
         implementation: implementation of the attention ops; None for the fastest on this machine; not for a module.
@@ -87,7 +90,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         self,
         model: str | os.PathLike[str] | PagedModel | None = None,
         *,
-        tokenizer: TextTokenizer | None = None,
+        tokenizer: Any = None,
         skip_tokenizer_init: bool = False,
         dtype: str | None = None,
         implementation: str | None = None,
@@ -102,8 +105,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         if engine_options:
             config = _config_of(config, engine_options)
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
-        if not isinstance(tokenizer, TextTokenizer | None):
-            raise InvalidInput(f"tokenizer is {shown(tokenizer)}; it must be a jattn.llm.load.TextTokenizer, or None.")
+        tokenizer = as_text_tokenizer(tokenizer)
         self.default_sampling: dict[str, Any] = {}
         if isinstance(model, nnx.Module):
             if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
@@ -200,6 +202,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         rng: int | jax.Array | None = None,
+        inputs: Inputs | Sequence[Inputs] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generates for all prompts at once and returns their results in order.
@@ -209,6 +212,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
                 of those.
             sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` if None.
             rng: an int or a jax key, from which parameters without a seed get one.
+            inputs: numbers for a model that declares some, one mapping for all prompts or one for each; see
+                `Engine.add`.
             use_tqdm: show the progress (finished prompts and generated tokens) on stderr.
 
         Raises:
@@ -219,7 +224,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         num_tokens = 0
         finished: dict[int, RequestOutput] = {}
         with (
-            contextlib.closing(self.stream(listed, sampling_params, rng=rng)) as stream,
+            contextlib.closing(self.stream(listed, sampling_params, rng=rng, inputs=inputs)) as stream,
             tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
         ):
             for delta in stream:
@@ -339,6 +344,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         rng: int | jax.Array | None = None,
+        inputs: Inputs | Sequence[Inputs] | None = None,
     ) -> TextStream:
         """Like `generate`, but yields the text of each prompt as it is generated.
 
@@ -350,13 +356,20 @@ class LLM(Owner, contextlib.AbstractContextManager):
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_of(sampling_params, len(listed), rng)
+        numbers: Any = inputs if isinstance(inputs, list | tuple) else [inputs] * len(listed)
+        if len(numbers) != len(listed):
+            raise InvalidInput(
+                "inputs",
+                f"has {len(numbers)} entries and there are {len(listed)} prompts",
+                f"pass one or {len(listed)}",
+            )
         outbox = Outbox()
         try:
             requests = []
-            for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+            for index, (prompt, each, own) in enumerate(zip(listed, params, numbers, strict=True)):
                 with naming(index, listed):
                     token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt, cut=cuts_prompt(each))
-                    requests.append(self.engine.add(token_ids, each, prompt=text, outbox=outbox))
+                    requests.append(self.engine.add(token_ids, each, prompt=text, inputs=own, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

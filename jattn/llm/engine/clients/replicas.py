@@ -161,6 +161,7 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         *,
         request_id: str | None = None,
         salt: bytes | None = None,
+        inputs: Mapping[str, Any] | None = None,
         outbox: Outbox | None = None,
         **options: Any,
     ) -> Request:
@@ -171,17 +172,19 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
                 raise InvalidInput(
                     "request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique"
                 )
-            index = self._router.choose(prompt_token_ids, salt, [engine.load for engine in self.engines])
+            apart = salt if not inputs else (salt, str(inputs))
+            index = self._router.choose(prompt_token_ids, apart, [engine.load for engine in self.engines])
             request = self.engines[index].add(
                 prompt_token_ids,
                 params,
                 request_id=request_id,
                 salt=salt,
+                inputs=inputs,
                 outbox=self._outbox if outbox is None else outbox,
                 first_number=max(engine.num_added for engine in self.engines),
                 **options,
             )
-            self._router.note(index, prompt_token_ids, salt)
+            self._router.note(index, prompt_token_ids, apart)
             return request
 
     def cancel(self, request_id: str) -> TokenDelta:
@@ -330,7 +333,7 @@ class _Router:
         self._block_size, self._capacities = block_size, capacities
         self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
 
-    def choose(self, tokens: Sequence[int], salt: bytes | None, loads: Sequence[int]) -> int:
+    def choose(self, tokens: Sequence[int], salt: Any, loads: Sequence[int]) -> int:
         """Returns the copy with the fewest tokens to compute until a prompt is computed."""
         keys = self._keys(tokens, salt)
 
@@ -341,7 +344,7 @@ class _Router:
 
         return min(range(len(loads)), key=work)
 
-    def note(self, index: int, tokens: Sequence[int], salt: bytes | None) -> None:
+    def note(self, index: int, tokens: Sequence[int], salt: Any) -> None:
         """Records that a copy got a prompt."""
         given = self._given[index]
         for key in self._keys(tokens, salt):
@@ -355,7 +358,7 @@ class _Router:
         for given in self._given:
             given.clear()
 
-    def _keys(self, tokens: Sequence[int], salt: bytes | None) -> list[int]:
+    def _keys(self, tokens: Sequence[int], salt: Any) -> list[int]:
         # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
         keys = []
         try:

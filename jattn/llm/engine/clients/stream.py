@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from jattn.llm.engine.clients.replicas import AnyEngine
-from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, RequestOutput, TokenDelta, as_dict
+from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, RequestOutput, TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.text.detokenize import Detokenizer
@@ -135,6 +133,7 @@ class PromptReader:
             # The token that ended the text is no part of it.
             include_stop = request.params.include_stop_str_in_output
             ended = delta.finish_reason == "error" or (delta.finish_reason == "stop" and not include_stop)
+            ended = ended and request.params.include_eos_token
             before = detokenizer.num_tokens
             text = detokenizer.push(token_ids[:-1] if ended else token_ids, finished=delta.finish_reason is not None)
             if detokenizer.stopped:
@@ -143,78 +142,16 @@ class PromptReader:
                 self._engine.stop(request, detokenizer.num_tokens)
         start = len(sample.token_ids)
         sample.token_ids += token_ids
-        logprobs = self._logprobs_of(request, start, token_ids)
+        logprobs = request.known_logprobs(start, token_ids, self._text_of)
         sample.logprobs += logprobs or ()
-        return self._completion(sample, text, token_ids, logprobs, start)
+        return sample.completion(token_ids, text, logprobs, start)
 
     def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
         """Returns all text so far, or the given part of it."""
-        request = self._request
         if completions is None:
-            completions = tuple(map(self._so_far, self._samples.values()))
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            request.encoder_token_ids or request.prompt_token_ids,
-            completions,
-            request.num_cached_tokens,
-            request.metrics,
-            self.finished,
-            self._prompt_logprobs(),
-        )
-
-    def _so_far(self, sample: _Sample) -> CompletionOutput:
-        text = "" if sample.detokenizer is None else sample.detokenizer.text
-        logprobs = None if sample.request.params.logprobs is None else tuple(sample.logprobs)
-        return self._completion(sample, text, tuple(sample.token_ids), logprobs)
-
-    def _completion(
-        self,
-        sample: _Sample,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[dict[int, Logprob], ...] | None,
-        start: int = 0,
-    ) -> CompletionOutput:
-        masks = None
-        if sample.request.params.sampling_mask:
-            masks = tuple(each.kept for each in sample.request.logprobs[start : start + len(token_ids)])
-        return CompletionOutput(
-            text,
-            token_ids,
-            sample.finish_reason,
-            sample.request.index,
-            logprobs,
-            None
-            if logprobs is None
-            else sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True)),
-            _stop_reason(sample),
-            sample.request.weights_versions,
-            masks,
-            _routed_experts(sample),
-        )
-
-    def _logprobs_of(
-        self, request: Request, start: int, token_ids: Sequence[int]
-    ) -> tuple[dict[int, Logprob], ...] | None:
-        wanted = request.params.logprobs
-        if wanted is None:
-            return None
-        found = request.logprobs[start : start + len(token_ids)]
-        return tuple(as_dict(token, each, wanted, self._text_of) for token, each in zip(token_ids, found, strict=True))
-
-    def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
-        request = self._request
-        wanted = request.params.prompt_logprobs
-        if wanted is None:
-            return None
-        # The first sample brings them all, unless it was cancelled on the way: then the next one brings the rest.
-        # Looked up, and not iterated: the engine's thread may add to them.
-        found = ChainMap(*(sample.prompt_logprobs for sample in request.samples))
-        return tuple(
-            as_dict(token, found[place], wanted, self._text_of) if place in found else None
-            for place, token in enumerate(request.prompt_token_ids)
-        )
+            completions = tuple(sample.so_far() for sample in self._samples.values())
+        # A stop string may have ended a sample that the engine's thread has not ended yet.
+        return replace(self._request.output(completions, self._text_of), finished=self.finished)
 
 
 class _Sample:
@@ -237,22 +174,22 @@ class _Sample:
         self.logprobs: list[dict[int, Logprob]] = []
         self.finish_reason: str | None = None
 
+    def so_far(self) -> CompletionOutput:
+        """Returns all tokens that were read, with their text."""
+        logprobs = None if self.request.params.logprobs is None else tuple(self.logprobs)
+        return self.completion(
+            tuple(self.token_ids), "" if self.detokenizer is None else self.detokenizer.text, logprobs
+        )
 
-def _routed_experts(sample: _Sample) -> np.ndarray | None:
-    """Returns the experts of a sample that ended, without those of the last token."""
-    request = sample.request
-    found, wanted = request.routed_experts, request.params.return_routed_experts
-    if found is None or wanted is False or sample.finish_reason is None:
-        return None
-    # A stop string may have ended it earlier.
-    return found[: len(request.prompt_token_ids) + len(request.output_token_ids) - 1]
-
-
-def _stop_reason(sample: _Sample) -> int | str | None:
-    """Returns the stop string or the token of stop_token_ids that ended a sample."""
-    if sample.finish_reason != "stop":
-        return None
-    if sample.detokenizer is not None and sample.detokenizer.stopped:
-        return sample.detokenizer.stop_string
-    last = sample.token_ids[-1]
-    return last if last in sample.request.params.stop_token_ids else None
+    def completion(
+        self, token_ids: tuple[int, ...], text: str, logprobs: tuple[dict[int, Logprob], ...] | None, start: int = 0
+    ) -> CompletionOutput:
+        """Returns a record of tokens that were read."""
+        return self.request.completion(
+            token_ids,
+            self.finish_reason,
+            start=start,
+            logprobs=logprobs,
+            text=text,
+            stop_string=None if self.detokenizer is None else self.detokenizer.stop_string,
+        )

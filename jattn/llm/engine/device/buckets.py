@@ -97,9 +97,9 @@ class Bucket:
             and self.sampler.kind >= other.sampler.kind
         )
 
-    def layout(self, max_blocks: int, num_groups: int) -> PackedLayout:
+    def layout(self, max_blocks: int, num_groups: int, num_request_inputs: int) -> PackedLayout:
         """Returns where the arrays of a step lie in the one buffer that is uploaded."""
-        sizes = (self.num_seqs, self.num_inputs, self.num_tokens)
+        sizes = (self.num_seqs, self.num_inputs, self.num_tokens, num_request_inputs)
         if self.encodes:
             return _layout(*sizes, self.num_encoder_blocks, 0, num_groups, 0)
         return _layout(*sizes, max_blocks, self.num_pieces, num_groups, self.num_encoder_blocks)
@@ -189,6 +189,7 @@ class StepBuckets:
         num_groups: cache groups of the model.
         longest_query: most new tokens of a row if a step costs by its longest row; None if it costs by its tokens.
         num_encoder_blocks: blocks of an encoder's input; 0 without an encoder.
+        num_request_inputs: numbers that each request brings.
 
     Attributes:
         samplers: the sampler of each kind.
@@ -204,10 +205,11 @@ class StepBuckets:
         num_groups: int,
         longest_query: int | None,
         num_encoder_blocks: int,
+        num_request_inputs: int = 0,
     ) -> None:
         self._config, self._cascade = config, cascade
         self._max_blocks, self._num_groups, self._num_encoder_blocks = max_blocks, num_groups, num_encoder_blocks
-        self._num_guesses = config.num_speculative_tokens
+        self._num_guesses, self._num_request_inputs = config.num_speculative_tokens, num_request_inputs
         self._num_seqs, self._num_tokens = bucket_sizes(config)
         self._query_lens = None
         if longest_query is not None and not config.batch_invariant:
@@ -229,7 +231,7 @@ class StepBuckets:
 
     def layout(self, bucket: Bucket) -> PackedLayout:
         """Returns the places of a step's arrays in the buffer that is uploaded."""
-        return bucket.layout(self._max_blocks, self._num_groups)
+        return bucket.layout(self._max_blocks, self._num_groups, self._num_request_inputs)
 
     def of(self, step: ScheduledStep) -> tuple[Bucket, PackedLayout]:
         """Returns the smallest bucket that serves a step, and its layout."""
@@ -355,6 +357,7 @@ def _layout(
     num_seqs: int,
     num_inputs: int,
     num_tokens: int,
+    num_request_inputs: int,
     max_blocks: int,
     num_pieces: int,
     num_groups: int,
@@ -362,6 +365,8 @@ def _layout(
 ) -> PackedLayout:
     sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_blocks": max_blocks}
     extra = [("token_ids", (num_inputs,)), *((name, (num_seqs, *rest)) for name, rest in PER_SEQUENCE)]
+    if num_request_inputs:
+        extra.append(("inputs", (num_seqs, num_request_inputs)))
     if num_pieces:
         extra += [("prefix_lens", (num_seqs,)), ("piece_starts", (num_pieces + 1,))]
     if num_encoder_blocks:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jattn.llm.engine.device.buckets import Bucket
@@ -18,9 +17,11 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.routing import NO_EXPERT
 from jattn.llm.engine.device.sampler import Rows, VocabShards, token_logprobs
 from jattn.llm.engine.device.tables import SamplerState
+from jattn.llm.engine.device.weights import Structure
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.models import PagedModel, TensorParallel
+from jattn.llm.models.request_inputs import InputDtypes, unpacked
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
@@ -47,6 +48,7 @@ class _Batch:
         kv_caches: of all layers.
         peers: see `AttentionMetadata`.
         routes: report the experts of each token.
+        inputs: names and dtypes of the numbers of each request.
     """
 
     model: Model
@@ -58,11 +60,13 @@ class _Batch:
     kv_caches: KVCaches
     peers: jax.Array | None
     routes: bool
+    inputs: InputDtypes = ()
 
     @property
     def metadata(self) -> Any:
         """One record if the model has one cache group, and otherwise one for each."""
         fields, bucket, layers = self.fields, self.bucket, self.layers
+        inputs = unpacked(fields["inputs"], self.inputs) if self.inputs else {}
         cross = bucket.num_encoder_blocks > 0 and not bucket.encodes
         groups = tuple(
             replace(
@@ -70,6 +74,7 @@ class _Batch:
                 # Found in the tables of the first group.
                 groups=_groups(fields, bucket) if index == 0 else None,
                 peers=self.peers,
+                inputs=inputs,
             )
             for index in range(len(layers.groups))
         )
@@ -97,8 +102,7 @@ class Sampled(NamedTuple):
 
 
 def jitted_step(
-    graph: Any,
-    treedef: Any,
+    structure: Structure,
     placement: Placement,
     layers: LayerGroups,
     cache_spec: Any,
@@ -113,7 +117,7 @@ def jitted_step(
     `-1 - row` is for `last_tokens[row]`.
 
     Args:
-        graph, treedef: structure of the model, or of one device's part of it.
+        structure: the model's, or that of one device's part of it.
         placement: the devices; each runs the step on its own part, and all have the results.
         layers: the cache groups.
         cache_spec: partition spec of a layer's cache.
@@ -124,7 +128,7 @@ def jitted_step(
 
     def step(*operands: Any, **sizes: Any) -> Any:
         return placement.mapped(
-            functools.partial(_step, graph, treedef, layers, routes, **sizes),
+            functools.partial(_step, structure, layers, routes, **sizes),
             in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp")),
             out_specs=(whole, cache_spec),
         )(*operands)
@@ -134,11 +138,11 @@ def jitted_step(
 
 
 @functools.lru_cache(maxsize=8)
-def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
+def jitted_prompt_logprobs(structure: Structure, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
     """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
 
     def compute(leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, *, num_logprobs: int) -> Logprobs:
-        model = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+        model = structure.merge(leaves)
         logits, shards = _logits(model, hidden)
         return token_logprobs(logits if shards is None else shards.gathered(logits), token_ids, num_logprobs)
 
@@ -150,8 +154,7 @@ def jitted_prompt_logprobs(graph: Any, treedef: Any, placement: Placement, leaf_
 
 
 def _step(
-    graph: Any,
-    treedef: Any,
+    structure: Structure,
     layers: LayerGroups,
     routes: bool,
     kv_caches: KVCaches,
@@ -164,14 +167,16 @@ def _step(
     bucket: Bucket,
     max_blocks: int,
 ) -> tuple[tuple[Sampled, jax.Array, SamplerState], KVCaches]:
-    fields = bucket.layout(max_blocks, len(layers.groups)).unpack(buffer)
 
     def model() -> Any:
-        return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+        return structure.merge(leaves)
+
+    inputs = model().paged_spec.inputs
+    fields = bucket.layout(max_blocks, len(layers.groups), len(inputs)).unpack(buffer)
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
-    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes, inputs)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:

@@ -22,7 +22,7 @@ from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.tables import SamplerState
-from jattn.llm.engine.device.weights import Weights
+from jattn.llm.engine.device.weights import Structure, Weights
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.reports import Compiling, event
 from jattn.pool import KVPool
@@ -54,6 +54,7 @@ class Programs:
         max_blocks: columns of a block table.
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
         routes: steps report the experts of each token.
+        num_request_inputs: numbers that each request brings.
 
     Attributes:
         compiled: the programs so far, by bucket.
@@ -75,6 +76,7 @@ class Programs:
         max_blocks: int,
         multiplies_fp8: bool,
         routes: bool = False,
+        num_request_inputs: int = 0,
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -103,9 +105,9 @@ class Programs:
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
         self._has_cublas = is_wide and self._on_gpu
-        self._multiplies_fp8 = multiplies_fp8
+        self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
-        self._step, self.compiled = _shared(weights.graph, weights.treedef, *cut, operands, max_blocks, routes)
+        self._step, self.compiled = _shared(weights.structure, *cut, operands, max_blocks, routes)
 
     @property
     def compiling(self) -> Compiling:
@@ -188,7 +190,8 @@ class Programs:
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
     def _lowered(self, bucket: Bucket) -> Any:
-        buffer = self._on_all((bucket.layout(self._max_blocks, self._num_groups).num_elements,))
+        layout = bucket.layout(self._max_blocks, self._num_groups, self._num_request_inputs)
+        buffer = self._on_all((layout.num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
         operands = (*self._operands, state, buffer, self._peers)
@@ -249,8 +252,7 @@ def progress(report: Callable[[int, int, str], None] | None) -> Iterator[Callabl
 
 @functools.lru_cache(maxsize=8)
 def _shared(
-    graph: Any,
-    treedef: Any,
+    structure: Structure,
     placement: Placement,
     layers: LayerGroups,
     cache_spec: Any,
@@ -259,4 +261,4 @@ def _shared(
     max_blocks: int,
     routes: bool,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(graph, treedef, placement, layers, cache_spec, leaf_specs, routes=routes), {}
+    return jitted_step(structure, placement, layers, cache_spec, leaf_specs, routes=routes), {}

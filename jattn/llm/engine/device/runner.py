@@ -144,7 +144,7 @@ class ModelRunner:
         self._tokens_per_block, self._num_blocks = config.tokens_per_block, pool.num_blocks
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
-        self._vocab_size = model.paged_spec.vocab_size
+        self._vocab_size, self._has_inputs = model.paged_spec.vocab_size, bool(model.paged_spec.inputs)
         processors = config.logits_processors or {}
         longest = max(max_blocks * config.tokens_per_block, model.paged_spec.max_encoder_len)
         self._num_logprobs = self._vocab_size if config.max_logprobs < 0 else config.max_logprobs
@@ -156,6 +156,7 @@ class ModelRunner:
             num_groups=len(layers.groups),
             longest_query=None if ragged else longest,
             num_encoder_blocks=self._num_encoder_blocks,
+            num_request_inputs=len(model.paged_spec.inputs),
         )
         # Options of the metadata of each cache group. An encoder's steps have plain tables, those of the first group.
         windows = [group.sliding_window for group in layers.groups]
@@ -180,9 +181,7 @@ class ModelRunner:
         self._generation: int | None = None
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
-        self._prompt_logprobs = jitted_prompt_logprobs(
-            self.weights.graph, self.weights.treedef, placement, self.weights.specs
-        )
+        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.structure, placement, self.weights.specs)
         self.programs = Programs(
             self.weights,
             pool,
@@ -196,6 +195,7 @@ class ModelRunner:
                 isinstance(module, Fp8Linear) for _, module in nnx.iter_modules(cast(nnx.Module, model))
             ),
             routes=config.enable_return_routed_experts,
+            num_request_inputs=len(model.paged_spec.inputs),
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -212,6 +212,8 @@ class ModelRunner:
         buffer = np.zeros(layout.num_elements, np.int32)
         metadata = self._metadata(step, bucket, layout, buffer)
         _fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
+        if self._has_inputs:
+            layout["inputs"].of(buffer)[: len(step.rows)] = [row.request.inputs for row in step.rows]
         state = _NO_STATE
         if bucket.sampler.kind is SamplingKind.FULL:
             state = self._sampler_state(step.rows, layout, buffer)

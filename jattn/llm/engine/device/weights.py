@@ -22,6 +22,36 @@ from torch_core.base.specs import LARGEST_CODE
 Arrivals: TypeAlias = dict[int, Callable[[], jax.Array]]
 
 
+class Structure:
+    """A module without its arrays: what a program is made of, and so its key.
+
+    Equal structures share programs. A structure with an object that has no hash (a dataclass that can change, a config
+    of transformers) equals no other: programs of before the object changed would serve another model.
+
+    Attributes:
+        is_shared: whether it may equal another one.
+    """
+
+    def __init__(self, graph: Any, treedef: Any) -> None:
+        self._graph, self._treedef = graph, treedef
+        try:
+            self._hash, self.is_shared = hash((graph, treedef)), True
+        except TypeError:
+            self._hash, self.is_shared = id(self), False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not (isinstance(other, Structure) and self.is_shared and other.is_shared):
+            return self is other
+        return (self._hash, self._graph, self._treedef) == (other._hash, other._graph, other._treedef)
+
+    def merge(self, leaves: list[jax.Array]) -> Any:
+        """Returns a module of this structure with these arrays."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, leaves))
+
+
 class Weights:
     """The variables of a module, captured when this is made.
 
@@ -30,14 +60,15 @@ class Weights:
             later.
 
     Attributes:
-        graph, treedef: structure of the module, to which `leaves` belong.
+        structure: the module without them.
         leaves: the arrays.
         specs: partition spec of each leaf over the engine's mesh.
     """
 
     def __init__(self, model: nnx.Module) -> None:
-        self.graph, state = nnx.split(model)
-        found, self.treedef = jax.tree.flatten(state)
+        graph, state = nnx.split(model)
+        found, treedef = jax.tree.flatten(state)
+        self.structure = Structure(graph, treedef)
         self.leaves = [jnp.asarray(leaf) for leaf in found]
         self.specs = tuple(getattr(leaf.sharding, "spec", PartitionSpec()) for leaf in self.leaves)
         self._parallel: TensorParallel | None = getattr(model, "parallel", None)
@@ -46,7 +77,7 @@ class Weights:
         if isinstance(base, Decoder) and base.parallel is not None:
             shards = parameter_shards(base.config, base.parallel)
             self._shards = {_name(path): each for path, each in shards.items()}
-        numbered = nnx.to_flat_state(jax.tree.unflatten(self.treedef, range(len(found))))
+        numbered = nnx.to_flat_state(jax.tree.unflatten(treedef, range(len(found))))
         prefix = "base." if isinstance(model, WithDraft) else ""
         variables: dict[str, Any] = {
             name.removeprefix(prefix): leaf

@@ -143,6 +143,8 @@ class SamplingParams:
         stop: string or strings that end the text, which is cut before the first of them. Stored as a tuple.
         stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens. Stored as a tuple.
         include_stop_str_in_output: cut after the stop string instead.
+        include_eos_token: keep the end-of-sequence token, or token of stop_token_ids, that ended the output in its
+            `token_ids` and log-probabilities.
         ignore_eos: do not stop at the model's end-of-sequence tokens, unless a grammar allows no other token.
         logprobs: return the log-probabilities of this many of the likeliest tokens and of the sampled one; None for
             none, at most the engine's `max_logprobs`. -1 for the whole vocabulary, if `max_logprobs` allows it. By
@@ -189,6 +191,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    include_eos_token: bool = True
     ignore_eos: bool = False
     logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     prompt_logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+#: From a token id to the token's text; None without a tokenizer.
+TextOf: TypeAlias = Callable[[int], str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class CompletionOutput:
 
     Attributes:
         text: the decoded tokens, cut before a stop string; empty without a tokenizer.
-        token_ids: the generated tokens, a final stop token included.
+        token_ids: the generated tokens, a final stop token included unless `SamplingParams.include_eos_token` is False.
         finish_reason: "length", "stop", "cancelled", or "error" if the grammar grew too large, or grammar and bad words
             allow no token; None while it runs.
         index: index of the sample, below n.
@@ -177,7 +180,7 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
 
-def as_dict(token: int, found: Logprobs, num_logprobs: int, text_of: Callable[[int], str] | None) -> dict[int, Logprob]:
+def as_dict(token: int, found: Logprobs, num_logprobs: int, text_of: TextOf) -> dict[int, Logprob]:
     """Returns vLLM's mapping for one position: the token itself first, then the likeliest in order.
 
     Args:

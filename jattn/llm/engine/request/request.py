@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +13,17 @@ import numpy as np
 from jattn.llm.engine.options.params import PACKED_SEED, SamplingKind, SamplingParams
 from jattn.llm.engine.request.bad_words import BadWords
 from jattn.llm.engine.request.grammar import Grammar, mask_of
-from jattn.llm.engine.request.outputs import Logprobs, Outbox, RequestMetrics, TokenDelta
+from jattn.llm.engine.request.outputs import (
+    CompletionOutput,
+    Logprob,
+    Logprobs,
+    Outbox,
+    RequestMetrics,
+    RequestOutput,
+    TextOf,
+    TokenDelta,
+    as_dict,
+)
 from torch_core.base.errors import InvalidInput
 
 #: The prefix of the engine's own request ids; callers may not use it.
@@ -56,7 +68,8 @@ class Request:
         followers: for the first sample, the samples that wait to fork its prompt's blocks.
         encoder_token_ids: the encoder's input; empty without an encoder.
         num_encoder_slots: number of cache slots, in whole blocks, before the first token's, for the encoder's output.
-        salt: only requests of equal salt share cached prefixes; None for the engine's own.
+        salt: only requests of equal salt share cached prefixes; None for the engine's own. It contains the inputs.
+        inputs: int32[...], the numbers that it brings for the model; see `PagedSpec.inputs`.
         output_token_ids: generated tokens that the host has seen.
         outbox: queue of its outputs.
         num_delivered: generated tokens that were put there.
@@ -71,6 +84,7 @@ class Request:
         routed_experts: int16[tokens, layers, top_k] of its computed tokens when it ended, if an engine records them.
         weights_versions: versions of the weights that sampled its tokens, in order; see `Engine.weights_version`.
         max_tokens: most tokens to generate.
+        ended_by: the end-of-sequence token, or token of stop_token_ids, that ended it; None before and without.
         order: rank among requests that compete; the smallest is first.
     """
 
@@ -88,6 +102,7 @@ class Request:
     forced_eos_token_id: int | None = None
     prompt: str | None = None
     salt: bytes | None = None
+    inputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     outbox: Outbox = field(default_factory=Outbox)
     num_delivered: int = 0
     end_is_delivered: bool = False
@@ -109,6 +124,7 @@ class Request:
     num_encoder_slots: int = 0
     weights_versions: tuple[int, ...] = ()
     max_tokens: int = 0
+    ended_by: int | None = None
 
     def __post_init__(self) -> None:
         self.max_tokens = self.max_tokens or self.params.max_tokens or 0
@@ -173,6 +189,121 @@ class Request:
         if last in self.eos_token_ids:
             return "stop"
         return "length" if len(self.output_token_ids) >= self.max_tokens else None
+
+    def end(self, reason: str) -> None:
+        """Sets the finish reason, and takes the token that ended it from its tokens if its parameters say so."""
+        last = self.output_token_ids[-1] if self.output_token_ids and reason in ("stop", "error") else None
+        ends = self.eos_token_ids if self.grammar is None else self.eos_token_ids | set(self.grammar.eos_token_ids)
+        # With the reason, so that it is not looked for again.
+        self.finish_reason, self.ended_by = reason, last if last in ends else None
+        if self.ended_by is not None and not self.params.include_eos_token:
+            del self.output_token_ids[-1]
+            del self.logprobs[len(self.output_token_ids) :]
+
+    def output(self, completions: tuple[CompletionOutput, ...] | None = None, text_of: TextOf = None) -> RequestOutput:
+        """Returns the tokens of all samples so far, without their text.
+
+        Args:
+            completions: those to report instead, such as ones with text.
+            text_of: function from a token id to the token's text, for log-probabilities of the prompt.
+
+        Example:
+            >>> from jattn.llm.engine import Engine, SamplingParams
+            >>> from jattn.llm.load import embedded_model_folder, load_model
+            >>> with Engine(load_model(embedded_model_folder())[0]) as engine:
+            ...     request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0))
+            ...     while engine.num_unfinished:
+            ...         deltas = engine.step()
+            >>> output = request.output().outputs[0]
+            >>> len(output.token_ids), len(output.logprobs), output.finish_reason
+            (2, 2, 'length')
+        """
+        samples = self.samples or (self,)
+        if completions is None:
+            completions = tuple(each.completion(tuple(each.output_token_ids), each.finish_reason) for each in samples)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.encoder_token_ids or self.prompt_token_ids,
+            completions,
+            self.num_cached_tokens,
+            self.metrics,
+            all(each.finish_reason is not None for each in samples),
+            self._known_prompt_logprobs(text_of),
+        )
+
+    def completion(
+        self,
+        token_ids: tuple[int, ...],
+        finish_reason: str | None,
+        *,
+        start: int = 0,
+        logprobs: tuple[dict[int, Logprob], ...] | None = None,
+        text: str = "",
+        stop_string: str | None = None,
+    ) -> CompletionOutput:
+        """Returns a record of some of its generated tokens.
+
+        Args:
+            token_ids: the tokens.
+            finish_reason: reason to report, which its reader may not have reached.
+            start: index of the first of them.
+            logprobs: their log-probabilities, if its parameters ask for them; None to look them up.
+            text: their text.
+            stop_string: the stop string that ended it.
+        """
+        logprobs = self.known_logprobs(start, token_ids) if logprobs is None else logprobs
+        masks = None
+        if self.params.sampling_mask:
+            masks = tuple(each.kept for each in self.logprobs[start : start + len(token_ids)])
+        total = None
+        if logprobs is not None:
+            total = sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True))
+        stop_reason = (
+            self.ended_by if stop_string is None and self.ended_by in self.params.stop_token_ids else stop_string
+        )
+        return CompletionOutput(
+            text,
+            token_ids,
+            finish_reason,
+            self.index,
+            logprobs,
+            total,
+            stop_reason if finish_reason == "stop" else None,
+            self.weights_versions,
+            masks,
+            self._known_routed_experts(finish_reason),
+        )
+
+    def known_logprobs(
+        self, start: int, token_ids: Sequence[int], text_of: TextOf = None
+    ) -> tuple[dict[int, Logprob], ...] | None:
+        """Returns the log-probabilities of generated tokens from index `start` on; None if none are asked for."""
+        wanted = self.params.logprobs
+        if wanted is None:
+            return None
+        found = self.logprobs[start : start + len(token_ids)]
+        return tuple(as_dict(token, each, wanted, text_of) for token, each in zip(token_ids, found, strict=True))
+
+    def _known_routed_experts(self, finish_reason: str | None) -> np.ndarray | None:
+        """Returns the experts of a request that ended, without those of the last token."""
+        found = self.routed_experts
+        if found is None or self.params.return_routed_experts is False or finish_reason is None:
+            return None
+        # A stop string may have ended it earlier.
+        return found[: len(self.prompt_token_ids) + len(self.output_token_ids) - 1]
+
+    def _known_prompt_logprobs(self, text_of: TextOf) -> tuple[dict[int, Logprob] | None, ...] | None:
+        wanted = self.params.prompt_logprobs
+        if wanted is None:
+            return None
+        # The first sample brings them all, unless it was cancelled on the way: then the next one brings the rest.
+        # Looked up, and not iterated: the engine's thread may add to them.
+        found = ChainMap(*(sample.prompt_logprobs for sample in self.samples or (self,)))
+        return tuple(
+            as_dict(token, found[place], wanted, text_of) if place in found else None
+            for place, token in enumerate(self.prompt_token_ids)
+        )
 
     def mask(self) -> np.ndarray | None:
         """Returns int32[ceil(vocab / 32)], a bit for each token that may come next; None if it needs no mask."""

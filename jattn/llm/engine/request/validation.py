@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
 from jattn.llm.engine.request.request import AUTOMATIC, Request
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import PagedSpec
+from jattn.llm.models.request_inputs import packed
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
@@ -49,7 +51,7 @@ class Validator:
                 "max_model_len", value=max_model_len, wanted=f"the model was made for {longest} tokens at most"
             )
         self.max_model_len = longest if max_model_len is None else max_model_len
-        self._vocab_size = model.vocab_size
+        self._vocab_size, self._inputs = model.vocab_size, model.inputs
         self._max_encoder_len = model.max_encoder_len
         starts = (model.decoder_start_token_id, model.forced_bos_token_id)
         self._decoder_start = tuple(token for token in starts if token is not None)
@@ -81,6 +83,7 @@ class Validator:
         prompt: str | None = None,
         salt: bytes | None = None,
         priority: int = 0,
+        inputs: Mapping[str, Any] | None = None,
         outbox: Outbox,
     ) -> tuple[Request, ...]:
         """Returns the n samples of a prompt as requests; see `Engine.add` for the arguments.
@@ -100,6 +103,10 @@ class Validator:
             raise InvalidInput("prompt", f"is a {type(prompt).__name__}", "it must be the prompt's text, or None")
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput("salt", f"must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None")
+        numbers = packed(inputs, self._inputs)
+        if numbers.size:
+            # The same tokens have other keys and values.
+            salt = hashlib.sha256(numbers.tobytes() + (b"" if salt is None else b"+" + salt)).digest()
         given = self._kept(_of(request_id), prompt_token_ids, params)
         num_slots = self._encoder_slots(_of(request_id), len(given), params) if self._decoder_start else 0
         max_tokens = self._max_tokens(request_id, len(self._decoder_start or given), params)
@@ -132,6 +139,7 @@ class Validator:
                 forced_eos_token_id=None if params.ignore_eos else self._forced_eos_token_id,
                 prompt=prompt,
                 salt=salt,
+                inputs=numbers,
                 order=priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
                 encoder_token_ids=encoder_tokens,
