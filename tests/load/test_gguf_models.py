@@ -14,6 +14,7 @@ from flax import nnx
 from jattn.cli import main
 from jattn.llm.load import load_generation_defaults, load_model, parse_config, save_model
 from jattn.llm.load.source import open_source
+from jattn.llm.testing import compare_with_torch
 from tests.load.test_gguf_tokenizer import bpe
 from tests.support import family_models
 from tests.support.gguf_files import ARCHITECTURES, Packed, gguf_of_checkpoint, write_gguf
@@ -242,6 +243,13 @@ def test_convert_writes_a_folder_with_the_models_tokenizer_and_defaults(tmp_path
     values = [parameters(model) for model, _, _ in models]
     for path, value in values[0].items():
         np.testing.assert_array_equal(values[1][path], value)
+
+
+def test_a_file_is_compared_with_torch(tmp_path, seed, monkeypatch):
+    _, file = written_as_both(tmp_path, "LlamaForCausalLM", seed, monkeypatch)
+    report = compare_with_torch(file, [[5, 6, 7]], implementations=["xla"], max_tokens=2)
+    assert report.passed
+    assert report.model.startswith("x.gguf (")
 
 
 def test_a_folder_of_gguf_files_names_one(tmp_path):

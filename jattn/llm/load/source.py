@@ -51,6 +51,11 @@ class ModelSource(Protocol):
         """Returns the tensors, compared with those that the config asks for, and where each one goes."""
         ...
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """There is a tokenizer."""
+        ...
+
     def tokenizer(self) -> TextTokenizer:
         """Returns the tokenizer."""
         ...
@@ -137,6 +142,10 @@ class _FolderSource:
         check_weights(tensors, plan, unread=unread)
         return tensors, plan
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").exists()
+
     def tokenizer(self) -> TextTokenizer:
         return read_tokenizer(self.path)
 
@@ -173,6 +182,10 @@ class _GgufSource:
         tensors = gguf_tensors(self.file.weights, plan, family)
         check_weights(tensors, plan, unread=ROPE_TENSORS)
         return tensors, plan
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.ggml.model" in self.file.metadata
 
     def tokenizer(self) -> TextTokenizer:
         spelling = family_of_gguf(self.file.metadata).gguf

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jattn.llm.load import TextTokenizer, embedded_model_folder, load_model, parse_config, save_model
 from jattn.llm.load.folder import check_folder, read_config
+from jattn.llm.load.source import open_source
 from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameters
 from jattn.llm.paths import is_gguf
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
@@ -250,26 +251,17 @@ def _subject(
             save_model(folder, model, config)
             yield _Subject(model, None, Path(folder), f"Decoder ({num_parameters(config):,} parameters)")
         return
-    if model is not None and is_gguf(model):
-        path = Path(model).resolve()
-        load = functools.partial(load_model, model, dtype=dtype or "float32", hf_overrides=hf_overrides)
-        decoder, config, tokenizer = load(quantization=quantization)
-        with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
-            save_model(folder, decoder if quantization is None else load(with_tokenizer=False)[0], config)
-            name = f"{path.name} ({num_parameters(config):,} parameters)"
-            yield _Subject(decoder, tokenizer, Path(folder), name, path)
+    source = open_source(embedded_model_folder() if model is None else model)
+    load = functools.partial(load_model, source.path, dtype=dtype or "float32", hf_overrides=hf_overrides)
+    decoder, config, tokenizer = load(with_tokenizer=source.has_tokenizer, quantization=quantization)
+    name = "embedded model" if model is None else source.path.name
+    name = f"{name} ({num_parameters(config):,} parameters)"
+    if not is_gguf(source.path):
+        yield _Subject(decoder, tokenizer, source.path, name)
         return
-    folder = embedded_model_folder() if model is None else check_folder(model)
-    has_tokenizer = (folder / "tokenizer.json").exists()
-    decoder, config, tokenizer = load_model(
-        folder,
-        dtype=dtype or "float32",
-        with_tokenizer=has_tokenizer,
-        quantization=quantization,
-        hf_overrides=hf_overrides,
-    )
-    name = "embedded model" if model is None else folder.resolve().name
-    yield _Subject(decoder, tokenizer, folder, f"{name} ({num_parameters(config):,} parameters)")
+    with tempfile.TemporaryDirectory(prefix="jattn-") as folder:
+        save_model(folder, decoder if quantization is None else load(with_tokenizer=False)[0], config)
+        yield _Subject(decoder, tokenizer, Path(folder), name, source.path)
 
 
 def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
