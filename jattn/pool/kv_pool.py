@@ -136,6 +136,11 @@ class KVPool(Owner):
         return len(self.specs)
 
     @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], Any], ...]:
+        """Shape and dtype of each array that a step is given."""
+        return tuple(self._layers)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all arrays together."""
         blocks = self.num_blocks * sum(spec.bytes_per_block for spec in self.specs)

@@ -244,6 +244,8 @@ class Scheduler:
                 if not held:
                     self._hold_back(request)
                 break
+            if self._cache.config.states is not None:
+                num_new = self._cache.until_snapshot(request.request_id, num_new)
             longest = max(longest, num_new)
             if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
                 self._hold_back(request)

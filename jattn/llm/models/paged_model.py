@@ -12,7 +12,7 @@ from jattn.metadata import AttentionMetadata
 from torch_core.base.checks import INT32_MAX, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits, check_fields
-from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
+from torch_core.base.specs import KVCacheSpec, LatentCacheSpec, StateCacheSpec
 
 Window: TypeAlias = Annotated[int | None, Limits(1, INT32_MAX)]
 
@@ -32,6 +32,8 @@ class PagedSpec:
         index_head_dim: number of elements of an indexer's key, in layers of `jattn.nn.SparseLatentAttention`. Each
             layer has a second cache for these keys; the second caches come after the first caches of all layers. None
             without.
+        states: layouts of the layers with a recurrent state, such as `jattn.nn.ShortConv.state_spec()`. Their arrays
+            come after all caches, those of a layer one after the other.
         dtype: dtype of the keys and values that the layers write, by name.
         sliding_window: number of tokens that every layer sees, including the query's own: blocks outside the window are
             freed. None if a layer sees all tokens.
@@ -63,6 +65,7 @@ class PagedSpec:
     head_dim: int
     kv_lora_rank: int | None = None
     index_head_dim: int | None = None
+    states: tuple[StateCacheSpec, ...] = ()
     dtype: str = "float32"
     sliding_window: Window = None
     layer_windows: tuple[Window, ...] = ()
@@ -158,7 +161,8 @@ class PagedModel(Protocol):
             metadata: metadata of the step, for `jattn.MultiHeadAttention(cache=...)` or `jattn.PagedAttention`. A model
                 with `layer_windows` asks it for each layer: `metadata, index = metadata.of_layer(layer)`, where index
                 is that of the layer's array; several layers may share one, so each passes on the updated array. The
-                metadata may then be a `jattn.metadata.GroupedMetadata`.
+                metadata may then be a `jattn.metadata.GroupedMetadata`. With `states`, `metadata.states` (of any layer)
+                are keywords of the ops that keep them.
 
         Returns:
             Hidden states `[tokens, ...]` and the caches with the new keys and values.

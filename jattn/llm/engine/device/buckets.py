@@ -29,7 +29,7 @@ from torch_core.metadata import (
 )
 
 #: A step's int32 arrays of each sequence, in addition to the metadata: `Rows`, and two that change.
-PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()))
+PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()), ("state_slots", ()))
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
 # prefill stays on one side, so that a prompt's bits do not depend on other prompts.
 _SMALLEST_PREFILL = 64

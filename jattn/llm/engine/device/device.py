@@ -28,7 +28,7 @@ from jattn.ops.choose import choose_for_cache
 from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
 from torch_core.base.errors import InvalidInput, OutOfMemory, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
-from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, group_layers
+from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, StateConfig, group_layers
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
@@ -211,6 +211,7 @@ def open_device(
         max_blocks_per_seq=cache.max_blocks + cache.num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
+        states=_state_config(config, cache.num_slots),
     )
     return _build(placed, cache, pool, config, mesh), cache_config, cache.plan
 
@@ -255,6 +256,7 @@ class _CachePlan:
         max_blocks: columns of a block table.
         num_encoder_blocks: blocks of an encoder's input.
         parts: devices over which a block is split.
+        num_slots: state slots; 0 for a model without states.
     """
 
     plan: PoolPlan
@@ -263,10 +265,14 @@ class _CachePlan:
     max_blocks: int
     num_encoder_blocks: int
     parts: int
+    num_slots: int
 
 
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
     vocab_size, context = model.paged_spec.vocab_size, config.decode_context_parallel_size
+    if model.paged_spec.states and config.num_speculative_tokens:
+        wanted = "a model with recurrent layers is served without: leave it None"
+        raise Unsupported("speculative_config", "is given", wanted)
     check_processors(config.logits_processors or {}, vocab_size=vocab_size, max_model_len=max_model_len)
     if config.enable_return_routed_experts:
         check_routes(model)
@@ -303,8 +309,14 @@ def _plan_cache(
     num_encoder_blocks = -(-shape.max_encoder_len // size)
     longest = max_model_len + num_encoder_blocks * size
     layers = _layer_groups(config, shape, draft, max_model_len)
+    num_slots = 0
+    if shape.states:
+        num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
+        num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states))
     plan = _plan(config, placed.spec, layers, further, num_bytes * parts, max_model_len=longest)
-    return _CachePlan(plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts)
+    return _CachePlan(
+        plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, num_slots
+    )
 
 
 def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
@@ -314,7 +326,14 @@ def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
         num_blocks=num_blocks,
         device=placed.placement.cache_sharding(placed.spec),
         further=cache.further,
+        states=placed.shape.states,
+        num_slots=cache.num_slots,
     )
+
+
+def _state_config(config: EngineConfig, num_slots: int) -> StateConfig | None:
+    host_slots = config.max_num_seqs if config.num_host_blocks else 0
+    return StateConfig(num_slots=num_slots, num_host_slots=host_slots) if num_slots else None
 
 
 def _step_bytes(placed: _Placed, cache: _CachePlan, config: EngineConfig, mesh: Mesh | None) -> int:
@@ -335,11 +354,16 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         model_sizes = placed.shape, placed.spec, cache.plan.num_blocks, *model_facts(cast(nnx.Module, model))
         return {"config": sizes, "model": model_sizes, "implementation": list(placed.implementations)}
 
-    host = HostBlocks(pool, config.num_host_blocks) if config.num_host_blocks else None
+    states = _state_config(config, cache.num_slots)
+    host_slots = 0 if states is None else states.num_host_slots
+    host = HostBlocks(pool, config.num_host_blocks, host_slots) if config.num_host_blocks else None
     channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
+        num_scheduler_steps = 1
+    if states is not None:
+        # The state before several tokens would be kept, and so copied, for each sequence and step.
         num_scheduler_steps = 1
     runner = _runner(
         placed,

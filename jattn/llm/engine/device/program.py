@@ -176,6 +176,8 @@ def _step(
 
     token_ids = fields["token_ids"]
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
+    if not model().paged_spec.states:
+        del fields["state_slots"]
     batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes, inputs)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):

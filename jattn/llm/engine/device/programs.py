@@ -89,10 +89,7 @@ class Programs:
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
-            tuple(
-                jax.ShapeDtypeStruct(spec.shape(pool.num_blocks), spec.dtype, sharding=pool.sharding)
-                for spec in pool.specs
-            ),
+            tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool.sharding) for shape, dtype in pool.shapes),
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
             self._on_all((max_num_seqs,)),
         )

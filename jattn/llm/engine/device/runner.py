@@ -371,6 +371,7 @@ class ModelRunner:
             num_tokens=bucket.num_tokens,
             max_blocks=self._num_encoder_blocks if step.encodes else self._max_blocks,
             encoder_rows=encoder_rows,
+            num_slots=self._pool.num_slots or None,
             layout=layout,
             buffer=buffer,
             table_cache=tables[0],

@@ -48,6 +48,8 @@ class EngineConfig:
         enable_prefix_caching: share the blocks of equal prefixes.
         num_host_blocks: blocks of host memory for preempted requests, which then continue where they stopped; without
             free host blocks, or with 0, they are computed again.
+        num_state_slots: number of slots for states of models with recurrent layers, including the null slot: one for
+            each running sequence and for each shared prefix that is kept. None for 2 * max_num_seqs + 4.
         disable_hybrid_kv_cache_manager: keep every token for every layer, also in models in which only some layers have
             a window. Otherwise layers with the same window form a group, whose blocks are freed as soon as the window
             has passed them.
@@ -116,6 +118,7 @@ class EngineConfig:
     steps_in_flight: Annotated[int, Limits(1, MAX_SIZE)] = 2
     enable_prefix_caching: bool = True
     num_host_blocks: Annotated[int, Limits(0, MAX_SIZE)] = 0
+    num_state_slots: Annotated[int | None, Limits(4, MAX_SIZE)] = None
     disable_hybrid_kv_cache_manager: bool = False
     scrub_on_free: bool = False
     batch_invariant: bool = False
