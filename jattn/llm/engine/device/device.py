@@ -211,7 +211,7 @@ def open_device(
         max_blocks_per_seq=cache.max_blocks + cache.num_encoder_blocks,
         scrub_on_free=config.scrub_on_free,
         num_host_blocks=config.num_host_blocks,
-        states=_state_config(config, cache.num_slots),
+        states=cache.states,
     )
     return _build(placed, cache, pool, config, mesh), cache_config, cache.plan
 
@@ -256,7 +256,7 @@ class _CachePlan:
         max_blocks: columns of a block table.
         num_encoder_blocks: blocks of an encoder's input.
         parts: devices over which a block is split.
-        num_slots: state slots; 0 for a model without states.
+        states: sizes of state slots; None for a model without states.
     """
 
     plan: PoolPlan
@@ -265,7 +265,7 @@ class _CachePlan:
     max_blocks: int
     num_encoder_blocks: int
     parts: int
-    num_slots: int
+    states: StateConfig | None
 
 
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
@@ -309,13 +309,14 @@ def _plan_cache(
     num_encoder_blocks = -(-shape.max_encoder_len // size)
     longest = max_model_len + num_encoder_blocks * size
     layers = _layer_groups(config, shape, draft, max_model_len)
-    num_slots = 0
+    states = None
     if shape.states:
         num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
+        states = StateConfig(num_slots=num_slots, num_host_slots=config.max_num_seqs * (config.num_host_blocks > 0))
         num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states))
     plan = _plan(config, placed.spec, layers, further, num_bytes * parts, max_model_len=longest)
     return _CachePlan(
-        plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, num_slots
+        plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, states
     )
 
 
@@ -327,13 +328,8 @@ def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
         device=placed.placement.cache_sharding(placed.spec),
         further=cache.further,
         states=placed.shape.states,
-        num_slots=cache.num_slots,
+        num_slots=cache.states.num_slots if cache.states else 0,
     )
-
-
-def _state_config(config: EngineConfig, num_slots: int) -> StateConfig | None:
-    host_slots = config.max_num_seqs if config.num_host_blocks else 0
-    return StateConfig(num_slots=num_slots, num_host_slots=host_slots) if num_slots else None
 
 
 def _step_bytes(placed: _Placed, cache: _CachePlan, config: EngineConfig, mesh: Mesh | None) -> int:
@@ -354,17 +350,15 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         model_sizes = placed.shape, placed.spec, cache.plan.num_blocks, *model_facts(cast(nnx.Module, model))
         return {"config": sizes, "model": model_sizes, "implementation": list(placed.implementations)}
 
-    states = _state_config(config, cache.num_slots)
-    host_slots = 0 if states is None else states.num_host_slots
+    host_slots = cache.states.num_host_slots if cache.states else 0
     host = HostBlocks(pool, config.num_host_blocks, host_slots) if config.num_host_blocks else None
     channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
         num_scheduler_steps = 1
-    if states is not None:
-        # The state before several tokens would be kept, and so copied, for each sequence and step.
-        num_scheduler_steps = 1
+    # The states before several tokens would be kept, and so copied.
+    num_scheduler_steps = 1 if cache.states else num_scheduler_steps
     runner = _runner(
         placed,
         cache,
