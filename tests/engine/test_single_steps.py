@@ -11,7 +11,7 @@ import pytest
 
 from jattn.llm.engine import DataParallelEngine, Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device import device
-from jattn.llm.engine.device.device import outlasts_the_host
+from jattn.llm.engine.device.placement import outlasts_the_host
 from tests.engine.conftest import tiny_decoder
 from tests.support.devices import on_four_devices
 

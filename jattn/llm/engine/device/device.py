@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jattn.llm.engine.device.draft import WithDraft, with_draft
-from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.placement import Placement, outlasts_the_host
 from jattn.llm.engine.device.routing import check_routes
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
@@ -36,8 +35,6 @@ CacheSpec = KVCacheSpec | LatentCacheSpec
 # between arrays.
 _SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
-# Of weights on one device: 1 ms for a GPU that reads 4 TB/s.
-_MANY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,17 +392,6 @@ def _runner(
         ragged=placed.ragged,
         announce=announce,
     )
-
-
-def outlasts_the_host(leaves: Sequence[jax.Array]) -> bool:
-    """Returns whether a token takes the device longer than the host, whose work need not be shared by several.
-
-    A program of one token is 2 to 3% faster on the device than one of four is for each of its tokens.
-    """
-    if not any(device.platform == "gpu" for leaf in leaves for device in leaf.devices()):
-        return False
-    num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    return num_bytes >= _MANY_BYTES
 
 
 def check_types(model: object, config: object) -> None:
