@@ -38,11 +38,13 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
     The bits of a row do not depend on the other rows, but they do depend on how many there are: that backend
     (jaxlib 0.10.2) has one order of summation for 2 to 32 rows and another for a single row and for 64 or more.
     """
-    options = {"use_bias": use_bias, "kernel_init": INITIALIZER, "dot_general": _dot_general, "rngs": rngs, **options}
+    options = {"use_bias": use_bias, "kernel_init": INITIALIZER, "dot_general": dot_general, "rngs": rngs, **options}
     return nnx.Linear(in_features, out_features, **options)
 
 
-def _dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+    """`jax.lax.dot_general` of `[..., in]` and `[in, out]`, in parts and shapes that a platform rounds or runs well."""
+
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
 

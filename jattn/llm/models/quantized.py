@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.layers import dot_general
 from torch_core.base.errors import InvalidInput
 
 _FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
@@ -139,7 +140,9 @@ class QuantizedLinear(nnx.Module):
             out = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
             out = (out * scale[0]).astype(dtype)
         else:
-            out = jnp.matmul(x, dequantize(kernel, scale).astype(x.dtype), preferred_element_type=dtype)
+            # The bits of a layer with the dequantised weights.
+            sums = ((x.ndim - 1,), (0,)), ((), ())
+            out = dot_general(x, dequantize(kernel, scale).astype(x.dtype), sums, preferred_element_type=dtype)
         return out if self.bias is None else out + self.bias[...]
 
 

@@ -109,7 +109,8 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
             query, key, value = (
                 x.cpu().to(compute_dtype) for x in (call.query[rows], call.key[keys], call.value[keys])
             )
-            output[rows], lse[rows] = attend(call, seq, query, key, value)
+            found, sums = attend(call, seq, query, key, value)
+            output[rows], lse[rows] = found.to(output.dtype), sums.to(lse.dtype)
     return store_output(call, output), lse.to(call.query.device)
 
 

@@ -187,13 +187,16 @@ class Programs:
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
     def _lowered(self, bucket: Bucket) -> Any:
+        with self._tracing:
+            return self._traced(bucket).lower()
+
+    def _traced(self, bucket: Bucket) -> Any:
         layout = bucket.layout(self._max_blocks, self._num_groups, self._num_request_inputs)
         buffer = self._on_all((layout.num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
         operands = (*self._operands, state, buffer, self._peers)
-        with self._tracing:
-            return self._step.trace(*operands, bucket=bucket, max_blocks=self._max_blocks).lower()
+        return self._step.trace(*operands, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
         # In front of cuBLAS the output product of one row has its weights widened to float32 first: 1.25 ms for 0.24.
