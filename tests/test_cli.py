@@ -161,7 +161,7 @@ def test_every_field_of_the_engine_is_a_flag(command, capsys) -> None:
         cli.main([command, "--help"])
 
     flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    names = EngineConfig.__dataclass_fields__.keys() - {"mesh", "logits_processors"}
+    names = EngineConfig.__dataclass_fields__.keys() - {"mesh", "logits_processors", "logical_axis_rules"}
     assert {f"--{name.replace('_', '-')}" for name in names} - flags == set()
 
 
