@@ -1,0 +1,85 @@
+"""SkyRL-tx's language models as models of the engine: `served`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from skyrl.tx.layers.rotary_embedding import apply_rope  # pyright: ignore[reportMissingImports]
+
+from jattn.llm.models import LayerCache, PagedCache, PagedSpec, Served
+from torch_core.base.errors import Unsupported
+
+
+def served(model: nnx.Module, *, max_model_len: int) -> Served:
+    """Returns a model of SkyRL-tx for `Engine` and `LLM`; nothing is copied.
+
+    Args:
+        model: a `Qwen3ForCausalLM` or `Llama3ForCausalLM`.
+        max_model_len: most tokens of one sequence.
+
+    Raises:
+        Unsupported: another architecture.
+    """
+    source: Any = model
+    if type(model).__module__.split(".")[-1] not in ("qwen3", "llama3"):
+        raise Unsupported(
+            f"model is a {type(model).__name__}; Qwen 3 and Llama 3 of skyrl.tx.models are served. Give a "
+            "jattn.llm.models.Served of another model."
+        )
+    config, first = source.config, source.model.layers[0].self_attn
+    spec = PagedSpec(
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        dtype=jnp.dtype(first.o_proj.kernel[...].dtype).name,
+    )
+    return Served(model, spec, _hidden, logits=_logits, num_heads=first.num_heads)
+
+
+def _hidden(model: Any, token_ids: jax.Array, positions: jax.Array, cache: PagedCache) -> jax.Array:
+    model.model.layers = _Layers(model.model.layers, cache)
+    inputs = {"attention_mask": jnp.ones_like(token_ids), "positions": positions}
+    return model(token_ids, **inputs).last_hidden_state
+
+
+def _logits(model: Any, hidden: jax.Array) -> jax.Array:
+    return model.compute_logits(hidden).astype(jnp.float32)
+
+
+class _Layers(nnx.Module):
+    """The stacked layers of a model, one by one over the engine's cache."""
+
+    def __init__(self, stacked: Any, cache: PagedCache) -> None:
+        graph, states = stacked.preextract_decode()
+        self.layers = nnx.List([nnx.merge(graph, state) for state in states])
+        for layer, each in zip(self.layers, cache, strict=True):
+            layer.self_attn = _Attention(layer.self_attn, each)
+
+    def __call__(self, hidden: jax.Array, *, attention_mask: Any, positions: Any, **_: Any) -> tuple[Any, list, None]:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, attention_mask=attention_mask, positions=positions)
+        return hidden, [], None
+
+
+class _Attention(nnx.Module):
+    """An attention layer of SkyRL-tx over the engine's cache."""
+
+    def __init__(self, layer: Any, cache: LayerCache) -> None:
+        self.layer, self.cache = layer, cache
+
+    def __call__(self, x: jax.Array, *, positions: jax.Array, **_: Any) -> tuple[jax.Array, None]:
+        layer = self.layer
+        fused = hasattr(layer, "qkv_proj")
+        projected = layer.qkv_proj(x) if fused else (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x))
+        query, key, value = (each.reshape(*x.shape[:2], -1, layer.head_dim) for each in projected)
+        if hasattr(layer, "q_norm"):
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        base = layer.config.rope_parameters["rope_theta"]
+        query, key = (apply_rope(each, positions, layer.head_dim, base) for each in (query, key))
+        attended = self.cache.attend(query, key, value, scale=layer.head_dim**-0.5)
+        return layer.o_proj(attended.reshape(*x.shape[:2], -1)), None
