@@ -56,8 +56,7 @@ def cluster(*, lora: bool) -> rl_cluster.RLCluster:
     actor = nnx.clone(reference)
     if lora:
         provider = qwix.LoraProvider(module_path=".*(q_proj|o_proj|up_proj|down_proj|lm_head)", rank=4, alpha=8.0)
-        with mesh:
-            actor = qwix.apply_lora_to_model(reference, provider, **reference.get_model_input())
+        actor = qwix.apply_lora_to_model(reference, provider, **reference.get_model_input())
     lengths = {"max_tokens_to_generate": 8, "max_prompt_length": 8, "kv_cache_size": 64}
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
     training = {"mini_batch_size": 2, "train_micro_batch_size": 2, "max_steps": 2, "eval_every_n_steps": 100}
