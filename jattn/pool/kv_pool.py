@@ -123,7 +123,7 @@ class KVPool(Owner):
         parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
         for each in (device,) if sharding is None else sharding.addressable_devices:
             check_room(self.num_bytes // parts, each)
-        self._arrays = self._allocate()
+        self._arrays: tuple[jax.Array, ...] = self._allocate()
 
     @property
     def spec(self) -> CacheSpec:

@@ -44,6 +44,10 @@ def theirs() -> Engine:
     return Engine(other_decoder(), CONFIG)
 
 
+def wrapped(model: Decoder) -> Any:
+    return Wrapper(model)
+
+
 def replace_arrays(model: nnx.Module, source: nnx.Module) -> None:
     nnx.update(model, jax.tree.map(jnp.array, nnx.state(source)))
 
@@ -104,7 +108,7 @@ def test_a_running_request_goes_on_with_the_new_arrays(seed: int) -> None:
 
 def test_the_model_within_a_dropped_wrapper_is_followed(theirs: Engine, seed: int) -> None:
     model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
-    engine = Engine(Wrapper(model), CONFIG)
+    engine = Engine(wrapped(model), CONFIG)
     gc.collect()
     replace_arrays(model, other)
     assert run(engine, prompts) == run(theirs, prompts)
@@ -122,12 +126,13 @@ def test_a_replaced_layer_is_found_by_the_next_call_of_an_llm(seed: int) -> None
 def test_an_array_of_another_shape_is_refused_by_name_at_every_call(seed: int) -> None:
     model = tiny_decoder()
     engine, prompts = Engine(model, CONFIG), prompts_of(seed, 5)
-    old = model.layers[0].input_layernorm.weight.get_value()
-    model.layers[0].input_layernorm.weight.set_value(jnp.ones(3))
+    norm: Any = model.layers[0].input_layernorm
+    old = norm.weight.get_value()
+    norm.weight.set_value(jnp.ones(3))
     for _ in range(2):
         with pytest.raises(InvalidInput, match=r"layers\.0\.input_layernorm\.weight"):
             engine.add(prompts[0], SCORED)
-    model.layers[0].input_layernorm.weight.set_value(old)
+    norm.weight.set_value(old)
     engine.add(prompts[0], SCORED)
     assert engine.weights_version == 0
 
@@ -166,7 +171,7 @@ def test_the_watch_keeps_no_array_alive() -> None:
 
 def test_a_part_of_a_nested_model_in_another_dtype_is_taken(seed: int) -> None:
     model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
-    engine = Engine(Wrapper(model), CONFIG)
+    engine = Engine(wrapped(model), CONFIG)
     new = [layer.mlp.down_proj.kernel.get_value().astype(jnp.bfloat16) for layer in other.layers]
     given = {0: np.asarray(new[0]), 1: new[1]}
     part = {"layers": {index: {"mlp": {"down_proj": {"kernel": kernel}}} for index, kernel in given.items()}}

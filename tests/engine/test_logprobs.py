@@ -35,7 +35,9 @@ def test_processed_log_probabilities_are_the_samplers_own_at_its_temperature(dec
     params = SamplingParams(temperature=0.7, top_k=3, max_tokens=5, ignore_eos=True, logprobs=0, sampling_mask=True)
     (output,) = LLM(decoder, config=config).generate([prompt], params)[0].outputs
 
-    whole = jnp.asarray([[*prompt, *output.token_ids]])
+    assert output.logprobs is not None
+    assert output.sampling_masks is not None
+    whole = np.asarray([[*prompt, *output.token_ids]])
     logits = np.asarray(compiled_forward(decoder)(whole)[0], np.float64)[len(prompt) - 1 : -1]
     kept = logits >= np.sort(logits, axis=-1)[:, -3:-2]
     scores = np.where(kept, logits / 0.7, -np.inf)

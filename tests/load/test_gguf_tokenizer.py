@@ -141,7 +141,7 @@ def test_a_vocabulary_that_is_not_served_is_refused_by_name(name):
 
 
 def test_the_tokenizer_of_a_file_is_loaded_by_its_path(tmp_path):
-    metadata = dict(bpe(pre=None)) | {"general.architecture": "gpt2"}
+    metadata: dict[str, Any] = dict(bpe(pre=None)) | {"general.architecture": "gpt2"}
     metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].tolist()
     tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", metadata, {}))
     assert tokenizer.decode(tokenizer.encode("Hell w")) == "Hell w"

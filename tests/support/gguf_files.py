@@ -166,7 +166,9 @@ def gguf_of_checkpoint(folder: Path, path: Path, **more: Any) -> Path:
 
 
 def _sizes(raw: dict[str, Any], arch: str) -> dict[str, Any]:
-    first = {name: next((raw[key] for key in keys if raw.get(key) is not None), None) for name, keys in _KEYS.items()}
+    first: dict[str, Any] = {
+        name: next((raw[key] for key in keys if raw.get(key) is not None), None) for name, keys in _KEYS.items()
+    }
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     heads = first["attention.head_count"]

@@ -101,7 +101,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_compared
 ) -> None:
     pytest.importorskip("matplotlib")
 
-    assert cli.main(["crosscheck", "--model", "nowhere", "--picture", str(tmp_path / name)]) == 2
+    assert cli.main(["crosscheck", "--model", str(tmp_path), "--picture", str(tmp_path / name)]) == 2
     assert re.match(message, capsys.readouterr().err)
 
 
