@@ -46,8 +46,9 @@ def test_tokens_of_former_turns_stay_and_their_keys_are_found_in_the_cache(llm: 
     for before, turn in zip(conversation.turns, conversation.turns[1:], strict=False):
         assert conversation.token_ids[before.start : before.stop] == list(before.output.token_ids)
         assert conversation.token_ids[before.stop : turn.start] == between
-        # All whole blocks of what came before; the last sampled token has no keys yet.
-        assert turn.num_cached_tokens == (before.stop - 1) // 4 * 4
+        # All whole blocks of what came before, whose last sampled token has no keys yet. Other conversations of the
+        # engine may have said more of it.
+        assert (before.stop - 1) // 4 * 4 <= turn.num_cached_tokens < turn.start
 
 
 def test_masks_and_log_probabilities_belong_to_the_sampled_tokens(llm: AsyncLLM) -> None:
