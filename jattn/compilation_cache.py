@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch_core.base.errors import Unsupported
 
@@ -40,9 +41,6 @@ def keeping_programs(is_wanted: bool = True) -> Iterator[None]:
         yield
         return
     # Imported here, so that a command's help does not wait for jax.
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
     from jattn.bridge.kernel_cache import check_private
 
     folder = default_folder()
@@ -59,6 +57,16 @@ def keeping_programs(is_wanted: bool = True) -> Iterator[None]:
         "jax_compilation_cache_max_size": MAX_BYTES,
         "jax_persistent_cache_min_compile_time_secs": _LEAST_SECONDS,
     }
+    with cache_settings(settings):
+        yield
+
+
+@contextlib.contextmanager
+def cache_settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Sets options of JAX's compilation cache for the body, by name."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     before = {name: getattr(jax.config, name) for name in settings}
     try:
         for name, value in settings.items():
