@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.states import load_state, store_state, zero_padding
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.kernel import load_state, normalized, store_state, zero_padding
+from torch_core.state.kernels.delta.kernel import normalized
 
 
 @triton.jit
@@ -188,8 +189,8 @@ def gated_delta_chunks_kernel(
     is_channel = channel < KEY_SIZE
     is_row = row < VALUE_SIZE
     state = load_state(
-        states, cache_indices, has_initial_state, seq, head, row, channel, num_states, states_slot_stride,
-        states_head_stride, states_row_stride, KEY_SIZE, VALUE_SIZE,
+        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
+        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
     for index in range((length + CHUNK - 1) // CHUNK):
         number = ((first + index) * NUM_HEADS + head).to(tl.int64) * CHUNK
@@ -217,6 +218,6 @@ def gated_delta_chunks_kernel(
         k = (k * tl.exp(last - decay)[:, None]).to(dtype)
         state = state * tl.exp(last) + tl.dot(tl.trans(u.to(dtype)), k)
     store_state(
-        states, state, cache_indices, seq, head, row, channel, num_states, states_slot_stride, states_head_stride,
-        states_row_stride, KEY_SIZE, VALUE_SIZE,
+        states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
+        states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip

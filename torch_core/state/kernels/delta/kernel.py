@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.states import load_state, store_state, zero_padding
+
 
 @triton.jit
 def gated_delta_kernel(
@@ -62,8 +64,8 @@ def gated_delta_kernel(
         return
 
     state = load_state(
-        states, cache_indices, has_initial_state, seq, head, row, channel, num_states, states_slot_stride,
-        states_head_stride, states_row_stride, KEY_SIZE, VALUE_SIZE,
+        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
+        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
     for step in range(end - start):
         place = start.to(tl.int64) + step
@@ -86,8 +88,8 @@ def gated_delta_kernel(
         found = scale * tl.sum(state * q[None, :], 1)
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
     store_state(
-        states, state, cache_indices, seq, head, row, channel, num_states, states_slot_stride, states_head_stride,
-        states_row_stride, KEY_SIZE, VALUE_SIZE,
+        states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
+        states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
 
 
@@ -96,47 +98,3 @@ def normalized(rows, epsilon, NORMALIZE: tl.constexpr):
     """Returns rows in float32, divided by their norms if NORMALIZE."""
     rows = rows.to(tl.float32)
     return rows / tl.sqrt(tl.sum(rows * rows, 1) + epsilon)[:, None] if NORMALIZE else rows
-
-
-@triton.jit
-def zero_padding(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T: tl.constexpr):
-    """Zeroes the results after the last sequence, by the programs of the first one."""
-    if tl.program_id(0) == 0:
-        for first in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
-            tokens = first + tl.arange(0, BLOCK_T)
-            padded = results[None, :] + tokens.to(tl.int64)[:, None] * token_stride
-            zeros = tl.zeros(padded.shape, results.dtype.element_ty)
-            tl.store(padded, zeros, mask=(tokens < num_tokens)[:, None] & is_row[None, :])
-
-
-@triton.jit
-def load_state(
-    states, cache_indices, has_initial_state, seq, head, row, channel, num_states, slot_stride, head_stride, row_stride,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Returns rows of the state that a sequence starts from, in float32: zeros if it has none."""
-    inside = (row < VALUE_SIZE)[:, None] & (channel < KEY_SIZE)[None, :]
-    state = tl.zeros(inside.shape, tl.float32)
-    if states is not None:
-        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
-        is_read = (slot >= 0) & (slot < num_states)
-        if has_initial_state is not None:
-            is_read = is_read & (tl.load(has_initial_state + seq) != 0)
-        held = states + slot.to(tl.int64) * slot_stride + head * head_stride
-        held = held + row[:, None] * row_stride + channel[None, :]
-        state = tl.load(held, mask=inside & is_read, other=0.0).to(tl.float32)
-    return state
-
-
-@triton.jit
-def store_state(
-    states, state, cache_indices, seq, head, row, channel, num_states, slot_stride, head_stride, row_stride,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Stores rows of a sequence's state in its slot, if it has one."""
-    if states is not None:
-        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
-        inside = (row < VALUE_SIZE)[:, None] & (channel < KEY_SIZE)[None, :] & (slot >= 0) & (slot < num_states)
-        held = states + slot.to(tl.int64) * slot_stride + head * head_stride
-        held = held + row[:, None] * row_stride + channel[None, :]
-        tl.store(held, state.to(states.dtype.element_ty), mask=inside)
