@@ -27,6 +27,7 @@ from jattn.bench.runner import Benchmark, sizes
 from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
+from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.models import (
     Decoder,
     ModelConfig,
@@ -100,7 +101,7 @@ def run(
     startup: bool = False,
     new_tokens: int = 64,
     rounds: int = 3,
-    batched_tokens: int = 2048,
+    batched_tokens: int | None = None,
     settings: Sequence[str] = ("",),
     cut: int = 1,
     fp8_weights: bool = False,
@@ -119,7 +120,7 @@ def run(
         startup: first, the seconds from the start of this process to a first answer, all programs compiled.
         new_tokens: decoded tokens of each sequence.
         rounds: timed rounds of a row, after the warm-up.
-        batched_tokens: most tokens of a step.
+        batched_tokens: most tokens of a step; None for the default of an engine on this machine.
         settings: fields of EngineConfig with values in JSON, a group of rows for each: kv_cache_dtype="fp8",seed=1.
         cut: devices that the weights are sharded over.
         fp8_weights: linear layers multiply in fp8.
@@ -130,6 +131,7 @@ def run(
     model = random_decoder(SHAPES[shape], mesh)
     if fp8_weights:
         quantize_fp8(model)
+    batched_tokens = batched_tokens or default_config().max_num_batched_tokens
     bench = _Bench(model, batched_tokens, new_tokens, rounds, profile)
     for number, (text, fields) in enumerate(fields_of.items()):
         chosen = fields | ({} if mesh is None else {"mesh": mesh})

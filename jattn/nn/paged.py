@@ -47,6 +47,8 @@ class PagedAttention(nnx.Module):
         alibi_slopes: one ALiBi slope for each head. They are not trained; an array in a call replaces them.
         use_alibi_sqrt: use the square-root form of ALiBi.
         kv_chunk_size: as in `jattn.paged_attention`.
+        quantize_query: round the queries of a batch with long ones to e4m3 if the cache is e4m3 and a kernel that
+            multiplies in 8 bits then serves the call (Hopper), as vLLM does; see `jattn.ops.fp8_query`.
         implementation: "triton", "torch", "xla", or None for the fastest that serves the call.
         rngs: ignored; `nnx.bridge.to_linen` passes them to every module.
 
@@ -93,6 +95,7 @@ class PagedAttention(nnx.Module):
         alibi_slopes: AlibiSlopes = None,
         use_alibi_sqrt: bool = False,
         kv_chunk_size: KVChunkSize = None,
+        quantize_query: bool = False,
         implementation: Implementation = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
@@ -116,6 +119,7 @@ class PagedAttention(nnx.Module):
         self.alibi_slopes = None if alibi_slopes is None else tuple(map(float, alibi_slopes))
         self.use_alibi_sqrt = use_alibi_sqrt
         self.kv_chunk_size, self.implementation = kv_chunk_size, implementation
+        self.quantize_query = quantize_query
 
     @property
     def options(self) -> LayerOptions:
@@ -187,18 +191,18 @@ class PagedAttention(nnx.Module):
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, **scales)
         # Options of a call take precedence over the module's own.
-        further: dict[str, Any] = {**self.options, **options}
-        output = ops.paged_attention(
-            query,
-            kv_cache,
+        further: dict[str, Any] = {
             **metadata.sequences,
-            groups=metadata.groups,
-            causal=self.causal,
-            kv_chunk_size=self.kv_chunk_size,
+            "groups": metadata.groups,
+            "causal": self.causal,
+            "kv_chunk_size": self.kv_chunk_size,
             **scales,
-            **further,
-        )
-        return output, kv_cache
+            **self.options,
+            **options,
+        }
+        if self.quantize_query:
+            query, further = ops.fp8_query(query, kv_cache, **further)
+        return ops.paged_attention(query, kv_cache, **further), kv_cache
 
     def write(
         self,

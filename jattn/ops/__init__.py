@@ -16,6 +16,7 @@ from jattn.ops.causal_conv import causal_conv1d
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.experts import fused_experts, route_experts
+from jattn.ops.fp8_query import fp8_query
 from jattn.ops.gated_delta import gated_delta_rule
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
@@ -42,6 +43,7 @@ __all__ = [
     "causal_conv1d",
     "choose",
     "dropout_seeds",
+    "fp8_query",
     "fused_experts",
     "gated_delta_rule",
     "indexer_topk",

@@ -12,6 +12,7 @@ from jattn.llm.engine import Engine, EngineConfig
 from jattn.llm.engine.device import device as engine_device
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
 from jattn.pool import kv_pool
@@ -107,10 +108,15 @@ def test_a_device_that_says_nothing_is_not_asked_further(why: str, monkeypatch: 
     assert engine_device.free_memory(EngineConfig(), mesh) is None
 
 
-@pytest.mark.parametrize(("backend", "sizes"), [("cpu", (8, 512)), ("gpu", (64, 2048))])
-def test_without_a_config_a_gpu_gets_the_sizes_of_a_server(
-    backend: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "limit", "sizes"),
+    [("cpu", None, (8, 512)), ("gpu", 47 << 30, (64, 2048)), ("gpu", 59 << 30, (256, 8192))],
+)
+def test_without_a_config_a_gpu_gets_the_sizes_of_a_server_by_its_memory(
+    backend: str, limit: int | None, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stats = None if limit is None else {"bytes_limit": limit}
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    config = engine_device.default_config()
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    config = default_config()
     assert (config.max_num_seqs, config.max_num_batched_tokens) == sizes

@@ -122,8 +122,10 @@ def cached_spec(spec: PagedSpec, kv_cache_dtype: str) -> PagedSpec:
     return replace(spec, dtype=dtypes.get(kv_cache_dtype, kv_cache_dtype))
 
 
-def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) -> PagedModel:
-    """Returns a model with the same arrays whose layers write an 8-bit cache of a dtype.
+def writing_8_bits(
+    model: PagedModel, dtype: str, scales: KVCacheScales | None, quantize_queries: bool = False
+) -> PagedModel:
+    """Returns a model with the same arrays whose layers write an 8-bit cache of a dtype, and may round queries to it.
 
     None for `scales` takes the model's own. Without any, the scale of fp8 is 1, and int8 is refused.
     """
@@ -151,4 +153,5 @@ def writing_8_bits(model: PagedModel, dtype: str, scales: KVCacheScales | None) 
         event(logging.WARNING, "kv_cache_without_scales", kv_cache_dtype=dtype, scale=1.0)
     for path, layer in layers:
         layer.kv_scales = KVScales(*((1.0, 1.0) if scales is None else scales.of(path, dtype)))
+        layer.quantize_query = quantize_queries
     return cast(Any, copy)

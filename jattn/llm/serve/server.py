@@ -25,7 +25,7 @@ from jattn.llm.arguments import (
     loading_options,
 )
 from jattn.llm.engine import LLM
-from jattn.llm.engine.options.config import SERVING_SIZES
+from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given
 from jattn.llm.paths import is_gguf
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         tool_instruction=arguments.tool_instruction,
         matryoshka=arguments.matryoshka,
     )
-    engine = engine_config(arguments, **SERVING_SIZES)
+    engine = engine_config(arguments, **serving_sizes())
     # The host also writes a stream for each sequence, for a model of any size.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     llm = LLM(

@@ -13,11 +13,12 @@ from flax import nnx
 from jattn.llm.engine.benchmark_fill import assume_computed
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.core import EngineCore
-from jattn.llm.engine.device.device import check_types, default_config, open_device
+from jattn.llm.engine.device.device import check_types, open_device
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.device.programs import progress
 from jattn.llm.engine.device.weights import Arrivals, Weights
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta

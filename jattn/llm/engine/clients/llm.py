@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
-from jattn.llm.engine.device.device import default_config
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
+from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
 from jattn.llm.load import ChatTemplate, embedded_model_folder, load_generation_defaults, load_model
@@ -66,8 +66,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
             num_scheduler_steps, steps_in_flight, enable_prefix_caching, num_host_blocks, num_state_slots,
             disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
-            logical_axis_rules, kv_cache_dtype, kv_cache_scales, step_timeout_seconds, seed, max_logprobs,
-            logprobs_mode, enable_return_routed_experts, sampling_masks, logits_processors.
+            logical_axis_rules, kv_cache_dtype, quantize_queries, kv_cache_scales, step_timeout_seconds, seed,
+            max_logprobs, logprobs_mode, enable_return_routed_experts, sampling_masks, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.

@@ -17,7 +17,7 @@ from jattn.llm.engine.device.routing import check_routes
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
 from jattn.llm.engine.device.weights import Arrivals
-from jattn.llm.engine.options.config import MAX_SIZE, SERVING_SIZES, EngineConfig, check_config
+from jattn.llm.engine.options.config import MAX_SIZE, EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
@@ -276,7 +276,7 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
     placement, model = Placement.of(model, mesh, context, config.logical_axis_rules)
     shape = cached_spec(model.paged_spec, config.kv_cache_dtype)
     if shape.dtype != model.paged_spec.dtype:
-        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales)
+        model = writing_8_bits(model, shape.dtype, config.kv_cache_scales, config.quantize_queries)
     model = with_draft(model, config, max_model_len)
     if isinstance(model, WithDraft):
         of_draft, draft = Placement.of(model.draft, mesh, context, config.logical_axis_rules)
@@ -424,11 +424,6 @@ def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | Non
         windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
     # A window that no sequence outgrows hides nothing, and needs no group of its own.
     return group_layers([None if window is None or window >= max_model_len else window for window in windows])
-
-
-def default_config(**options: Any) -> EngineConfig:
-    """Returns the config of an engine with only these options: a GPU's steps have more room."""
-    return EngineConfig(**{**(SERVING_SIZES if jax.default_backend() == "gpu" else {}), **options})
 
 
 def free_memory(config: EngineConfig, mesh: Mesh | None) -> int | None:

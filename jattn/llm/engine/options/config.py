@@ -16,8 +16,6 @@ from torch_core.base.limits import Choices, Limits, check_fields
 
 #: Sizes and slots are int32.
 MAX_SIZE = (1 << 31) - 1
-#: Default of a server, and of an engine on a GPU without a given value.
-SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 #: vLLM's names of `EngineConfig.logprobs_mode`.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 _MOST_DEVICES = 1 << 16
@@ -81,6 +79,8 @@ class EngineConfig:
             where the engine is built.
         kv_cache_dtype: dtype of the cache: "auto" for the model's own, or 8 bits: "fp8" (e4m3), "fp8_e5m2" or "int8";
             for latents also "fp8_ds_mla", FlashMLA's packed rows, which need no scales.
+        quantize_queries: round queries to e4m3 in steps with prompts, where the cache is "fp8" and the GPU has a faster
+            kernel for both in 8 bits (Hopper), as vLLM does. False keeps the queries in the model's dtype.
         kv_cache_scales: dequantisation scales of an 8-bit cache for each layer, as `calibrate_kv_cache` measures them.
             None for those of the checkpoint, or 1 without any. int8 needs scales.
         step_timeout_seconds: time in seconds after which a step without results is reported, once, by a warning of the
@@ -130,6 +130,7 @@ class EngineConfig:
     mesh: Mesh | None = None
     logical_axis_rules: Sequence[tuple[str, str | None]] | None = None
     kv_cache_dtype: Annotated[str, Limits(wanted="a name, 'auto' for the model's")] = "auto"
+    quantize_queries: bool = True
     kv_cache_scales: Annotated[
         KVCacheScales | None, Limits(wanted="KVCacheScales, which load() reads from a file, or None")
     ] = field(default=None, hash=False)
