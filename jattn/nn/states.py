@@ -33,7 +33,7 @@ class GatedDeltaNet(nnx.Module):
         conv_size: tokens that the convolution sees, 2 to 4.
         out_features: width of the output; in_features by default.
         epsilon: term that the norm of the results adds to the mean square.
-        dtype, param_dtype, kernel_init: as in flax's modules.
+        dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
         implementation: as in `jattn.ops.gated_delta_rule`.
         rngs: source of the initial values.
 
@@ -61,6 +61,7 @@ class GatedDeltaNet(nnx.Module):
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        dot_general: Callable[..., Any] = jax.lax.dot_general,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -74,9 +75,8 @@ class GatedDeltaNet(nnx.Module):
         keys, values = num_kv_heads * key_dim, num_heads * value_dim
 
         def linear(inner: int, outer: int) -> nnx.Linear:
-            return nnx.Linear(
-                inner, outer, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-            )
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+            return nnx.Linear(inner, outer, use_bias=False, dot_general=dot_general, **options)
 
         self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
         self.in_proj_ba = linear(in_features, 2 * num_heads)
@@ -174,7 +174,7 @@ class ShortConv(nnx.Module):
         in_features: width of the input and of the output.
         conv_size: tokens that the convolution sees, 2 to 4.
         use_bias: add biases to projections and convolution.
-        dtype, param_dtype, kernel_init: as in flax's modules.
+        dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
         implementation: as in `jattn.ops.causal_conv1d`.
         rngs: source of the initial values.
 
@@ -197,6 +197,7 @@ class ShortConv(nnx.Module):
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        dot_general: Callable[..., Any] = jax.lax.dot_general,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -206,6 +207,7 @@ class ShortConv(nnx.Module):
             "dtype": dtype,
             "param_dtype": param_dtype,
             "kernel_init": kernel_init,
+            "dot_general": dot_general,
             "rngs": rngs,
         }
         self.in_proj = nnx.Linear(in_features, 3 * in_features, **options)

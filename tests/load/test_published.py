@@ -39,6 +39,10 @@ KEYS: list[tuple[str, dict[str, Any]]] = [
             "scale_attn_weights": True,
         },
     ),
+    (
+        "Lfm2ForCausalLM",
+        {"block_dim": 32, "conv_dim": 32, "num_heads": 4, "block_use_swiglu": True, "use_pos_enc": True},
+    ),
     ("BartForConditionalGeneration", {"num_hidden_layers": 2, "normalize_before": False}),
 ]
 

@@ -9,7 +9,15 @@ import jax
 import pytest
 from flax import nnx
 
-from jattn.llm.models import Decoder, LatentConfig, MoEConfig, RopeScaling, num_parameters
+from jattn.llm.models import (
+    Decoder,
+    DeltaNetConfig,
+    LatentConfig,
+    MoEConfig,
+    RopeScaling,
+    ShortConvConfig,
+    num_parameters,
+)
 from tests.support.tiny_models import tiny_config
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -24,6 +32,7 @@ MOE = MoEConfig(
 )
 LATENT = LatentConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=16, v_head_dim=6, q_lora_rank=10)
 LATENTS = {"latent": LATENT, "num_key_value_heads": 4}
+CONV = {"layer_types": ("attention", "conv"), "short_conv": ShortConvConfig()}
 LONGROPE = RopeScaling(rope_type="longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,))
 REFUSED = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 512."),
@@ -60,6 +69,19 @@ REFUSED = [
     ({"moe": {}}, "moe is {}; it must be a MoEConfig or None."),
     ({"latent": {}}, "latent is {}; it must be a LatentConfig or None."),
     ({**LATENTS, "head_dim": 8}, "head_dim is 8; with latents it is qk_rope_head_dim (16)."),
+    ({"layer_types": ("conv",)}, "layer_types has 1 entries; it must have one for each of the 2 layers, or none."),
+    (
+        CONV | {"short_conv": None},
+        "layer_types[1] is 'conv' and short_conv None; give short_conv, the sizes of such a layer.",
+    ),
+    (
+        CONV | {"layer_windows": (None, 4)},
+        "layer_windows[1] is 4 and layer_types[1] 'conv'; a layer without attention has None.",
+    ),
+    (
+        CONV | {"kv_sharing_targets": (None, 0)},
+        "kv_sharing_targets name layer 1, which is 'conv'; a layer without attention has no cache to share.",
+    ),
     ({"eos_token_ids": (0, -1)}, "eos_token_ids[1] is -1; it must be a token id from 0 to 256."),
 ]
 
@@ -75,6 +97,9 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
     [
         ({"norm_type": "batch_norm"}, "norm_type is 'batch_norm'; this build has rms_norm, rms_norm_wide, "),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
+        ({"layer_types": ("attention", "fourier")}, "layer_types[1] is 'fourier'; this build has attention, conv, "),
+        (CONV | {"layer_types": ("conv", "conv")}, "layer_types is ('conv', 'conv'); a layer of this build's decoders"),
+        (CONV | {"is_encoder": True}, "layer_types is ('attention', 'conv'); encoders and their decoders attend."),
         ({"moe": MOE, "gated_mlp": False}, "gated_mlp is False; experts are gated in this build."),
         ({"latent": LATENT}, "num_key_value_heads is 2; attention over latents has 4."),
         ({**LATENTS, "sliding_window": 8}, "sliding_window is 8; attention over latents has None."),
@@ -112,6 +137,20 @@ def test_an_option_that_is_not_there_is_unsupported(changes, message):
 def test_wrong_experts_are_refused(changes, message):
     with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
         dataclasses.replace(MOE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        (ShortConvConfig, {"conv_size": 5}, "short_conv.conv_size is 5; it must be from 2 to 4."),
+        (DeltaNetConfig, {"num_heads": 3}, "delta_net.num_heads is 3; it must be a multiple of num_kv_heads (2)."),
+    ],
+    ids=str,
+)
+def test_wrong_sizes_of_layers_with_a_state_are_refused(part, changes, message):
+    sizes = {} if part is ShortConvConfig else {"num_kv_heads": 2, "key_dim": 8, "value_dim": 8}
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        part(**sizes | changes)
 
 
 def test_an_unknown_score_of_experts_is_unsupported():

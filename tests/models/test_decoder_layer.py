@@ -47,7 +47,7 @@ class Sums:
                 each.weight[...] = jax.random.normal(next(keys), each.weight.shape)
         x = jax.random.normal(next(keys), (2, config.hidden_size))
         metadata: Any = SimpleNamespace(peers="kernel")
-        x, normed, *_ = layer(x, through(layer.input_layernorm, x), None, None, metadata, following)
+        x, normed, *_ = layer(x, through(layer.input_layernorm, x), None, (x,), metadata, following)
         return x, normed
 
 

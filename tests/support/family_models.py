@@ -202,6 +202,19 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 0, "index_topk": 200, "norm_topk_prob": False},
         ],
     ),
+    "Lfm2ForCausalLM": (
+        "Lfm2Config",
+        [
+            {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+            {
+                "layer_types": ["full_attention", "conv"],
+                "conv_bias": True,
+                "conv_L_cache": 4,
+                "block_auto_adjust_ff_dim": False,
+                "tie_word_embeddings": False,
+            },
+        ],
+    ),
 }
 #: Sizes that a class does not know; it would write them down all the same.
 ABSENT = {
@@ -210,7 +223,7 @@ ABSENT = {
     "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
     "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
 }
-_NORMS = tuple(f"{name}.weight" for name in ("norm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
+_NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
 
 

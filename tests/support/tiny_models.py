@@ -129,6 +129,9 @@ class PagedRun:
         spec = model.paged_spec
         specs = [spec.cache_spec(block_size)] * spec.num_layers + spec.further_specs(block_size)
         self.caches = tuple(jnp.full(one.shape(1 + num_seqs * width), jnp.nan, one.dtype) for one in specs)
+        for one in spec.states:
+            arrays = zip(one.array_shapes(1 + num_seqs), one.dtypes, strict=True)
+            self.caches += tuple(jnp.full(shape, jnp.nan, dtype) for shape, dtype in arrays)
 
     def step(
         self, new_tokens: list[np.ndarray], num_tokens: int = 32, max_query_len: int | None = None
@@ -156,6 +159,7 @@ class PagedRun:
             query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
             slot_mapping=jnp.asarray(np.concatenate([*slots, np.full(padding, -1)]), jnp.int32),
             max_query_len=max_query_len or num_tokens,
+            state_slots=jnp.arange(1, 1 + len(counts), dtype=jnp.int32),
         )
         token_ids = jnp.asarray(np.concatenate([*new_tokens, np.zeros(padding)]), jnp.int32)
         positions = jnp.asarray(np.concatenate([*places, np.zeros(padding)]), jnp.int32)

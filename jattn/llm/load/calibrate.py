@@ -20,6 +20,8 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
 _BLOCK_SIZE = 16
+# The null slot and one of the prompt's own.
+_NUM_SLOTS = 2
 _RANDOM_PROMPTS = 8
 _RANDOM_TOKENS = 128
 
@@ -73,6 +75,8 @@ def calibrate_kv_cache(
     caches = tuple(
         jnp.zeros(spec.cache_spec(_BLOCK_SIZE).shape(num_blocks), spec.dtype) for _ in range(spec.num_layers)
     )
+    for layer in spec.states:
+        caches += tuple(map(jnp.zeros, layer.array_shapes(_NUM_SLOTS), layer.dtypes))
     look = jax.jit(_look, static_argnums=0)
     for row in rows:
         seen = look(graph, seen, rest, _step(row, num_blocks), caches)
@@ -96,12 +100,13 @@ def _step(row: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray, Att
     size = (num_blocks - 1) * _BLOCK_SIZE
     blocks = list(range(1, -(-len(row) // _BLOCK_SIZE) + 1))
     metadata = AttentionMetadata.build(
-        [SequenceRow(blocks, 0, len(row))],
+        [SequenceRow(blocks, 0, len(row), state_slot=_NUM_SLOTS - 1)],
         block_size=_BLOCK_SIZE,
         num_blocks=num_blocks,
         num_tokens=size,
         max_blocks=num_blocks - 1,
         max_query_len=size,
+        num_slots=_NUM_SLOTS,
     )
     return np.pad(row, (0, size - len(row))), np.arange(size, dtype=np.int32) % max(len(row), 1), metadata
 

@@ -11,8 +11,7 @@ from jattn.llm.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, fami
 from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.generation import forced_token, token_ids
 from jattn.llm.load.rope import read_rope, write_rope
-from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
-from jattn.llm.models.parts import LatentConfig, MoEConfig
+from jattn.llm.models.config import PARTS, SIZE_LIMITS, ModelConfig
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
@@ -61,10 +60,10 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
             options["head_dim"] = _derived_head_dim(options)
         if family.derive is not None:
             options |= family.derive(raw)
-        options |= read_rope(raw, family, options["max_position_embeddings"]) | _windows(raw, family)
+        options |= read_rope(raw, family, options["max_position_embeddings"]) | _layers(raw, family)
         options["dtype"] = _stored_dtype(raw)
-        parts = {part: _popped(options, f"{part}.") for part in ("moe", "latent", "encoder")}
-        for part, kind in (("moe", MoEConfig), ("latent", LatentConfig)):
+        parts = {part: _popped(options, f"{part}.") for part in (*PARTS, "encoder")}
+        for part, kind in PARTS.items():
             if parts[part]:
                 options[part] = kind(**parts[part])
         if parts["encoder"]:
@@ -137,6 +136,7 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         # transformers' own default may lie outside the vocabulary.
         "pad_token_id": None,
         **family.inert,
+        **family.derived,
     }
     for name, key in family.all_keys.items():
         place, _, attribute = key.fields[0].rpartition(".")
@@ -147,12 +147,12 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
     elif family.model_type == "smollm3":
         rendered["no_rope_layers"] = [1] * config.num_hidden_layers
-    return rendered | write_rope(config, family) | _write_windows(config, family)
+    return rendered | write_rope(config, family) | _write_layers(config, family)
 
 
 def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
     """Returns the file's name of a field whose value is stored unchanged; otherwise the field's own name."""
-    fields = {name, f"moe.{name}", f"latent.{name}"}
+    fields = {name, *(f"{part}.{name}" for part in PARTS)}
     own = (key for key, entry in family.all_keys.items() if entry.is_plain and fields & {*entry.fields})
     return next((key for key in own if key in raw), name)
 
@@ -182,23 +182,29 @@ def _derived_head_dim(options: Mapping[str, Any]) -> int:
     return hidden_size // num_heads
 
 
-def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the window of all layers, or of each layer, from the file's keys and the family's pattern."""
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
+def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the types of layers, and the window of all or of each, from the file's keys and the family's pattern."""
+    types = raw.get("layer_types")
     count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
     is_used = raw.get("use_sliding_window", True)
     if not isinstance(is_used, bool):
         raise InvalidInput("use_sliding_window", value=is_used, wanted="it must be true or false")
+    known = {"full_attention": "attention", "sliding_attention": "attention", **family.layer_types}
     if types is not None and (
         not isinstance(types, list)
         or len(types) != count
-        or any(kind not in ("sliding_attention", "full_attention", *family.layer_types) for kind in types)
+        or any(not isinstance(kind, str) or kind not in known for kind in types)
     ):
-        raise InvalidInput(
-            "layer_types",
-            value=types,
-            wanted=f"it must have 'full_attention' or 'sliding_attention' for each of the {count} layers",
-        )
+        *names, last = map(repr, known)
+        wanted = f"it must have {', '.join(names)} or {last} for each of the {count} layers"
+        raise InvalidInput("layer_types", value=types, wanted=wanted)
+    mixed = tuple(known[kind] for kind in types or ())
+    own = {"layer_types": mixed} if any(kind != "attention" for kind in mixed) else {}
+    return own | _windows(raw, family, count)
+
+
+def _windows(raw: Mapping[str, Any], family: Family, count: int) -> dict[str, Any]:
+    window, types, is_used = raw.get("sliding_window"), raw.get("layer_types"), raw.get("use_sliding_window", True)
     if family.windows is None:
         asked = {
             "sliding_window": window is not None and raw.get("use_sliding_window") is not False,
@@ -219,16 +225,18 @@ def _windows(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {"layer_windows": tuple(window if slide else None for slide in slides)} if any(slides) else {}
 
 
-def _write_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+def _write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
     windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
     window = next((window for window in windows if window is not None), None)
-    if family.windows is None:
-        return {}
-    written: dict[str, Any] = {"sliding_window": window}
-    if "use_sliding_window" in family.defaults:
+    written: dict[str, Any] = {} if family.windows is None else {"sliding_window": window}
+    if family.windows is not None and "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = window is not None
-    if family.windows != "all":
-        written["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+    if family.windows not in (None, "all") or family.has_states:
+        names = {kind: name for name, kind in reversed([*family.layer_types.items()])}
+        names.setdefault("attention", "full_attention")
+        mixed = config.layer_types or ("attention",) * config.num_hidden_layers
+        types = zip(windows, mixed, strict=True)
+        written["layer_types"] = [names.get(kind) if window is None else "sliding_attention" for window, kind in types]
     return written
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.rope import ROPE_NAMES
-from jattn.llm.models.config import SIZE_LIMITS
-from jattn.llm.models.parts import LatentConfig, MoEConfig
+from jattn.llm.models.config import PARTS, SIZE_LIMITS
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -19,7 +18,7 @@ REQUIRED_FIELDS = tuple(name for name in SIZE_LIMITS if name not in ("num_key_va
 #: The required fields of the optional parts of a family.
 _REQUIRED_OF_PARTS = tuple(
     f"{part}.{field.name}"
-    for part, kind in (("moe", MoEConfig), ("latent", LatentConfig))
+    for part, kind in PARTS.items()
     for field in dataclasses.fields(kind)
     if field.default is dataclasses.MISSING
 )
@@ -179,7 +178,7 @@ def _check_quantization(given: Any) -> None:
 
 def _allowed(family: Family) -> set[str]:
     windows = set() if family.windows is None else set(_PATTERNS)
-    derived = set() if family.derive is None else set(_DERIVED)
+    derived = {*family.derived} if family.derive is None else {*family.derived, *_DERIVED}
     return {*_STRUCTURE, *family.all_keys, *family.aliases, *family.rope_keys.values(), *windows, *derived}
 
 

@@ -139,8 +139,9 @@ def load_model(
         in_fewer_bits = quantization is not None and may_be_quantized(config, parameter.path)
         values[parameter.path] = (quantized if in_fewer_bits else read)(parameter)
     model = decoder_of(config, values, implementation, None if mesh is None else parallel)
-    for layer, scales in read_kv_scales(tensors, config.num_hidden_layers).items():
-        model.layers[layer].self_attn.set_kv_scales(scales["k"], scales["v"])
+    for layer, scales in read_kv_scales(tensors, config).items():
+        attention: Any = model.layers[layer].self_attn
+        attention.set_kv_scales(scales["k"], scales["v"])
     return model, config, tokenizer
 
 

@@ -23,7 +23,7 @@ from torch_core.base.errors import Unsupported
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
-_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias")
+_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "dt_bias")
 _BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -46,6 +46,8 @@ class ParameterPlan:
         pieces: joined in this order along the parameter's last axis. Pieces of one axis less are one expert's: those
             of the first come first, and each expert's are joined and then stacked.
         transposed: the file holds each piece as [out, in], the model as [in, out].
+        is_conv: the model holds the transpose of what is described here; and the file each piece as [channels, 1,
+            width].
         order: place in the joined pieces of each element of the parameter's last axis; None if it is its own.
     """
 
@@ -53,6 +55,7 @@ class ParameterPlan:
     shape: tuple[int, ...]
     pieces: tuple[TensorPlan, ...]
     transposed: bool = False
+    is_conv: bool = False
     order: np.ndarray | None = field(default=None, compare=False)
 
     @property
@@ -199,23 +202,30 @@ class _Planner:
         if module == "self_attn.qkv_proj" and shape[-1] == self._config.query_size:
             # Keys and values are another layer's, and queries come first.
             names, order = names[:1], None if order is None else order[: shape[-1]]
-        transposed = leaf == "kernel" and not (family.in_out and where)
+        # Of a depthwise convolution, [channels, width].
+        is_conv = leaf == "weight" and module.rpartition(".")[-1].startswith("conv") and len(shape) == 2
+        transposed = is_conv or (leaf == "kernel" and not (family.in_out and where))
         is_expert = module in _EXPERTS
         if is_expert and "{expert}" not in names[0]:
             # All experts in one tensor, which lies as the model's does.
             suffix, transposed = "_bias" if leaf == "bias" else "", False
             pieces = [(names[0], shape)]
         else:
+            if is_conv:
+                shape = shape[::-1]
             front = shape[1:-1] if is_expert else shape[:-1]
             sizes = self._output_sizes(module, shape[-1]) if len(names) > 1 else (shape[-1],)
             pieces = [
-                (name.replace("{expert}", str(expert)), (size, *front) if transposed else (*front, size))
+                (
+                    name.replace("{expert}", str(expert)),
+                    (size, *[1] * is_conv, *front) if transposed else (*front, size),
+                )
                 for expert in range(shape[0] if is_expert else 1)
                 for name, size in zip(names, sizes, strict=True)
             ]
         where = where.format(layer=layer)
         planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
-        return ParameterPlan(path, shape, planned, transposed, order)
+        return ParameterPlan(path, shape, planned, transposed, is_conv, order)
 
     def _renamed(self, name: str) -> str:
         own = self._family.prefix

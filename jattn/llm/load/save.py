@@ -155,6 +155,7 @@ def _value(values: dict[Any, Any], parameter: ParameterPlan, shards: ParameterSh
 
 def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, Any]]:
     """Cuts one parameter of the model into the tensors of the file; the inverse of `read_parameter`."""
+    value = value.T if parameter.is_conv else value
     if parameter.order is not None:
         value = value[..., np.argsort(parameter.order)]
     size = len(parameter.pieces) // max(parameter.num_stacked, 1)
@@ -162,7 +163,7 @@ def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, 
         group, place = divmod(index, size)
         first = sum(_outputs(parameter, each) for each in parameter.pieces[:place])
         part = (value[group] if parameter.num_stacked else value)[..., first : first + _outputs(parameter, piece)]
-        yield piece, part.T if parameter.transposed else part
+        yield piece, part.T.reshape(piece.shape) if parameter.transposed else part
 
 
 def _outputs(parameter: ParameterPlan, piece: TensorPlan) -> int:

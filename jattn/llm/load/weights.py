@@ -18,6 +18,7 @@ from jattn.llm.load.plan import ParameterPlan, TensorPlan, kernel_and_scale, par
 from jattn.llm.load.read_ahead import FileRange
 from jattn.llm.load.safetensors_file import open_safetensors
 from jattn.llm.load.tensor_file import STORED_DTYPES, TensorFile, Tensors, checked_dtype, num_bytes, read_tensor
+from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -130,7 +131,7 @@ def is_quantized(tensors: Tensors, parameter: ParameterPlan) -> bool:
     return all(len(each) > 1 for each in parts) and len(kinds) == 1
 
 
-def read_kv_scales(tensors: Tensors, num_layers: int) -> dict[int, dict[str, float]]:
+def read_kv_scales(tensors: Tensors, config: ModelConfig) -> dict[int, dict[str, float]]:
     """Returns the scales of an fp8 cache that are stored with the weights: for each layer those of "k" and "v"."""
     scales: dict[int, dict[str, float]] = {}
     for name, file in tensors.items():
@@ -140,8 +141,10 @@ def read_kv_scales(tensors: Tensors, num_layers: int) -> dict[int, dict[str, flo
                 raise InvalidInput(f"{file.path.name}: tensor {name!r} must be one finite number above 0.")
             scales.setdefault(int(match[1]), {})[match[2]] = float(value[0])
     for layer, found in scales.items():
-        if layer >= num_layers:
-            raise InvalidInput(f"there is a k_scale or v_scale of layer {layer}; the model has {num_layers}.")
+        if layer >= config.num_hidden_layers or not config.attends(layer):
+            problem = f"there is a k_scale or v_scale of layer {layer}; the model"
+            has = f"has {config.num_hidden_layers}" if layer >= config.num_hidden_layers else "has no attention there"
+            raise InvalidInput(f"{problem} {has}.")
         if len(found) != 2:
             raise InvalidInput(f"layer {layer} has a scale of its {min(found)} cache alone; it must have k and v.")
     return scales
@@ -204,7 +207,8 @@ def _pieces(
             yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
-            yield block.T if transposed else block, None
+            # A convolution's [channels, 1, width] has an axis more.
+            yield block.reshape(len(block), -1).T if transposed else block, None
 
 
 def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:
@@ -243,12 +247,13 @@ def _joined(
                 places = np.flatnonzero((parameter.order >= start) & (parameter.order < end))
                 target[..., places] = block[..., parameter.order[places] - start]
         # Aligned as XLA wants it, so it is taken and not copied.
-        return jnp.asarray(value)
+        return jnp.asarray(np.ascontiguousarray(value.T) if parameter.is_conv else value)
     cast = [block.astype(dtype) for block in blocks]
     groups = [cast[first : first + size] for first in range(0, len(cast), size)]
     joined = [group[0] if size == 1 else jnp.concatenate(group, -1) for group in groups]
     value = jnp.stack(joined) if parameter.num_stacked else joined[0]
-    return value if parameter.order is None else value[..., parameter.order]
+    value = value if parameter.order is None else value[..., parameter.order]
+    return value.T if parameter.is_conv else value
 
 
 def read_places(tensors: Tensors, parameter: ParameterPlan, axis: int | None, places: np.ndarray) -> np.ndarray:
@@ -256,6 +261,9 @@ def read_places(tensors: Tensors, parameter: ParameterPlan, axis: int | None, pl
 
     Quantised tensors are the exception: the needed part is cut from the whole tensor.
     """
+    if parameter.is_conv:
+        described = replace(parameter, is_conv=False)
+        return read_places(tensors, described, None if axis is None else 1 - axis, places).T
     size = len(parameter.pieces) // max(parameter.num_stacked, 1)
     groups = [parameter.pieces[first : first + size] for first in range(0, len(parameter.pieces), size)]
     if parameter.num_stacked and axis == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
+from jattn.llm.models.mixers import DeltaNetConfig, ShortConvConfig
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
 from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
@@ -23,6 +24,7 @@ from jattn.llm.models.tensor_parallel import DEFAULT_RULES, TensorParallel, logi
 __all__ = [
     "DEFAULT_RULES",
     "Decoder",
+    "DeltaNetConfig",
     "EncoderDecoder",
     "EncoderModel",
     "Fp8Linear",
@@ -37,6 +39,7 @@ __all__ = [
     "RopeScaling",
     "RoutedModel",
     "Served",
+    "ShortConvConfig",
     "TensorParallel",
     "decoder_of",
     "last_of_each_window",

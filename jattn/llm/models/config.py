@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
+from jattn.llm.models.mixers import MIXERS, STATE_CONFIGS, DeltaNetConfig, LayerType, ShortConvConfig
 from jattn.llm.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig, RopeScaling
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -64,8 +66,12 @@ class ModelConfig:
         gated_mlp: the activation gates a second projection.
         moe: experts instead of the feed-forward layer.
         latent: attention over latents instead of keys and values of each head.
-        position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores) or "relative"
-            (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683).
+        layer_types: how each layer mixes tokens, a key of `jattn.llm.models.mixers.MIXERS`: "attention", or with a
+            state between tokens "conv" or "linear_attention"; empty for attention in all.
+        short_conv: sizes of the short convolution of "conv".
+        delta_net: sizes of the gated delta rule of "linear_attention".
+        position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores), "relative"
+            (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683) or "none".
         position_offset: rows of a learned table before that of the first position.
         relative_attention_num_buckets: number of buckets of "relative", in both directions together if tokens see later
             ones.
@@ -139,7 +145,12 @@ class ModelConfig:
     gated_mlp: Flag = True
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
-    position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", error=Unsupported)] = "rope"
+    layer_types: tuple[LayerType, ...] = ()
+    short_conv: ShortConvConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", "none", error=Unsupported)] = (
+        "rope"
+    )
     position_offset: Annotated[int, Limits(0, 1 << 16)] = 0
     relative_attention_num_buckets: Annotated[int, Limits(4, 1 << 16)] = 32
     relative_attention_max_distance: int = 128
@@ -184,6 +195,7 @@ class ModelConfig:
             raise InvalidInput("num_attention_heads", value=self.num_attention_heads, wanted=wanted)
         self._check_positions()
         self._check_layers()
+        self._check_mixers()
         if self.moe is not None and not self.gated_mlp:
             raise Unsupported("gated_mlp", value=False, wanted="experts are gated in this build")
         self._check_latent()
@@ -200,7 +212,7 @@ class ModelConfig:
             self.rope_scaling.check_rotary_dim(self.rotary_dim)
 
     def _check_layers(self) -> None:
-        for name in ("layer_windows", "kv_sharing_targets"):
+        for name in ("layer_windows", "kv_sharing_targets", "layer_types"):
             if (count := len(getattr(self, name))) not in (0, self.num_hidden_layers):
                 wanted = f"it must have one for each of the {self.num_hidden_layers} layers, or none"
                 raise InvalidInput(name, f"has {count} entries", wanted)
@@ -223,6 +235,26 @@ class ModelConfig:
             if own != window:
                 wanted = f"layer {layer} has {own}. Layers that share keys and values keep the same part of the past"
                 raise InvalidInput(name, f"is {target}, whose window is {window}", wanted)
+
+    def _check_mixers(self) -> None:
+        for layer, kind in enumerate(self.layer_types):
+            name = f"layer_types[{layer}]"
+            for mixer in MIXERS[kind]:
+                part = STATE_CONFIGS.get(mixer)
+                if part is not None and getattr(self, part) is None:
+                    raise InvalidInput(name, f"is {kind!r} and {part} None", f"give {part}, the sizes of such a layer")
+            if self.layer_windows and not self.attends(layer) and self.window_of(layer) is not None:
+                problem = f"is {self.window_of(layer)} and {name} {kind!r}"
+                raise InvalidInput(f"layer_windows[{layer}]", problem, "a layer without attention has None")
+            if not self.attends(layer) and (
+                layer in self.kv_sharing_targets or self.kv_sharing_target(layer) is not None
+            ):
+                wanted = "a layer without attention has no cache to share"
+                raise InvalidInput("kv_sharing_targets", f"name layer {layer}, which is {kind!r}", wanted)
+        if self.has_states and (self.is_encoder or self.encoder is not None):
+            raise Unsupported("layer_types", value=self.layer_types, wanted="encoders and their decoders attend")
+        if self.layer_types and not self.cache_layers:
+            raise Unsupported("layer_types", value=self.layer_types, wanted="a layer of this build's decoders attends")
 
     def _check_latent(self) -> None:
         latent, scaling = self.latent, self.rope_scaling
@@ -294,10 +326,24 @@ class ModelConfig:
         """Returns the layer whose keys and values this one reads; None if it has its own."""
         return self.kv_sharing_targets[layer] if self.kv_sharing_targets else None
 
+    def mixers(self, layer: int) -> tuple[str, ...]:
+        """Returns the names of this layer's modules that mix tokens."""
+        return MIXERS[self.layer_types[layer] if self.layer_types else "attention"]
+
+    def attends(self, layer: int) -> bool:
+        """Returns whether this layer has attention."""
+        return "self_attn" in self.mixers(layer)
+
+    @property
+    def has_states(self) -> bool:
+        """Some layers keep a state between tokens."""
+        return any(mixer in STATE_CONFIGS for kind in self.layer_types for mixer in MIXERS[kind])
+
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """The layers that have a cache, in order."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if self.kv_sharing_target(layer) is None)
+        """The layers that have a cache of blocks, in order."""
+        layers = range(self.num_hidden_layers)
+        return tuple(layer for layer in layers if self.attends(layer) and self.kv_sharing_target(layer) is None)
 
     def cache_of(self, layer: int) -> int:
         """Returns which of the caches, in the order of `cache_layers`, a layer reads."""
@@ -309,6 +355,10 @@ class ModelConfig:
         return self.moe is not None and layer not in self.moe.dense_layers
 
 
+#: The configs of the parts that a model may have, by their fields.
+PARTS = MappingProxyType(
+    {"moe": MoEConfig, "latent": LatentConfig, "short_conv": ShortConvConfig, "delta_net": DeltaNetConfig}
+)
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 #: The upper limits of the fields that are sizes.

@@ -95,6 +95,7 @@ class Decoder(nnx.Module):
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             index_head_dim=config.index_head_dim,
+            states=tuple(spec for layer in self.layers if (spec := layer.state_spec) is not None),
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
             layer_windows=config.layer_windows and tuple(map(config.window_of, config.cache_layers)),
@@ -112,7 +113,8 @@ class Decoder(nnx.Module):
         """Runs the new tokens of a batch of sequences and writes their keys and values; see `PagedModel.__call__`.
 
         The caches are those of `ModelConfig.cache_layers`; fewer where the metadata has several groups, whose layers
-        share caches. The hidden states are normalised, to be given to `logits` (pick the rows first).
+        share caches; then the states of each layer that has some. The hidden states are normalised, to be given to
+        `logits` (pick the rows first).
         """
         *_, (hidden, new_caches) = self.paged_hidden_states(token_ids, positions, kv_caches, metadata)
         return hidden, new_caches
@@ -161,14 +163,18 @@ class Decoder(nnx.Module):
         caches = list(kv_caches)
         yield x, tuple(caches), None
         normed = through(self.layers[0].input_layernorm, x)
+        first_state = len(caches) - sum(layer.num_states for layer in self.layers)
         for index, modules in enumerate(self.layers_and_norms()):
-            own, array = metadata.of_layer(self.config.cache_of(index))
-            if self.config.index_head_dim is None:
-                x, normed, caches[array], experts = _called(modules, x, normed, angles, caches[array], own)
-            else:
-                second = len(self.layers) + array
-                pair = caches[array], caches[second]
-                x, normed, (caches[array], caches[second]), experts = _called(modules, x, normed, angles, pair, own)
+            (own, array), places = metadata.of_layer(0), []
+            if self.config.attends(index):
+                own, array = metadata.of_layer(self.config.cache_of(index))
+                second = () if self.config.index_head_dim is None else (len(self.config.cache_layers) + array,)
+                places += (array, *second)
+            places += range(first_state, first_state := first_state + modules[0].num_states)
+            given = tuple(caches[place] for place in places)
+            x, normed, updated, experts = _called(modules, x, normed, angles, given, own)
+            for place, cache in zip(places, updated, strict=True):
+                caches[place] = cache
             yield x, tuple(caches), experts
         yield normed, tuple(caches), None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.models.attention import Angles, Attention, CrossAttention, KeysValues
@@ -14,8 +16,11 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.latent import LatentAttention, SparseAttention
 from jattn.llm.models.layers import MLP, norm
+from jattn.llm.models.mixers import STATE_CONFIGS
+from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
+from torch_core.base.specs import StateCacheSpec
 
 #: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
 #: rows.
@@ -24,7 +29,8 @@ _Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, one after the other or side by side, added to the residual stream.
+    """Attention, or what mixes tokens in its place, and feed-forward, one after the other or side by side, added to the
+    residual stream.
 
     Of a model that is split, each device computes its share of both, and two sums over the devices make them whole.
     """
@@ -41,9 +47,12 @@ class DecoderLayer(nnx.Module):
         self.config, self.parallel = config, parallel
         before, after = config.norm_placement in ("before", "both"), config.norm_placement != "before"
         self.input_layernorm = norm(config) if before else None
+        mixers, options = config.mixers(layer), {"rngs": rngs, "implementation": implementation}
         latent = LatentAttention if config.index_head_dim is None else SparseAttention
         attention: Any = Attention if config.latent is None else latent
-        self.self_attn = attention(config, layer, rngs=rngs, implementation=implementation, parallel=parallel)
+        self.self_attn = attention(config, layer, parallel=parallel, **options) if "self_attn" in mixers else None
+        for name in STATE_CONFIGS:
+            setattr(self, name, recurrent_mixer(name, config, **options) if name in mixers else None)
         self.attention_output_norm = norm(config) if after else None
         has_encoder = config.encoder is not None
         self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
@@ -61,21 +70,48 @@ class DecoderLayer(nnx.Module):
         x: jax.Array,
         normed: jax.Array,
         angles: Angles | None,
-        kv_cache: Any,
+        caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata,
         following: Any,
-    ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]:
         """Returns the residual stream `x` [tokens, hidden] after this layer, its norm by `following`, and the caches.
 
         The last result are the experts of each token, int32[tokens, top_k]; None of a dense layer. `normed` is `x`
-        after `input_layernorm`. `following` is the next layer's `input_layernorm`, or the last norm.
+        after `input_layernorm`. The caches are attention's, then the states. `following` is the next layer's
+        `input_layernorm`, or the last norm.
         """
-        attended, kv_cache = self.self_attn.forward_paged(normed, angles, kv_cache, metadata)
+        first = len(caches) - self.num_states
+        mixed: list[jax.Array] = []
+        updated: list[jax.Array] = []
+        for mixer, own in ((self.self_attn, caches[:first]), (self.recurrent, caches[first:])):
+            if mixer is not None:
+                # One array is given and returned as it is, several as a tuple.
+                given: Any = own if len(own) > 1 else next(iter(own))
+                out, new = mixer.forward_paged(normed, angles, given, metadata)
+                mixed.append(out)
+                updated += new if len(own) > 1 else [new]
         cross = None
         if self.cross_attn is not None:
-            cross = functools.partial(self.cross_attn.forward_paged, kv_cache=kv_cache, metadata=metadata)
-        x, normed, experts = self._added(x, normed, attended, None, cross, following, metadata.peers)
-        return x, normed, kv_cache, experts
+            cross = functools.partial(self.cross_attn.forward_paged, kv_cache=updated[0], metadata=metadata)
+        x, normed, experts = self._added(
+            x, normed, functools.reduce(operator.add, mixed), None, cross, following, metadata.peers
+        )
+        return x, normed, tuple(updated), experts
+
+    @property
+    def recurrent(self) -> Any:
+        """The mixer with a state between tokens, or None."""
+        return next((mixer for name in STATE_CONFIGS if (mixer := getattr(self, name)) is not None), None)
+
+    @property
+    def state_spec(self) -> StateCacheSpec | None:
+        """Layout of its states, or None."""
+        return None if self.recurrent is None else self.recurrent.state_spec(jnp.dtype(self.config.dtype).name)
+
+    @property
+    def num_states(self) -> int:
+        """Number of its arrays of states."""
+        return 0 if self.state_spec is None else len(self.state_spec.shapes)
 
     def forward_dense(
         self,
@@ -89,26 +125,28 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache. Experts are as in `SparseMLP.with_experts`."""
         normed = through(self.input_layernorm, x)
-        attended = self.self_attn.forward_dense(normed, angles, lengths, shared)
+        mixers = [mixer for mixer in (self.self_attn, self.recurrent) if mixer is not None]
+        parts = (mixer.forward_dense(normed, angles, lengths, shared) for mixer in mixers)
+        mixed = functools.reduce(operator.add, parts)
         cross = None
         if self.cross_attn is not None and encoded is not None:
             cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
-        return self._added(x, normed, attended, dropout, cross, routed_experts=routed_experts)[0]
+        return self._added(x, normed, mixed, dropout, cross, routed_experts=routed_experts)[0]
 
     def _added(
         self,
         x: jax.Array,
         normed: jax.Array,
-        attended: jax.Array,
+        mixed: jax.Array,
         dropout: _Branch | None,
         cross: _Branch | None,
         following: Any = None,
         peers: jax.Array | None = None,
         routed_experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Adds the outputs of attention and of the following parts to the residual stream; see `__call__`."""
+        """Adds the outputs of the mixers and of the following parts to the residual stream; see `__call__`."""
         if self.config.norm_placement == "residual":
-            x = through(self.attention_output_norm, x + through(dropout, self._summed(attended, "heads", peers)))
+            x = through(self.attention_output_norm, x + through(dropout, self._summed(mixed, "heads", peers)))
             if cross is not None:
                 x = through(self.cross_attention_norm, x + through(dropout, cross(x)))
             branch, axis, experts = self._feed_forward(x, routed_experts)
@@ -116,7 +154,7 @@ class DecoderLayer(nnx.Module):
             return x, through(following, x), experts
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
-        after, seen = self._add_branch(x, attended, "heads", self.attention_output_norm, before, dropout, peers)
+        after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
             branch = through(dropout, cross(through(self.cross_attention_norm, after)))
             after = after + scaled(branch, self.config.residual_multiplier)

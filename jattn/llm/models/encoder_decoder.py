@@ -58,7 +58,7 @@ class EncoderDecoder(Decoder):
         for index, (layer, following) in enumerate(encoder.layers_and_norms()):
             # The encoder's own keys and values lie where the cross ones will: nothing else is in these slots yet.
             place = index % len(caches)
-            x, encoded, caches[place], _ = layer(x, encoded, angles, caches[place], metadata, following)
+            x, encoded, (caches[place],), _ = layer(x, encoded, angles, (caches[place],), metadata, following)
         layers: Any = self.layers
         return tuple(
             layer.cross_attn.write(encoded, cache, metadata.slot_mapping)

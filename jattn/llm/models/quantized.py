@@ -19,7 +19,7 @@ from torch_core.base.errors import InvalidInput
 _FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 #: Modules whose kernels may be in fewer bits.
-_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj")
+_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj", "in_proj", "in_proj_qkvz", "out_proj")
 
 #: The values of the four bits of an MXFP4 number (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -48,9 +48,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...]]]:
-    kinds: dict[tuple[bool, bool], _Shapes] = {}
+    kinds: dict[tuple[Any, ...], _Shapes] = {}
     for index in range(config.num_hidden_layers):
-        kind = config.kv_sharing_target(index) is None, config.is_sparse(index)
+        kind = config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
         if kind not in kinds:
             kinds[kind] = _traced(lambda index=index: DecoderLayer(config, index, rngs=nnx.Rngs(0)))
         for path, shape in kinds[kind].items():
@@ -59,7 +59,8 @@ def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...
 
 def _with_one_layer(config: ModelConfig) -> ModelConfig:
     moe = None if config.moe is None else replace(config.moe, dense_layers=())
-    return replace(config, num_hidden_layers=1, moe=moe, sliding_window=None, layer_windows=(), kv_sharing_targets=())
+    alike = dict.fromkeys(("layer_windows", "kv_sharing_targets", "layer_types"), ())
+    return replace(config, num_hidden_layers=1, moe=moe, sliding_window=None, **alike)
 
 
 def _traced(build: Callable[[], nnx.Module]) -> _Shapes:

@@ -38,6 +38,10 @@ _LINEAR: dict[str, tuple[str | None, str | None]] = {
     "up_proj": ("embed", "mlp"),
     "down_proj": ("mlp", "embed"),
     "lm_head": ("embed", "vocab"),
+    "in_proj": ("embed", "heads"),
+    "in_proj_qkvz": ("embed", "heads"),
+    "in_proj_ba": ("embed", "heads"),
+    "out_proj": ("heads", "embed"),
 }
 _EXPERTS = {"gate_up_proj": ("embed", "expert_mlp"), "down_proj": ("expert_mlp", "embed")}
 # Modules of flax's MultiHeadAttention, whose heads have an axis of their own.
@@ -169,6 +173,9 @@ class TensorParallel:
         """Raises InvalidInput or Unsupported for a decoder that cannot be cut so; the message has the size."""
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
+        if config.has_states:
+            problem = f"are {', '.join(sorted(set(config.layer_types)))}"
+            raise Unsupported("layer_types", problem, "layers with a state are not cut over devices")
         self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
         heads, parts = config.num_key_value_heads, self.parts("heads")
         if heads % parts and parts % heads:

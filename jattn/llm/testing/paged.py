@@ -69,6 +69,8 @@ class PagedRun:
             num_layers=paged.num_layers,
             num_blocks=1 + sum(widths),
             further=paged.further_specs(_BLOCK_SIZE),
+            states=paged.states,
+            num_slots=1 + len(sequences) if paged.states else 0,
         )
         graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=graph)
@@ -112,7 +114,12 @@ class PagedRun:
         self, step: Callable[..., Any], rows: list[SequenceRow], pieces: list[np.ndarray], **sizes: Any
     ) -> Any:
         common = build_common_metadata(
-            rows, block_size=_BLOCK_SIZE, num_blocks=self._pool.num_blocks, max_blocks=self._max_blocks, **sizes
+            rows,
+            block_size=_BLOCK_SIZE,
+            num_blocks=self._pool.num_blocks,
+            max_blocks=self._max_blocks,
+            num_slots=self._pool.num_slots or None,
+            **sizes,
         )
         token_ids = np.zeros(sizes["num_tokens"], np.int32)
         token_ids[: sum(map(len, pieces))] = np.concatenate(pieces)
@@ -123,7 +130,11 @@ class PagedRun:
         self, step: Callable[..., Any], starts: Sequence[int], counts: Sequence[int]
     ) -> Iterator[tuple[int, np.ndarray]]:
         active = [index for index, count in enumerate(counts) if count]
-        rows = [SequenceRow(self._tables[index], starts[index], counts[index]) for index in active]
+        has_states = self._pool.num_slots > 0
+        rows = [
+            SequenceRow(self._tables[index], starts[index], counts[index], state_slot=has_states * (1 + index))
+            for index in active
+        ]
         longest, total = max(counts), sum(counts)
         num_seqs = self._num_seqs.pad(len(rows))
         num_tokens = num_seqs if longest == 1 else self._num_tokens.pad(total)

@@ -57,5 +57,5 @@ DEEPSEEK_V32 = dataclasses.replace(
     keys={**DEEPSEEK_V3.keys, **{name: f"latent.{name}" for name in ("index_n_heads", "index_head_dim", "index_topk")}},
     defaults={**DEEPSEEK_V3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
     derive=_checked_layers,
-    layer_types=_INDEXED,
+    layer_types=dict.fromkeys(_INDEXED, "attention"),
 )

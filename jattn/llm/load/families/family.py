@@ -22,7 +22,7 @@ class Key:
     """One key of config.json.
 
     Attributes:
-        field: name of a field of `ModelConfig`; of its `moe`, `latent` or `encoder` if it begins with that and a dot;
+        field: name of a field of `ModelConfig`; of its `encoder` or a part of `PARTS` if it begins with that and a dot;
             several that share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
@@ -103,6 +103,7 @@ class Family:
         defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.
         options: fields of `ModelConfig` that are so in every model of the family.
         derive: further fields, from the file's values.
+        derived: keys that only the family's functions read, and the values that they are written with.
         absent: common keys that the family does not have.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
@@ -111,7 +112,8 @@ class Family:
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window if no layer_types does.
-        layer_types: the files' names of layers with full attention, in addition to "full_attention".
+        layer_types: the files' names of types of layers, and the types of `ModelConfig.layer_types` that they are. The
+            first name of a type is written; "full_attention" is always known.
         rope_keys: the file's names of rope_theta, partial_rotary_factor and rope_local_base_freq, if they differ. Only
             families that name partial_rotary_factor and rope_local_base_freq read them; the latter is "rope_parameters"
             if the file has it only there, by kind of layer.
@@ -136,6 +138,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Raw], Raw] | None = None
+    derived: Mapping[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Mapping[str, Any] = field(default_factory=dict)
@@ -143,7 +146,7 @@ class Family:
     also: tuple[str, ...] = ()
     whole: Whole | None = None
     windows: str | Callable[[int, Raw], bool] | None = None
-    layer_types: tuple[str, ...] = ()
+    layer_types: Mapping[str, str] = field(default_factory=dict)
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
@@ -161,6 +164,11 @@ class Family:
         own = {name: Key(key) if isinstance(key, str) else key for name, key in self.keys.items()}
         named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
+
+    @property
+    def has_states(self) -> bool:
+        """Some models of the family have layers with a state between tokens."""
+        return any(kind != "attention" for kind in self.layer_types.values())
 
     @property
     def has_experts(self) -> bool:

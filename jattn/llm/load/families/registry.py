@@ -12,6 +12,7 @@ from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
+from jattn.llm.load.families.lfm2 import LFM2
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
@@ -24,7 +25,7 @@ from torch_core.base.errors import InvalidInput
 _ORDER = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, GLM, GLM4, SEED_OSS, SMOLLM3),
     *(COHERE, STARCODER2, GPT_NEOX, GPT2, BLOOM, FALCON, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART, LFM2),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
 

@@ -1,0 +1,68 @@
+"""The mixers of a decoder's layers, by the layer's type, and the configs of those that keep a state between tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, TypeAlias
+
+from jattn.llm.models.parts import MAX_HEAD_DIM, Flag
+from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.limits import Choices, Limits, check_fields
+
+#: The modules of a layer that mix tokens, by the layer's type; several run side by side, and their outputs are added.
+MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"attention": ("self_attn",), "conv": ("conv",), "linear_attention": ("linear_attn",)}
+)
+#: The field of `ModelConfig` with the sizes of a mixer that keeps a state.
+STATE_CONFIGS: Mapping[str, str] = MappingProxyType({"conv": "short_conv", "linear_attn": "delta_net"})
+LayerType: TypeAlias = Annotated[str, Choices(*MIXERS, error=Unsupported)]
+_Width: TypeAlias = Annotated[int, Limits(2, 4)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """The gated short convolution of LFM2 (arXiv:2511.23404), over all channels of the residual stream.
+
+    Attributes:
+        conv_size: number of tokens that the convolution sees.
+        use_bias: projections and convolution have biases.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    conv_size: _Width = 3
+    use_bias: Flag = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="short_conv.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464).
+
+    Attributes:
+        num_heads: number of value heads.
+        num_kv_heads: number of query and key heads; it divides num_heads.
+        key_dim: number of elements of a query or key head.
+        value_dim: number of elements of a value head.
+        conv_size: number of tokens that the convolution before the rule sees.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    num_heads: Annotated[int, Limits(1, 1024)]
+    num_kv_heads: Annotated[int, Limits(1, 1024)]
+    key_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    value_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    conv_size: _Width = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="delta_net.")
+        if self.num_heads % self.num_kv_heads:
+            wanted = f"it must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            raise InvalidInput("delta_net.num_heads", value=self.num_heads, wanted=wanted)

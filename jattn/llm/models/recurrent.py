@@ -1,0 +1,71 @@
+"""Layers with a state between tokens, with a model's options and called as `Attention` is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn.llm.models.attention import Angles, KeysValues
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.layers import INITIALIZER, dot_general
+from jattn.llm.models.mixers import STATE_CONFIGS
+from jattn.metadata import AttentionMetadata
+from jattn.nn import GatedDeltaNet, ShortConv
+from torch_core.base.errors import InvalidInput
+
+
+class _Layer:
+    """How a decoder calls its layers; over the layers of `jattn.nn`."""
+
+    def forward_paged(
+        self, x: jax.Array, angles: Angles | None, states: Any, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, Any]:
+        """Maps packed tokens `[tokens, hidden]` from and to the sequences' states; returns output and states."""
+        return self(x, states=states, metadata=metadata)  # type: ignore[operator]
+
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
+        """Maps each row of `[batch, tokens, hidden]`; padding comes after a row's tokens."""
+        return self(x)  # type: ignore[operator]
+
+
+class ShortConvolution(_Layer, ShortConv):
+    """The short convolution of one layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        sizes = _sizes(config, "conv")
+        super().__init__(config.hidden_size, conv_size=sizes.conv_size, use_bias=sizes.use_bias, **options)
+
+
+class DeltaNet(_Layer, GatedDeltaNet):
+    """The gated delta rule of one layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        sizes = _sizes(config, "linear_attn")
+        heads = {name: getattr(sizes, name) for name in ("num_kv_heads", "key_dim", "value_dim", "conv_size")}
+        super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **heads, **options)
+
+
+_MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
+    {"conv": ShortConvolution, "linear_attn": DeltaNet}
+)
+
+
+def recurrent_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> nnx.Module:
+    """Returns the module of a mixer with a state, by its name in a layer."""
+    options = {"param_dtype": jnp.dtype(config.dtype), "kernel_init": INITIALIZER, "dot_general": dot_general}
+    return _MODULES[name](config, rngs=rngs, implementation=implementation, **options)
+
+
+def _sizes(config: ModelConfig, mixer: str) -> Any:
+    """Returns the part of a config with the sizes of a mixer."""
+    part = STATE_CONFIGS[mixer]
+    if getattr(config, part) is None:
+        raise InvalidInput(f"config.{part}", value=None, wanted=f"a layer with {mixer} needs it")
+    return getattr(config, part)
