@@ -1,5 +1,6 @@
 """Attention on JAX arrays: keywords make a call, and one function checks it, chooses and crosses the bridge."""
 
+from jattn.ops.adapters import AdapterRows, add_lora_linear
 from jattn.ops.arguments import MASK_OPTIONS
 from jattn.ops.attention import (
     POSITIONAL,
@@ -33,9 +34,11 @@ __all__ = [
     "MASK_OPTIONS",
     "POSITIONAL",
     "RESIDUAL_NAMES",
+    "AdapterRows",
     "CacheScales",
     "CallOptions",
     "PagedOptions",
+    "add_lora_linear",
     "attention",
     "attention_with_lse",
     "available_implementations",

@@ -79,7 +79,7 @@ SMALL = [
     jattn.ops.route_experts, jattn.ops.causal_conv1d, jattn.ops.gated_delta_rule, jattn.ops.write_latent_cache,
     jattn.ops.write_kv_cache_per_token_head, torch_core.ops.write_kv_cache, torch_core.ops.rotate_and_write,
     torch_core.ops.merge_states, torch_core.ops.attention_backward, torch_core.ops.indexer_topk,
-    torch_core.ops.write_latent_cache,
+    torch_core.ops.write_latent_cache, jattn.ops.add_lora_linear,
 ]  # fmt: skip
 
 

@@ -32,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache_writes",
     },
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
+    "torch_core.adapters": {"torch_core.launch"},
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
     "torch_core.state": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},
@@ -58,6 +59,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.attention",
         "torch_core.latent",
         "torch_core.cache_writes",
+        "torch_core.adapters",
         "torch_core.experts",
         "torch_core.state",
     },
@@ -161,7 +163,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jattn.llm.workers.tokens": {"tokenizers"},
     **{
         f"torch_core.{op}{place}": libraries
-        for op in ("attention", "latent", "cache_writes", "experts", "state")
+        for op in ("attention", "latent", "cache_writes", "adapters", "experts", "state")
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},

@@ -1,0 +1,50 @@
+"""The kernels of low-rank adapters, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.lora_cases import allowed_error, lora_call
+from tests.support.triton_ops import run_triton
+from torch_core import reference
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"slices": (12, 7, 9), "dtype": "bfloat16"},
+        {"slices": (12, 7), "rank": 16, "y_dtype": "float32", "dtype": "bfloat16"},
+        {"slots": (1,), "num_slots": 2, "in_size": 300, "slices": (40,)},
+        {"slots": (0,) * 21 + (-1, 1), "num_slots": 2, "rank": 20, "dtype": "float16", "slices": (270,)},
+        {"slots": (0,) * 70 + (1, 0), "num_slots": 2, "dtype": "bfloat16"},
+        {"slots": (-1, -1), "num_slots": 1},
+    ],
+    ids=str,
+)
+def test_rows_get_their_slots_products(options, seed):
+    call = lora_call(seed, **options)
+    exact = reference.add_lora_linear(call)["y"]
+    given = call.map(torch.clone)
+    run_triton(given)
+    assert (given.y.double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+def test_rows_without_an_adapter_keep_their_bits(seed):
+    call = lora_call(seed, (-1, 0, -1), dtype="bfloat16")
+    given = call.map(torch.clone)
+    run_triton(given)
+    assert torch.equal(given.y[[0, 2]], call.y[[0, 2]])
+
+
+def test_a_rows_bits_do_not_depend_on_the_other_rows_adapters(seed):
+    slots = (0, 1, 2, 1, 0)
+    call = lora_call(seed, slots, num_slots=3, slices=(12, 7))
+    given = call.map(torch.clone)
+    run_triton(given)
+    alone = lora_call(seed, (-1, 1, -1, -1, -1), num_slots=3, slices=(12, 7)).with_arrays(
+        {name: getattr(call, name).clone() for name in ("x", "y", "lora_a", "lora_b")}
+    )
+    run_triton(alone)
+    assert torch.equal(alone.y[1], given.y[1])

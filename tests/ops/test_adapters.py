@@ -1,0 +1,88 @@
+"""Low-rank adapters from JAX: torch's results, derivatives, splits and refusals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jattn
+from jattn.ops import AdapterRows, add_lora_linear
+from tests.support.lora_cases import allowed_error, lora_call
+from torch_core import reference
+from torch_core.launch.run import run
+
+
+def arrays_of(call):
+    return {name: jnp.asarray(np.asarray(array)) for name, array in call.map(lambda x: x.float()).arrays().items()} | {
+        name: jnp.asarray(getattr(call, name).numpy())
+        for name in ("token_indices_sorted_by_lora_ids", "lora_token_start_loc")
+    }
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+@pytest.mark.parametrize("options", [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}], ids=str)
+def test_results_are_as_exact_as_the_references(implementation, options, seed):
+    call = lora_call(seed, **options)
+    exact = reference.add_lora_linear(call)["y"]
+    found = jax.jit(
+        lambda arrays: add_lora_linear(**arrays, output_slices=call.output_slices, implementation=implementation)
+    )(arrays_of(call))
+    assert (torch.tensor(np.asarray(found)).double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+def test_torch_adds_in_place(seed):
+    call = lora_call(seed, dtype="bfloat16")
+    exact = reference.add_lora_linear(call)["y"]
+    allowed = allowed_error(call, exact)
+    assert run(call)["y"] is call.y
+    assert (call.y.double() - exact).abs().max() <= allowed
+
+
+def test_gradients_are_those_of_each_rows_own_matrices(seed):
+    call = lora_call(seed, slices=(5, 4))
+    names = ("x", "y", "lora_a", "lora_b")
+    slots = np.array((2, -1, 0, 2, 2))
+    with jax.enable_x64(True):
+        arrays = {name: np.nan_to_num(np.asarray(getattr(call, name), np.float64)) for name in names}
+        rows = AdapterRows.of(jnp.asarray(slots), call.num_slots)
+
+        def plain(x, y, lora_a, lora_b):
+            a, b = lora_a[slots], lora_b[slots]
+            inner = jnp.einsum("ti,tri->tr", x, a).reshape(5, 2, 3)
+            added = [jnp.einsum("tr,tor->to", inner[:, 0], b[:, :5]), jnp.einsum("tr,tor->to", inner[:, 1], b[:, 5:])]
+            return y + jnp.where((slots >= 0)[:, None], jnp.concatenate(added, 1), 0)
+
+        def ours(*operands):
+            return add_lora_linear(**dict(zip(names, operands, strict=True)), **rows._asdict(), output_slices=(5, 4))
+
+        operands = [jnp.asarray(arrays[name]) for name in names]
+        found, wanted = (
+            jax.grad(lambda *given, f=f: jnp.sin(f(*given)).sum(), argnums=range(4))(*operands) for f in (ours, plain)
+        )
+    for each, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_of_unknown_slots_have_no_adapter():
+    rows = AdapterRows.of(jnp.array([3, 1, -1, 0, 1]), 3)
+    assert rows.lora_token_start_loc.tolist() == [0, 1, 3, 3]
+    assert rows.token_indices_sorted_by_lora_ids.tolist()[:3] == [3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"output_slices": (5, 6)}, "output_slices is .5, 6.; it must be 1 to 3 numbers whose sum is y's 12 columns"),
+        ({"output_slices": (6, 6)}, "lora_a has 3 rows in a slot; 2 slices of rank 3 have as many each"),
+        ({"lora_b": jnp.ones((4, 12, 3), jnp.bfloat16)}, "lora_b is bfloat16; it must be float32"),
+        ({"lora_token_start_loc": jnp.array([0, 2, 1, 1, 4])}, r"lora_token_start_loc\[2\] is 1, less than 2"),
+        ({"token_indices_sorted_by_lora_ids": jnp.array([2, 0, 0, 4, 1])}, r"\[2\] is 0 again; a row has one adapter"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, text, seed):
+    call = lora_call(seed)
+    with pytest.raises(jattn.InvalidInput, match=text):
+        add_lora_linear(**{**arrays_of(call), "output_slices": call.output_slices, **changes})

@@ -1,0 +1,50 @@
+"""Seeded calls of low-rank adapters, with poison in all that must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_core import reference
+from torch_core.adapters.call import LoraCall
+
+__all__ = ["allowed_error", "lora_call"]
+
+
+def lora_call(
+    seed: int, slots: Sequence[int] = (2, -1, 0, 2, 2), *, num_slots: int = 4, in_size: int = 20,
+    slices: tuple[int, ...] = (12,), rank: int = 3, dtype: str = "float32", y_dtype: str | None = None,
+) -> Any:  # fmt: skip
+    """Draws a LoraCall for rows of these slots, -1 for none.
+
+    Matrices of slots without rows, inputs of rows without a slot, and the last entries of the order are poison.
+    """
+    torch.manual_seed(seed)
+    kind, given = getattr(torch, dtype), torch.tensor(slots)
+    x, y = torch.randn(len(slots), in_size).to(kind), torch.randn(len(slots), sum(slices))
+    lora_a = torch.randn(num_slots, len(slices) * rank, in_size).to(kind)
+    lora_b = torch.randn(num_slots, sum(slices), rank).to(kind)
+    x[given < 0] = torch.nan
+    unused = [slot for slot in range(num_slots) if slot not in slots]
+    lora_a[unused], lora_b[unused] = torch.nan, torch.nan
+    order = [row for slot in range(num_slots) for row in range(len(slots)) if slots[row] == slot]
+    starts = [0, *torch.tensor([(given == slot).sum() for slot in range(num_slots)]).cumsum(0).tolist()]
+    return LoraCall(
+        x=x,
+        y=y.to(getattr(torch, y_dtype or dtype)),
+        lora_a=lora_a,
+        lora_b=lora_b,
+        token_indices_sorted_by_lora_ids=torch.tensor([*order, *[1 << 30] * (len(slots) - len(order))]).int(),
+        lora_token_start_loc=torch.tensor(starts).int(),
+        output_slices=slices,
+    )
+
+
+def allowed_error(call: Any, exact: torch.Tensor) -> torch.Tensor:
+    """Twice the error of the reference in float32, with both products rounded to the operands' type."""
+    rounded = reference.add_lora_linear(call, compute_dtype=torch.float32)["y"].to(call.y.dtype).double()
+    inner = torch.finfo(call.x.dtype).eps * (exact - call.y.double()).abs().max()
+    eps = torch.finfo(call.y.dtype).eps
+    return 2 * ((rounded - exact).abs().max() + inner + eps * exact.abs().max())

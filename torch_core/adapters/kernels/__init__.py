@@ -1,0 +1,1 @@
+"""The kernels of low-rank adapters."""

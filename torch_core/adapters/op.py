@@ -1,0 +1,60 @@
+"""The op of low-rank adapters."""
+
+from __future__ import annotations
+
+from torch_core.adapters.call import LoraCall
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
+from torch_core.launch.op import Op, Served, register
+from torch_core.launch.serves import ALL, compute_dtype, strides
+
+register(
+    Op(
+        call=LoraCall,
+        reference="torch_core.adapters.reference:add_lora_linear",
+        cpu="torch_core.adapters.cpu:add_lora_linear",
+        plan="torch_core.adapters.kernels.lora.plan:plan_lora",
+        serves=(
+            compute_dtype("x"),
+            strides(contiguous=("lora_a", "lora_b", "token_indices_sorted_by_lora_ids", "lora_token_start_loc")),
+            Served("low-rank adapters (add_lora_linear): ranks to 256, joined layers, rows without adapter", ALL),
+        ),
+    )
+)
+
+
+def calls_in_use() -> dict[str, Call[ArraySpec]]:
+    """Returns calls of specs by label, which names the op and the differences from its most frequent use.
+
+    Representative calls of an 8B model with 32 slots of rank 16.
+    """
+    return {
+        "adapters": _lora(64),
+        "adapters one row": _lora(1),
+        "adapters down": _lora(64, in_size=12288, output_slices=(4096,)),
+        "adapters prompts": _lora(2048),
+        "adapters prompts gate and up": _lora(2048, output_slices=(12288, 12288)),
+        "adapters rank 64": _lora(64, rank=64),
+        "adapters rank 256 prompts": _lora(2048, rank=256),
+        "adapters float32": _lora(64, dtype="float32"),
+    }
+
+
+def _lora(
+    num_rows: int,
+    *,
+    in_size: int = 4096,
+    output_slices: tuple[int, ...] = (4096, 1024, 1024),
+    rank: int = 16,
+    dtype: str = "bfloat16",
+) -> LoraCall[ArraySpec]:
+    num_slots, out_size = 32, sum(output_slices)
+    return LoraCall(
+        x=ArraySpec((num_rows, in_size), dtype),
+        y=ArraySpec((num_rows, out_size), dtype),
+        lora_a=ArraySpec((num_slots, len(output_slices) * rank, in_size), dtype),
+        lora_b=ArraySpec((num_slots, out_size, rank), dtype),
+        token_indices_sorted_by_lora_ids=ArraySpec((num_rows,), "int32"),
+        lora_token_start_loc=ArraySpec((num_slots + 1,), "int32"),
+        output_slices=output_slices,
+    )
