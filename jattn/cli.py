@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jattn import __version__
+from jattn.extras import missing_extra
 from jattn.bench import NAMES as BENCHMARKS
 from jattn.bench import load_benchmark
 from jattn.compilation_cache import keeping_programs
@@ -60,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         tell_processes(error)
-        raise
+        absent = missing_extra(error)
+        if absent is None:
+            raise
+        print(f"jattn: this needs a package more: {absent}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -235,7 +235,7 @@ def _descriptor_parameters(launcher: Any, descriptor: Descriptor, tensor_map: Te
 def _launcher() -> Any:
     if importlib.util.find_spec("triton") is None:
         raise Unsupported(
-            f"native kernels need triton, which is not installed: pip install 'triton>=3.6,<3.8', or {_REMEDY}."
+            f"native kernels need triton, which is not installed: pip install 'jattn[cuda13]', or {_REMEDY}."
         )
     version = _jaxlib_version()
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _OLDEST_JAXLIB:

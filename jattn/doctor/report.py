@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jattn.doctor import machine, trials
+from jattn.extras import missing_extra
 from jattn.table import aligned
 from torch_core.base.errors import JattnError
 
@@ -80,7 +81,8 @@ def look_at(section: str, parts: Callable[[], Iterable[Part]]) -> Iterator[Check
             try:
                 yield Check(section, name, look())
             except Exception as error:
-                yield Check(section, name, _described(error), works=False)
+                absent = missing_extra(error)
+                yield Check(section, name, absent or _described(error), works=absent is not None)
     except Exception as error:
         yield Check(section, section, _described(error), works=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from typing import Any
 
@@ -152,7 +153,9 @@ def _availability(backend: str) -> tuple[tuple[str, str | None], ...]:
     else:
         triton = native.why_not()
     torch = None
-    if backend == "gpu":
+    if importlib.util.find_spec("torch") is None:
+        torch = "torch is not installed; pip install 'jattn[torch]', or use implementation='xla'."
+    elif backend == "gpu":
         import torch as torch_module
 
         if not torch_module.cuda.is_available():

@@ -65,7 +65,7 @@ def test_ci_runs_the_very_test_command_of_the_readme() -> None:
 def test_constraints_pin_every_dependency_inside_the_window() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(line) for line in project["dependencies"]]
-    for extra in ("crosscheck", "plot", "test", "train"):
+    for extra in ("crosscheck", "plot", "test", "torch", "train"):
         wanted += [Requirement(line) for line in project["optional-dependencies"][extra]]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
