@@ -79,6 +79,7 @@ class AttentionMetadata:
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
             static. None if that is not known.
         inputs: numbers of each sequence by name, [num_seqs]; see `jattn.llm.models.PagedSpec.inputs`.
+        adapters: low-rank adapters of the tokens, a `jattn.llm.models.BatchAdapters`; None for none.
     """
 
     block_tables: jax.Array
@@ -92,6 +93,7 @@ class AttentionMetadata:
     peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
     inputs: dict[str, jax.Array] = field(default_factory=dict)
+    adapters: Any = None
 
     @property
     def sequences(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from jattn.nn.dense import attention_fn
 from jattn.nn.latent import MultiHeadLatentAttention
+from jattn.nn.lora import LoRA
 from jattn.nn.module_cache import PagedCache
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
@@ -14,6 +15,7 @@ __all__ = [
     "DeepSeekRoPE",
     "GatedDeltaNet",
     "LatentIndexer",
+    "LoRA",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "PagedAttention",

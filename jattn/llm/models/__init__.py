@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jattn.llm.models.adapters import Adapters, AdapterTarget, adapter_targets, chosen_targets, lora_scaling
+from jattn.llm.models.batch_adapters import BatchAdapters, LoraWeights
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
@@ -23,6 +25,9 @@ from jattn.llm.models.tensor_parallel import DEFAULT_RULES, TensorParallel, logi
 
 __all__ = [
     "DEFAULT_RULES",
+    "AdapterTarget",
+    "Adapters",
+    "BatchAdapters",
     "Decoder",
     "DeltaNetConfig",
     "EncoderDecoder",
@@ -30,6 +35,7 @@ __all__ = [
     "Fp8Linear",
     "LatentConfig",
     "LayerCache",
+    "LoraWeights",
     "MoEConfig",
     "ModelConfig",
     "PagedCache",
@@ -41,9 +47,12 @@ __all__ = [
     "Served",
     "ShortConvConfig",
     "TensorParallel",
+    "adapter_targets",
+    "chosen_targets",
     "decoder_of",
     "last_of_each_window",
     "logical_axes",
+    "lora_scaling",
     "num_parameters",
     "parameter_shards",
     "partition_specs",

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jattn.llm.models.attention import Angles, KeysValues
+from jattn.llm.models.batch_adapters import BatchAdapters, LayerAdapters, attached
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, scaled, through
 from jattn.llm.models.layers import INITIALIZER, linear, norm
@@ -158,7 +159,7 @@ class Decoder(nnx.Module):
         """Yields the same, each with the experts of the layer."""
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
-        peers = metadata.of_layer(0)[0].peers
+        peers, adapters = metadata.of_layer(0)[0].peers, metadata.of_layer(0)[0].adapters
         x, angles = self.embedded(token_ids, positions, peers)
         caches = list(kv_caches)
         yield x, tuple(caches), None
@@ -172,7 +173,8 @@ class Decoder(nnx.Module):
                 places += (array, *second)
             places += range(first_state, first_state := first_state + modules[0].num_states)
             given = tuple(caches[place] for place in places)
-            x, normed, updated, experts = _called(modules, x, normed, angles, given, own)
+            own_adapters = None if adapters is None else adapters.of_layer(index)
+            x, normed, updated, experts = _called(modules, own_adapters, x, normed, angles, given, own)
             for place, cache in zip(places, updated, strict=True):
                 caches[place] = cache
             yield x, tuple(caches), experts
@@ -214,6 +216,7 @@ class Decoder(nnx.Module):
         dropout_rate: float = 0.0,
         dropout_key: jax.Array | None = None,
         routed_experts: jax.Array | np.ndarray | None = None,
+        adapters: BatchAdapters | None = None,
     ) -> jax.Array:
         """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache: training and comparison.
 
@@ -224,6 +227,7 @@ class Decoder(nnx.Module):
             routed_experts: int[batch, tokens, num_hidden_layers, top_k], experts of each token instead of those that
                 the routers would choose, as a rollout recorded them (`CompletionOutput.routed_experts`). Their weights
                 are computed from the routers' logits, with gradients. A negative id leaves the choice to the router.
+            adapters: low-rank adapters of the rows, such as `jattn.llm.models.Adapters.batch` gives; None for none.
 
         Raises:
             InvalidInput: dropout_rate outside [0, 1), or not 0 without a key; experts of another shape or dtype, or ids
@@ -231,7 +235,7 @@ class Decoder(nnx.Module):
         """
         experts = checked_experts(routed_experts, token_ids.shape, self.config)
         dropout = checked_dropout(dropout_rate, dropout_key)
-        *_, hidden = self.hidden_states(token_ids, dropout, routed_experts=experts)
+        *_, hidden = self.hidden_states(token_ids, dropout, routed_experts=experts, adapters=adapters)
         return self.logits(hidden)
 
     def embed(
@@ -268,6 +272,7 @@ class Decoder(nnx.Module):
         lengths: jax.Array | None = None,
         encoded: Encoded | None = None,
         routed_experts: jax.Array | None = None,
+        adapters: BatchAdapters | None = None,
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` after the embedding, after each layer, and after the last norm.
 
@@ -276,7 +281,7 @@ class Decoder(nnx.Module):
             dropout: dropout of the embedding and of each residual branch; None for off.
             lengths: int32[batch], real tokens of each row; None for all.
             encoded: the encoder's output for cross attention, for a model with an encoder.
-            routed_experts: as in `forward_dense`, or None.
+            routed_experts, adapters: as in `forward_dense`, or None.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
@@ -285,6 +290,7 @@ class Decoder(nnx.Module):
         shared: KeysValues = {}
         for index, layer in enumerate(self.layers):
             experts = None if routed_experts is None else routed_experts[:, :, index]
+            layer = attached(layer, None if adapters is None else adapters.of_layer(index))
             x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared, experts)
             yield x
         yield through(self.norm, x)
@@ -355,7 +361,7 @@ def checked_experts(experts: Any, shape: tuple[int, ...], config: ModelConfig) -
     return jnp.asarray(experts)
 
 
-def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
+def _called(modules: tuple[DecoderLayer, Any], adapters: LayerAdapters | None, *operands: Any) -> Any:
     """Calls a layer with the norm that follows it; in a program, equal pairs are traced and lowered once.
 
     The last layer is for itself where the model's last norm is unlike that of a layer's input, or one is missing.
@@ -365,12 +371,12 @@ def _called(modules: tuple[DecoderLayer, Any], *operands: Any) -> Any:
     if isinstance(metadata.seq_lens, Tracer):
         graph, weights, noted = nnx.split(modules, nnx.Param, ...)
         if not noted:
-            return _traced_once(weights, *operands, graph=graph)
+            return _traced_once(weights, adapters, *operands, graph=graph)
     layer, following = modules
-    return layer(*operands, following=following)
+    return attached(layer, adapters)(*operands, following=following)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _traced_once(weights: Any, *operands: Any, graph: Any) -> Any:
+def _traced_once(weights: Any, adapters: LayerAdapters | None, *operands: Any, graph: Any) -> Any:
     layer, following = cast(tuple[DecoderLayer, Any], nnx.merge(graph, weights))
-    return layer(*operands, following=following)
+    return attached(layer, adapters)(*operands, following=following)
