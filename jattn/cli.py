@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jattn import __version__
-from jattn.extras import missing_extra
 from jattn.bench import NAMES as BENCHMARKS
 from jattn.bench import load_benchmark
 from jattn.compilation_cache import keeping_programs
+from jattn.extras import missing_extra
 from jattn.llm.arguments import (
     add_cache_argument,
     add_engine_arguments,

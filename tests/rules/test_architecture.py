@@ -134,9 +134,15 @@ ARROWS: dict[str, set[str]] = {
 }
 OPEN_TO_ALL = {"torch_core.base"}
 # The rooms on top, which may use everything below them; the last five are earlier names of rooms of jattn.llm.
-TOP = {"jattn", "jattn.__main__", "jattn.cli", "jattn.compilation_cache", "jattn.doctor", "jattn.bench"} | {
-    f"jattn.{name}" for name in ("engine", "load", "models", "serve", "testing")
-}
+TOP = {
+    "jattn",
+    "jattn.__main__",
+    "jattn.cli",
+    "jattn.compilation_cache",
+    "jattn.doctor",
+    "jattn.extras",
+    "jattn.bench",
+} | {f"jattn.{name}" for name in ("engine", "load", "models", "serve", "testing")}
 # Rooms with rooms of their own.
 NESTED = ("jattn.llm",)
 

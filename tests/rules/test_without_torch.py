@@ -1,4 +1,4 @@
-"""An installation without torch and Triton, which come with extras: what runs on a CPU, and what says how to get more."""
+"""An installation without torch and Triton, which come with extras: what runs, and what says how to get more."""
 
 from __future__ import annotations
 
