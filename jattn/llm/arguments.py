@@ -33,7 +33,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=("keep", "fp8"),
-        help="keep: FP8 and MXFP4 weights stay as stored; fp8: linear layers multiply in FP8",
+        help="keep: weights of FP8 and of 4 bits stay as stored; fp8: linear layers multiply in FP8",
     )
     parser.add_argument(
         "--hf-overrides", metavar="JSON", help='values that replace those of config.json: {"some_key": null}'

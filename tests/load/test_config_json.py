@@ -70,9 +70,9 @@ REFUSED = [
         "config.json: hidden_size is an int of 13288 bits; it must be from 1 to 65536.",
     ),
     (
-        {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"quant_method": "hqq"}},
         Unsupported,
-        "config.json: quantization_config.quant_method is 'awq'; this build reads fp8, mxfp4, compressed-tensors.",
+        "config.json: quantization_config.quant_method is 'hqq'; this build reads fp8, mxfp4, compressed-tensors, ",
     ),
     (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
@@ -80,9 +80,9 @@ REFUSED = [
         "config.json: quantization_config.weight_block_size is [64, 64]; this build reads [128, 128], or one scale",
     ),
     (
-        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
         Unsupported,
-        "config.json: quantization_config.format is 'pack-quantized'; this build reads float-quantized.",
+        "config.json: quantization_config.format is 'marlin-24'; this build reads float-quantized, pack-quan",
     ),
     ({"hidden_act": "tanh"}, Unsupported, "config.json: hidden_act is 'tanh'; this build has silu, gelu, gelu_new, "),
     (

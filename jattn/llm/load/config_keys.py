@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from jattn.llm.load.families import Family, known_families
+from jattn.llm.load.packing import read_packing
 from jattn.llm.load.rope import ROPE_NAMES
 from jattn.llm.models.config import PARTS, SIZE_LIMITS
 from torch_core.base.checks import check_int, shown
@@ -23,7 +24,7 @@ _REQUIRED_OF_PARTS = tuple(
     if field.default is dataclasses.MISSING
 )
 #: How weights may be quantised; they are read as numbers of the model's dtype.
-QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors")
+QUANT_METHODS = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers")
 #: Keys that every file may have besides those that set a field.
 _STRUCTURE = (
@@ -78,7 +79,7 @@ _INERT = {
 
 
 def family_of_file(raw: dict[str, Any]) -> Family:
-    """Returns the family that a file names; refuses others, code, and a quantisation that is not read."""
+    """Returns the family that a file names; refuses others, and code."""
     named = raw.get("architectures")
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput("architectures", value=named, wanted="it must be a list of one name").under(FILE)
@@ -94,7 +95,6 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     family = (also | known)[named[0]]
     if raw.get("auto_map") is not None and not family.brings_code:
         raise Unsupported(FILE, "has auto_map", "code from a model folder is never run")
-    _check_quantization(raw.get("quantization_config"))
     model_type = family.model_type if family.whole is None or named[0] not in wholes else family.whole.model_type
     if raw.get("model_type", model_type) != model_type:
         raise InvalidInput("model_type", value=raw["model_type"], wanted=f"{named[0]} needs {model_type!r}").under(FILE)
@@ -122,6 +122,7 @@ def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Returns the keys that say something, with the family's defaults for those that the file leaves out."""
+    _check_quantization(raw.get("quantization_config"))
     allowed, inert = _allowed(family), _INERT | dict(family.inert)
     for key in inert.keys() - allowed | family.inert.keys():
         value, expected = raw.get(key), inert[key]
@@ -164,16 +165,22 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 def _check_quantization(given: Any) -> None:
     if given is None:
         return
-    method = given.get("quant_method") if isinstance(given, dict) else given
+    if not isinstance(given, dict):
+        raise InvalidInput("quantization_config", value=given, wanted="it must be an object").under(FILE)
+    method = given.get("quant_method")
     name, served, wanted = "quant_method", QUANT_METHODS, f"this build reads {', '.join(QUANT_METHODS)}"
     if method == "fp8":
         name, served = "weight_block_size", (None, [128, 128])
         wanted = "this build reads [128, 128], or one scale for a tensor or an output"
     elif method == "compressed-tensors":
-        name, served, wanted = "format", ("float-quantized",), "this build reads float-quantized"
-    value = given.get(name) if isinstance(given, dict) else given
-    if value not in served:
-        raise Unsupported(f"quantization_config.{name}", value=value, wanted=wanted).under(FILE)
+        name, served = "format", ("float-quantized", "pack-quantized")
+        wanted = f"this build reads {', '.join(served)}"
+    try:
+        if given.get(name) not in served:
+            raise Unsupported(name, value=given.get(name), wanted=wanted)
+        read_packing(given)
+    except (InvalidInput, Unsupported) as error:
+        raise error.renamed(f"quantization_config.{error.root}").under(FILE) from None
 
 
 def _allowed(family: Family) -> set[str]:

@@ -62,8 +62,9 @@ def load_model(
     those that are forced too; they win over config.json's (`load_generation_defaults` has the rest).
 
     Weights are mapped into memory and copied to the device tensor by tensor, where they are cast, transposed and
-    joined. FP8 weights (with scales per tensor, per output or per block of 128 x 128) and MXFP4 weights are converted
-    to `dtype` there, or stay as stored. Quantised tensors of a GGUF file are converted on the host.
+    joined. FP8 weights (with scales per tensor, per output or per block of 128 x 128), MXFP4 weights and the integers
+    of AWQ, GPTQ and compressed-tensors are converted to `dtype` there, or stay as stored. Quantised tensors of a GGUF
+    file are converted on the host.
 
     Args:
         folder: a folder with config.json, model.safetensors (or its index and shards) and tokenizer.json; a name like
@@ -77,8 +78,9 @@ def load_model(
         mesh: mesh whose axis "tp" (or that of `parallel`) splits the model; each device reads only its own part.
         parallel: the split; see `jattn.llm.models.shard_model`.
         progress: show a bar on stderr.
-        quantization: "keep" leaves FP8 and MXFP4 weights of linear layers and experts as stored on the device, and each
-            product converts them to `dtype`: this takes less memory and, with FP8, less reading in decoding. "fp8"
+        quantization: "keep" leaves FP8 weights, and those of 4 bits, of linear layers and experts as stored on the
+            device, and each product converts them to `dtype`: this takes less memory and, with FP8, less reading in
+            decoding. Integers of 8 bits and those of `desc_act` are converted all the same. "fp8"
             makes linear layers multiply E4M3 numbers, for weights stored in any dtype: weights have a scale per output,
             and rows of inputs are rounded with their own scale (see `jattn.llm.models.Fp8Linear`); experts are handled
             as with "keep". None converts all weights to `dtype` now. Weights of latent attention are always converted.

@@ -24,6 +24,9 @@ _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
 _BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "dt_bias")
+#: Ends of names of a weight of 4 bits: uint8[in / 2, out], the number of an even input in the lower four bits; and
+#: float32[2 x groups, out], the scales and then the zero points.
+INT4_KERNEL, INT4_SCALE = "_int4", "_int4_scales"
 _BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -140,9 +143,11 @@ def parts_of(piece: TensorPlan, tensors: Tensors) -> dict[str, tuple[int, ...]]:
     MXFP4 is gpt-oss's: `name_blocks` uint8[..., out, in / 32, 16], two numbers in a byte, and `name_scales`
     uint8[..., out, in / 32], of a tensor [..., in, out]. FP8 is an E4M3 tensor [out, in] with its scales: DeepSeek's
     and Qwen 3's `weight_scale_inv` for each block of 128 x 128, or compressed-tensors' `weight_scale` for each of them,
-    for each output or for the tensor.
+    for each output or for the tensor. Weights of 4 bits are those of `unpacked_tensors`.
     """
     name, shape = piece.name, piece.shape
+    if name + INT4_KERNEL in tensors:
+        return {part: tensors[part].tensors[part].shape for part in (name + INT4_KERNEL, name + INT4_SCALE)}
     if name not in tensors and f"{name}_blocks" in tensors:
         *front, inputs, outputs = shape
         groups = (*front, outputs, inputs // _MXFP4_GROUP)
@@ -169,6 +174,8 @@ def kernel_and_scale(
     transposed, and [in, out] otherwise.
     """
     kernel, scale = (read(name) for name in parts)
+    if piece.name + INT4_KERNEL in parts:
+        return kernel, scale
     if piece.name not in parts:
         return kernel.reshape(*scale.shape[:-1], -1).swapaxes(-1, -2), scale.swapaxes(-1, -2)
     scale = scale.astype("float32")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jattn.llm.load.config import family_of, parse_config
-from jattn.llm.load.config_keys import is_whole
+from jattn.llm.load.config_keys import is_whole, language_part
 from jattn.llm.load.folder import check_folder, checked_overrides, read_config
 from jattn.llm.load.generation import GenerationDefaults, read_generation_defaults
 from jattn.llm.load.gguf.config import ROPE_TENSORS, family_of_gguf, raw_config
@@ -18,6 +18,8 @@ from jattn.llm.load.gguf.file import GgufFile, open_gguf
 from jattn.llm.load.gguf.generation import generation_defaults_of_gguf
 from jattn.llm.load.gguf.tokenizer import tokenizer_of_gguf
 from jattn.llm.load.gguf.weights import gguf_tensors
+from jattn.llm.load.packed_integers import named_tensors, unpacked_tensors
+from jattn.llm.load.packing import read_packing
 from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
 from jattn.llm.load.tensor_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer, read_tokenizer
@@ -133,7 +135,10 @@ class _FolderSource:
         embedding = str(family.tensor_name("embed_tokens", config))
         is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
         plan, whole = plan_parameters(config, prefix="" if is_bare else None), is_whole(raw, family)
-        plan = spelled_as_found(plan, tensors, is_whole=whole)
+        packing = read_packing(language_part(raw, family).get("quantization_config") or {})
+        plan = spelled_as_found(plan, tensors if packing is None else named_tensors(tensors, packing), is_whole=whole)
+        if packing is not None:
+            tensors = unpacked_tensors(tensors, plan, packing)
         if config.tie_word_embeddings:
             names = {parameter.path: parameter.pieces[0].name for parameter in plan}
             head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)

@@ -19,6 +19,9 @@ STORED_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat1
 #: The types of quantised weights, which need scales, and of their scales.
 QUANTIZED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 
+#: NaN as a power of two in 8 bits, by the OCP Microscaling specification 1.0.
+_E8M0_NAN = 255
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -91,6 +94,14 @@ def checked_dtype(file: TensorFile, name: str) -> np.dtype:
         text = f"tensor {short_name(name)} has dtype {stored.code!r}; weights may be {known}."
         raise Unsupported(text).under(file.path.name)
     return stored.dtype
+
+
+def check_scale(file: TensorFile, name: str, scale: np.ndarray) -> None:
+    """Refuses a tensor of scales that has NaN or an infinity; uint8 are powers of two."""
+    is_nan = scale == _E8M0_NAN if scale.dtype == np.uint8 else ~np.isfinite(scale.astype(np.float32))
+    if is_nan.any():
+        place = [int(each) for each in np.argwhere(is_nan)[0]]
+        raise InvalidInput(f"{file.path.name}: tensor {name!r} is NaN or infinite at {place}; a scale is a number.")
 
 
 def file_stamp(path: Path) -> tuple[int, int, int]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.load.folder import member, read_json, read_text
-from jattn.llm.load.plan import ParameterPlan, TensorPlan, kernel_and_scale, parts_of
+from jattn.llm.load.plan import INT4_KERNEL, ParameterPlan, TensorPlan, kernel_and_scale, parts_of
 from jattn.llm.load.read_ahead import FileRange
 from jattn.llm.load.safetensors_file import open_safetensors
-from jattn.llm.load.tensor_file import STORED_DTYPES, TensorFile, Tensors, checked_dtype, num_bytes, read_tensor
+from jattn.llm.load.tensor_file import STORED_DTYPES, Tensors, check_scale, checked_dtype, num_bytes, read_tensor
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -33,8 +33,6 @@ _TILE = 256
 _NAMED_AT_ONCE = 1 << 14
 #: Elements of two tensors that are compared at once.
 _COMPARED = 1 << 22
-#: NaN as a power of two in 8 bits, by the OCP Microscaling specification 1.0.
-_E8M0_NAN = 255
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 #: Scales of an fp8 cache, under the names that vLLM knows.
 _KV_SCALE = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -195,7 +193,7 @@ def _pieces(
     def read(name: str) -> Any:
         view = read_tensor(tensors[name], name)
         if name in scales:
-            _check_scale(tensors[name], name, view)
+            check_scale(tensors[name], name, view)
         return view if on_host else jnp.asarray(view)
 
     transposed, home = parameter.transposed, np if on_host else jnp
@@ -213,6 +211,8 @@ def _pieces(
 
 def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:
     """Refuses quantised tensors, and scales, of another dtype than their format has."""
+    if piece.name + INT4_KERNEL in parts:
+        return
     is_fp8 = piece.name in parts
     for index, name in enumerate(parts if len(parts) > 1 else ()):
         allowed = ("U8",) if not is_fp8 else ("F8_E4M3",) if index == 0 else tuple(STORED_DTYPES)
@@ -221,13 +221,6 @@ def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -
             raise Unsupported(
                 f"{tensors[name].path.name}: {problem}; {'FP8' if is_fp8 else 'MXFP4'} has {', '.join(allowed)} there."
             )
-
-
-def _check_scale(file: TensorFile, name: str, scale: np.ndarray) -> None:
-    is_nan = scale == _E8M0_NAN if scale.dtype == np.uint8 else ~np.isfinite(scale.astype(np.float32))
-    if is_nan.any():
-        place = [int(each) for each in np.argwhere(is_nan)[0]]
-        raise InvalidInput(f"{file.path.name}: tensor {name!r} is NaN or infinite at {place}; a scale is a number.")
 
 
 def _joined(

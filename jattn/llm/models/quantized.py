@@ -92,18 +92,26 @@ def kernel_sharding(weight: jax.Array) -> Any:
 def dequantize(kernel: Any, scale: Any, xp: Any = jnp) -> Any:
     """Returns the dequantised kernel, float32[..., in, out], by numpy or jax.numpy.
 
-    The kernel is float8_e4m3fn[..., in, out], or MXFP4 as uint8[..., in / 2, out], an even row in the lower four bits.
-    The scale of E4M3 is float32[..., groups, out], of equally many rows each but the last; that of MXFP4 is uint8,
-    exponents of two with a bias of 127, for 32 rows each.
+    The kernel is float8_e4m3fn[..., in, out], or 4 bits as uint8[..., in / 2, out], an even row in the lower ones. The
+    scale of E4M3 is float32[..., groups, out], of equally many rows each but the last. A uint8 scale, exponents of two
+    with a bias of 127 for 32 rows each, makes it MXFP4; float32[..., 2 x groups, out], scales and then zero points,
+    makes the bits integers.
     """
-    if kernel.dtype == np.uint8:
-        pairs = xp.stack([kernel & 15, kernel >> 4], -2)
-        values = xp.asarray(_E2M1)[pairs.reshape(*kernel.shape[:-2], -1, kernel.shape[-1])]
-        scale = _powers_of_two(scale, xp)
-    else:
+    if kernel.dtype != np.uint8:
         values = kernel.astype(np.float32)
-    rows = values.shape[-2]
-    return values * xp.repeat(scale, group_rows(rows, scale.shape[-2]), -2)[..., :rows, :]
+    else:
+        pairs = xp.stack([kernel & 15, kernel >> 4], -2)
+        numbers = pairs.reshape(*kernel.shape[:-2], -1, kernel.shape[-1])
+        if scale.dtype == np.uint8:
+            values, scale = xp.asarray(_E2M1)[numbers], _powers_of_two(scale, xp)
+        else:
+            scale, zeros = xp.split(scale, 2, -2)
+            values = numbers.astype(np.float32) - _by_row(zeros, numbers.shape[-2], xp)
+    return values * _by_row(scale, values.shape[-2], xp)
+
+
+def _by_row(scale: Any, rows: int, xp: Any) -> Any:
+    return xp.repeat(scale, group_rows(rows, scale.shape[-2]), -2)[..., :rows, :]
 
 
 def _powers_of_two(exponents: Any, xp: Any) -> Any:

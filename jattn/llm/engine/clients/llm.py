@@ -53,8 +53,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
         skip_tokenizer_init: do not read the folder's tokenizer, which may be missing; as in vLLM.
         dtype: dtype of the model; see `jattn.llm.load.load_model`; not for a module.
         implementation: implementation of the attention ops; None for the fastest on this machine; not for a module.
-        quantization: "keep" keeps FP8 and MXFP4 weights as stored, "fp8" makes linear layers multiply in FP8; see
-            `jattn.llm.load.load_model`; not for a module.
+        quantization: "keep" keeps weights of FP8 and of 4 bits as stored, "fp8" makes linear layers multiply in FP8;
+            see `jattn.llm.load.load_model`; not for a module.
         hf_overrides: values that replace those of config.json; see there; not for a module.
         config: sizes and options of the engine; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048
             tokens per step.
