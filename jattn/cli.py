@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `chat`, `serve`, `crosscheck`, `convert`, ...; the only place that prints."""
+"""The command line: `jattn generate`, `try`, `serve`, `crosscheck`, `convert`, ...; the only place that prints."""
 
 from __future__ import annotations
 
@@ -98,6 +98,15 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_loading_arguments(chat)
     add_cache_argument(chat)
     chat.set_defaults(run=_chat)
+
+    trial = commands.add_parser("try", help="run a small real model that a pip package carries, or list them")
+    trial.add_argument(
+        "name", nargs="?", metavar="NAME", help="name in the list (default: the first that is installed)"
+    )
+    trial.add_argument("--prompt", metavar="TEXT", help="what to ask")
+    trial.add_argument("--max-tokens", type=int, default=64, help="most tokens of the answer (64)")
+    add_cache_argument(trial)
+    trial.set_defaults(run=_try)
 
     crosscheck = commands.add_parser("crosscheck", help="compare the JAX model with torch, position by position")
     crosscheck.add_argument("--model", metavar="PATH", help=_MODEL_HELP)
@@ -246,6 +255,39 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
     with _compiling(arguments), LLM(arguments.model, **loading_options(arguments), config=config) as llm:
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
+    return 0
+
+
+def _try(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from jattn.llm.small_models import SMALL_MODELS, small_model
+
+    model = small_model(arguments.name)
+    if model is None:
+        print("No small model is installed. `jattn try` runs one of these, which jattn does not install itself:\n")
+        for each in SMALL_MODELS:
+            print(f"  {each.name:8} {each.about}\n           pip install {each.install}")
+        return 0
+    path, prompt = model.path(), arguments.prompt or model.prompt
+    print(f"jattn: loading {path} ...", file=sys.stderr, flush=True)
+
+    from jattn.llm.chat import converse
+    from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
+    with _compiling(arguments), LLM(path, config=EngineConfig(max_num_seqs=1)) as llm:
+        if model.task == "embed":
+            others = ["Is it raining outside?", "The train was late again.", "A recipe for bread."]
+            first, *vectors = (each.outputs.embedding for each in llm.embed([prompt, *others]))
+            print(f"Similarity to {prompt!r}:")
+            for text, vector in zip(others, vectors, strict=True):
+                print(f"  {first @ vector:6.3f}  {text}")
+        elif model.task == "chat":
+            print(f"> {prompt}")
+            converse(llm, [prompt], functools.partial(print, end="", flush=True), params=params)
+        else:
+            _tell(llm, [prompt], [params], as_json=False)
+    command = {"embed": "serve", "chat": "chat --model", "generate": "generate --model"}[model.task]
+    print(f"jattn: next: jattn {command} {path}", file=sys.stderr)
     return 0
 
 

