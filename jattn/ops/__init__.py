@@ -21,6 +21,7 @@ from jattn.ops.fp8_query import fp8_query
 from jattn.ops.gated_delta import gated_delta_rule
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
+from jattn.ops.mamba import mamba_chunk_scan
 from jattn.ops.masked import masked_attention
 from jattn.ops.merge import merge_states
 from jattn.ops.rotate_and_write import rotate_and_write
@@ -51,6 +52,7 @@ __all__ = [
     "gated_delta_rule",
     "indexer_topk",
     "launches_kernels",
+    "mamba_chunk_scan",
     "masked_attention",
     "merge_states",
     "mla_attention",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented, refuse_traced
+from jattn.ops.chunks import Chunks, advance_in_chunks
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
@@ -82,77 +82,18 @@ def gated_delta_rule(
 
 
 def _gated_delta_rule(call: GatedDeltaCall[jax.Array]) -> dict[str, jax.Array]:
-    """Computes a checked call: sequences of one chunk all together, longer ones chunk after chunk."""
-    num_tokens, num_seqs = call.num_tokens, call.num_seqs
-    wide = jnp.float64 if call.query.dtype == jnp.float64 else jnp.float32
-    size = min(_CHUNK if call.gk is None else _CHUNK_BY_CHANNEL, call.max_query_len)
-    starts, lens = call.query_start_loc, jnp.diff(call.query_start_loc)
-    is_short = call.max_query_len <= size
-    if is_short:
-        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
-    else:
-        counts = -(-lens // size)
-        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
-        # Places after the last chunk are of no sequence: number num_seqs.
-        seqs = jnp.searchsorted(ends, places, side="right")
-        chunk = places - (ends - counts).at[seqs].get(mode="clip")
-    steps = chunk[:, None] * size + jnp.arange(size)[None]
-    is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
-    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
-    rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
 
-    def chunks(x: jax.Array) -> jax.Array:
-        # Unique indices: the transpose is a write, never a sum whose order could vary.
-        found = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True).astype(wide)
-        return jnp.moveaxis(found, 2, 1)
+    def prepare(chunks: Chunks, is_token: jax.Array) -> tuple[jax.Array, ...]:
+        query, key, value, beta = map(chunks, (call.query, call.key, call.value, call.beta))
+        if call.use_qk_l2norm_in_kernel:
+            query, key = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPSILON) for x in (query, key))
+        query, key = (jnp.repeat(x, call.num_heads // call.num_kv_heads, axis=1) for x in (query * call.scale, key))
+        gate = call.gk if call.g is None else call.g[..., None]
+        gate = jnp.zeros((*beta.shape, 1), beta.dtype) if gate is None else chunks(gate)
+        return query, key, value, beta, jnp.cumsum(gate, axis=2)
 
-    query, key, value, beta = map(chunks, (call.query, call.key, call.value, call.beta))
-    if call.use_qk_l2norm_in_kernel:
-        query, key = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPSILON) for x in (query, key))
-    query, key = (jnp.repeat(x, call.num_heads // call.num_kv_heads, axis=1) for x in (query * call.scale, key))
-    gate = call.gk if call.g is None else call.g[..., None]
-    gate = jnp.zeros((*beta.shape, 1), wide) if gate is None else chunks(gate)
-    each = (query, key, value, beta, jnp.cumsum(gate, axis=2))
-    first, slots = _initial_states(call, wide)
-    if is_short:
-        out, last = jax.vmap(_chunk)(first, *each)
-    else:
-        out, last = _in_order(first, seqs, chunk == 0, each)
-    result = jnp.zeros(call.value.shape, call.value.dtype)
-    out = jnp.moveaxis(out, 1, 2).astype(result.dtype)
-    found = {"out": result.at[rows].set(out, mode="drop", unique_indices=True)}
-    if call.states is not None:
-        kept = jnp.where((slots >= 0) & (lens > 0), slots, call.states.shape[0] + jnp.arange(num_seqs))
-        new = last.astype(call.states.dtype)
-        found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
-    return found
-
-
-def _initial_states(call: GatedDeltaCall[jax.Array], wide: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns the state that each sequence starts from, and its slot."""
-    seqs = jnp.arange(call.num_seqs)
-    slots = seqs if call.cache_indices is None else call.cache_indices
-    if call.states is None:
-        return jnp.zeros((call.num_seqs, *call.value.shape[1:], call.key.shape[2]), wide), slots
-    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
-    read = jnp.where(known, slots, call.states.shape[0] + seqs)
-    return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
-
-
-def _in_order(
-    first: jax.Array, seqs: jax.Array, is_first: jax.Array, each: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the results of chunks that follow each other, and the last state of each sequence."""
-
-    def step(carry: tuple[jax.Array, jax.Array], chunk: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        state, last = carry
-        seq, begins, *arrays = chunk
-        state = jnp.where(begins, first.at[seq].get(mode="clip"), state)
-        out, state = _chunk(state, *arrays)
-        return (state, last.at[seq].set(state, mode="drop")), out
-
-    (_, last), out = jax.lax.scan(step, (jnp.zeros_like(first[0]), first), (seqs, is_first, *each))
-    return out, last
+    size = _CHUNK if call.gk is None else _CHUNK_BY_CHANNEL
+    return advance_in_chunks(call, call.value, call.key.shape[2], size, prepare, _chunk)
 
 
 def _chunk(

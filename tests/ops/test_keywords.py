@@ -76,7 +76,8 @@ def test_every_field_with_a_default_is_a_keyword(options: Any, call_class: Any) 
 
 SMALL = [
     jattn.write_kv_cache, jattn.merge_states, jattn.indexer_topk, jattn.ops.rotate_and_write, jattn.ops.fused_experts,
-    jattn.ops.route_experts, jattn.ops.causal_conv1d, jattn.ops.gated_delta_rule, jattn.ops.write_latent_cache,
+    jattn.ops.route_experts, jattn.ops.causal_conv1d, jattn.ops.gated_delta_rule, jattn.ops.mamba_chunk_scan,
+    jattn.ops.write_latent_cache,
     jattn.ops.write_kv_cache_per_token_head, torch_core.ops.write_kv_cache, torch_core.ops.rotate_and_write,
     torch_core.ops.merge_states, torch_core.ops.attention_backward, torch_core.ops.indexer_topk,
     torch_core.ops.write_latent_cache, jattn.ops.add_lora_linear,

@@ -10,6 +10,7 @@ from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
 from torch_core.state.conv_call import CausalConvCall
 from torch_core.state.delta_call import GatedDeltaCall
+from torch_core.state.mamba_call import MambaChunkScanCall
 
 _SLOTS = ("query_start_loc", "cache_indices", "has_initial_state")
 
@@ -36,13 +37,25 @@ register(
             Served("gated delta rule (gated_delta_rule): gates of heads or key channels (KDA), states, norms", ALL),
         ),
     ),
+    Op(
+        call=MambaChunkScanCall,
+        reference="torch_core.state.reference:mamba_chunk_scan",
+        cpu="torch_core.state.cpu:mamba_chunk_scan",
+        plan="torch_core.state.kernels.mamba.plan:plan_mamba_chunk_scan",
+        serves=(
+            compute_dtype("x"),
+            strides(contiguous=(*_SLOTS, "A", "D", "dt_bias")),
+            Served("Mamba-2 (mamba_chunk_scan): groups, D, bias, softplus and limits of step sizes, states", ALL),
+        ),
+    ),
 )
 
 
 def calls_in_use() -> dict[str, Call[ArraySpec]]:
     """Returns calls of specs by label, which names the op and the differences from its most frequent use.
 
-    Representative calls of Qwen3-Next: a convolution of 8192 channels, 32 states of 128 x 128 for 16 heads of keys.
+    Representative calls of Qwen3-Next: a convolution of 8192 channels, 32 states of 128 x 128 for 16 heads of keys. Of
+    Nemotron-H: 128 states of 64 x 128 in 8 groups; of Falcon-H1: 32 states of 128 x 256 in 2 groups.
     """
     return {
         "causal conv": _conv(8192, 8),
@@ -51,6 +64,10 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta decode": _delta(64, 64, g=ArraySpec((64, 32), "float32")),
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
+        "mamba decode": _mamba(64, 64),
+        "mamba": _mamba(8, 16384),
+        "mamba in spans": _mamba(1, 8192),
+        "mamba of wide states in spans": _mamba(1, 8192, num_heads=32, head_dim=128, groups=2, state_size=256),
     }
 
 
@@ -82,4 +99,26 @@ def _delta(num_seqs: int, num_tokens: int, **gates: Any) -> GatedDeltaCall[Array
         scale=128**-0.5,
         use_qk_l2norm_in_kernel=True,
         **gates,
+    )
+
+
+def _mamba(
+    num_seqs: int, num_tokens: int, num_heads: int = 128, head_dim: int = 64, groups: int = 8, state_size: int = 128
+) -> MambaChunkScanCall[ArraySpec]:
+    by_head = ArraySpec((num_heads,), "float32")
+    weights = ArraySpec((num_tokens, groups, state_size), "bfloat16")
+    return MambaChunkScanCall(
+        x=ArraySpec((num_tokens, num_heads, head_dim), "bfloat16"),
+        dt=ArraySpec((num_tokens, num_heads), "bfloat16"),
+        A=by_head,
+        B=weights,
+        C=weights,
+        D=by_head,
+        dt_bias=by_head,
+        states=ArraySpec((256, num_heads, head_dim, state_size), "float32"),
+        query_start_loc=ArraySpec((num_seqs + 1,), "int32"),
+        cache_indices=ArraySpec((num_seqs,), "int32"),
+        has_initial_state=ArraySpec((num_seqs,), "bool"),
+        max_query_len=num_tokens // num_seqs,
+        dt_softplus=True,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_core.state.call import StateCall
 from torch_core.state.conv_call import CausalConvCall
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
+from torch_core.state.mamba_call import MambaChunkScanCall
 
 
 def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,6 +84,49 @@ def gated_delta_rule(call: GatedDeltaCall[Tensor], *, compute_dtype: torch.dtype
         slot = _slot(call, seq)
         if slot >= 0:
             call.states[slot] = torch.stack(states).to(call.states.dtype)  # type: ignore[index, union-attr]
+    return out
+
+
+def mamba_chunk_scan(call: MambaChunkScanCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
+    """Returns `[num_tokens, num_heads, head_dim]`, and replaces the states in place.
+
+    Raises:
+        InvalidInput: the call is inconsistent, or a slot is beyond the states or belongs to two sequences.
+
+    Example:
+        >>> one = torch.ones(1, 1, 1)
+        >>> call = MambaChunkScanCall(x=3 * one, dt=torch.tensor([[2.0]]), A=torch.tensor([0.5]).log(), B=one,
+        ...                           C=one, query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        ...                           states=8 * one[None], max_query_len=1)
+        >>> round(mamba_chunk_scan(call).item(), 6), call.states.item()  # a quarter of 8, and 2 * 3
+        (8.0, 8.0)
+    """
+    call.check()
+    call.check_values()
+    out = torch.zeros(call.x.shape, dtype=compute_dtype)
+    steps, rates = call.dt.to(compute_dtype), call.A.to(compute_dtype)
+    if call.dt_bias is not None:
+        steps = steps + call.dt_bias.to(compute_dtype)
+    if call.dt_softplus:
+        steps = torch.logaddexp(steps, torch.zeros_like(steps))
+    steps = steps.clamp(*call.dt_limit)
+    group = call.num_heads // call.num_kv_heads
+    for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
+        if start == end:
+            continue
+        state = _initial(call, seq, (*call.x.shape[1:], call.state_size)).to(compute_dtype, copy=True)
+        for token in range(start, end):
+            x, step = call.x[token].to(compute_dtype), steps[token]
+            weights, reads = (
+                each[token].to(compute_dtype).repeat_interleave(group, 0)[:, None] for each in (call.B, call.C)
+            )
+            state = (step * rates).exp()[:, None, None] * state + (step[:, None] * x)[..., None] * weights
+            out[token] = (state * reads).sum(2)
+            if call.D is not None:
+                out[token] += call.D.to(compute_dtype)[:, None] * x
+        slot = _slot(call, seq)
+        if slot >= 0:
+            call.states[slot] = state.to(call.states.dtype)  # type: ignore[index, union-attr]
     return out
 
 

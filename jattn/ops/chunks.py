@@ -1,0 +1,107 @@
+"""Ops of layers with a state in jnp: the sequences of a batch in chunks, from and to their state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from torch_core.state.delta_call import GatedDeltaCall
+from torch_core.state.mamba_call import MambaChunkScanCall
+
+#: From an array with a row for each token to `[chunks, heads, size, ...]`, zeros where a chunk has no token.
+Chunks: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+def advance_in_chunks(
+    call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array],
+    values: jax.Array,
+    columns: int,
+    size: int,
+    prepare: Callable[[Chunks, jax.Array], tuple[jax.Array, ...]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
+) -> dict[str, jax.Array]:
+    """Returns `out` and `states` of a checked call: sequences of one chunk all together, longer ones chunk by chunk.
+
+    Args:
+        call: call with states of `columns` columns.
+        values: an array with the axes and the dtype of the results.
+        columns: likewise.
+        size: tokens of a chunk.
+        prepare: returns arrays with the chunks as first axis; of a function that finds the rows of a token array, and
+            bool[chunks, size], which places have a token.
+        advance: returns the results `[heads, size, ...]` of a chunk and the state after it; of the state before it, and
+            of its part of those arrays.
+    """
+    num_tokens, num_seqs = call.num_tokens, call.num_seqs
+    wide = jnp.float64 if getattr(call, call.tokens_in).dtype == jnp.float64 else jnp.float32
+    size = min(size, call.max_query_len)
+    starts, lens = call.query_start_loc, jnp.diff(call.query_start_loc)
+    is_short = call.max_query_len <= size
+    if is_short:
+        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
+    else:
+        counts = -(-lens // size)
+        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
+        # Places after the last chunk are of no sequence: number num_seqs.
+        seqs = jnp.searchsorted(ends, places, side="right")
+        chunk = places - (ends - counts).at[seqs].get(mode="clip")
+    steps = chunk[:, None] * size + jnp.arange(size)[None]
+    is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
+    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
+    rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
+
+    def chunks(x: jax.Array) -> jax.Array:
+        # Unique indices: the transpose is a write, never a sum whose order could vary.
+        found = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True).astype(wide)
+        return jnp.moveaxis(found, 2, 1)
+
+    each = prepare(chunks, is_token)
+    first, slots = _initial_states(call, (*values.shape[1:], columns), wide)
+    if is_short:
+        out, last = jax.vmap(advance)(first, *each)
+    else:
+        out, last = _in_order(advance, first, seqs, chunk == 0, each)
+    result = jnp.zeros(values.shape, values.dtype)
+    out = jnp.moveaxis(out, 1, 2).astype(result.dtype)
+    found = {"out": result.at[rows].set(out, mode="drop", unique_indices=True)}
+    if call.states is not None:
+        kept = jnp.where((slots >= 0) & (lens > 0), slots, call.states.shape[0] + jnp.arange(num_seqs))
+        new = last.astype(call.states.dtype)
+        found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
+    return found
+
+
+def _initial_states(
+    call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array], shape: tuple[int, ...], wide: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the state that each sequence starts from, and its slot."""
+    seqs = jnp.arange(call.num_seqs)
+    slots = seqs if call.cache_indices is None else call.cache_indices
+    if call.states is None:
+        return jnp.zeros((call.num_seqs, *shape), wide), slots
+    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+    read = jnp.where(known, slots, call.states.shape[0] + seqs)
+    return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
+
+
+def _in_order(
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
+    first: jax.Array,
+    seqs: jax.Array,
+    is_first: jax.Array,
+    each: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of chunks that follow each other, and the last state of each sequence."""
+
+    def step(carry: tuple[jax.Array, jax.Array], chunk: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        state, last = carry
+        seq, begins, *arrays = chunk
+        state = jnp.where(begins, first.at[seq].get(mode="clip"), state)
+        out, state = advance(state, *arrays)
+        return (state, last.at[seq].set(state, mode="drop")), out
+
+    (_, last), out = jax.lax.scan(step, (jnp.zeros_like(first[0]), first), (seqs, is_first, *each))
+    return out, last

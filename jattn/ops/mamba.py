@@ -1,0 +1,124 @@
+"""The state space model of Mamba-2 on JAX arrays: by keywords, and in jnp, chunk by chunk."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.arguments import documented
+from jattn.ops.chunks import Chunks, advance_in_chunks
+from jattn.ops.run import run
+from jattn.ops.xla import JaxOp, register
+from torch_core.state.mamba_call import MambaChunkScanCall
+
+_CHUNK = 64
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+@documented(MambaChunkScanCall)
+def mamba_chunk_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    max_query_len: int,
+    D: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    states: jax.Array | None = None,
+    cache_indices: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Updates the state of each head by Mamba-2's rule, token by token, and reads it with C.
+
+    The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
+    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, by jnp, with sums
+    in a fixed order. Heads can be split over devices.
+
+    Returns:
+        The results, float[num_tokens, num_heads, head_dim], 0 in rows of padding; and the states with the new ones in
+        them, None without states.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
+            a slot of two sequences with tokens.
+        Unsupported: the implementation cannot run here.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> one, starts, states = jnp.ones((1, 1, 1)), jnp.array([0, 1]), jnp.full((1, 1, 1, 1), 8.0)
+        >>> out, states = mamba_chunk_scan(
+        ...     3 * one, 2 * one[0], jnp.log(jnp.array([0.5])), one, one, starts, states=states, max_query_len=1)
+        >>> out.item(), states.item()  # a quarter of 8, and 2 * 3
+        (8.0, 8.0)
+    """
+    call = MambaChunkScanCall(
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        query_start_loc=query_start_loc,
+        D=D,
+        dt_bias=dt_bias,
+        states=states,
+        cache_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        max_query_len=max_query_len,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+    )
+    results = run(call, implementation)
+    return results["out"], results.get("states")
+
+
+def _mamba_chunk_scan(call: MambaChunkScanCall[jax.Array]) -> dict[str, jax.Array]:
+    def prepare(chunks: Chunks, is_token: jax.Array) -> tuple[jax.Array, ...]:
+        x, steps, weights, reads = map(chunks, (call.x, call.dt, call.B, call.C))
+        if call.dt_bias is not None:
+            steps = steps + call.dt_bias.astype(steps.dtype)[None, :, None]
+        if call.dt_softplus:
+            steps = jax.nn.softplus(steps)
+        steps = jnp.where(is_token[:, None], jnp.clip(steps, *call.dt_limit), 0)
+        return x, weights, reads, steps, jnp.cumsum(steps * call.A.astype(steps.dtype)[None, :, None], axis=2)
+
+    def advance(state: jax.Array, x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, state = _chunk(state, x, *arrays)
+        return out if call.D is None else out + call.D.astype(x.dtype)[:, None, None] * x, state
+
+    return advance_in_chunks(call, call.x, call.state_size, _CHUNK, prepare, advance)
+
+
+def _chunk(
+    state: jax.Array, x: jax.Array, weights: jax.Array, reads: jax.Array, steps: jax.Array, decay: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of a chunk and the state after it (SSD; Dao and Gu 2024, arXiv:2405.21060).
+
+    Args:
+        state: `[heads, head_dim, state_size]`.
+        x: `[heads, tokens, head_dim]`.
+        weights, reads: B and C, `[groups, tokens, state_size]`.
+        steps: `[heads, tokens]`.
+        decay: logarithms of the decay from the chunk's start, likewise.
+    """
+    shapes, groups = (x.shape, state.shape), len(weights)
+    state, x, steps, decay = (each.reshape(groups, -1, *each.shape[1:]) for each in (state, x, steps, decay))
+    tokens, last = jnp.arange(x.shape[2]), decay[..., -1:]
+    # Of later tokens the difference would be positive without a bound.
+    is_past = (tokens[:, None] >= tokens[None])[None, None]
+    passed = jnp.exp(jnp.where(is_past, decay[..., None] - decay[..., None, :], -jnp.inf))
+    products = _einsum("gtn,gin->gti", reads, weights)[:, None] * passed * steps[..., None, :]
+    out = _einsum("grti,grip->grtp", products, x)
+    out += _einsum("gtn,grpn->grtp", reads, state) * jnp.exp(decay)[..., None]
+    added = _einsum("grtp,gtn->grpn", x * (steps * jnp.exp(last - decay))[..., None], weights)
+    return out.reshape(shapes[0]), (state * jnp.exp(last)[..., None] + added).reshape(shapes[1])
+
+
+register(JaxOp(call=MambaChunkScanCall, jnp=_mamba_chunk_scan, jnp_derivative=True))

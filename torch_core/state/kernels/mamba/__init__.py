@@ -1,0 +1,1 @@
+"""The state space model of Mamba-2: kernels and plan."""
