@@ -3,6 +3,7 @@
 from jattn.nn.dense import attention_fn
 from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.lora import LoRA
+from jattn.nn.mamba import Mamba2
 from jattn.nn.module_cache import PagedCache
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.paged import PagedAttention
@@ -16,6 +17,7 @@ __all__ = [
     "GatedDeltaNet",
     "LatentIndexer",
     "LoRA",
+    "Mamba2",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "PagedAttention",

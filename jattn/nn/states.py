@@ -80,7 +80,7 @@ class GatedDeltaNet(nnx.Module):
 
         self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
         self.in_proj_ba = linear(in_features, 2 * num_heads)
-        self.conv1d = _ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
+        self.conv1d = ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(num_heads, param_dtype))
         decays = jax.random.uniform(rngs.params(), (num_heads,), minval=0.01, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(decays).astype(param_dtype))
@@ -114,7 +114,7 @@ class GatedDeltaNet(nnx.Module):
         Raises:
             InvalidInput: states without metadata or the reverse, or shapes that do not match.
         """
-        sequences, longest = _sequences(inputs, self.in_features, states, metadata)
+        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
         conv_states, matrices = (None, None) if states is None else states
         query, key, value, z, beta, gate = self._projected(inputs.reshape(-1, self.in_features))
         mixed = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (query, key, value)], axis=-1)
@@ -211,7 +211,7 @@ class ShortConv(nnx.Module):
             "rngs": rngs,
         }
         self.in_proj = nnx.Linear(in_features, 3 * in_features, **options)
-        self.conv = _ConvWeights(in_features, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
+        self.conv = ConvWeights(in_features, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
         self.out_proj = nnx.Linear(in_features, in_features, **options)
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
@@ -223,7 +223,7 @@ class ShortConv(nnx.Module):
         self, inputs: jax.Array, *, states: jax.Array | None = None, metadata: AttentionMetadata | None = None
     ) -> Any:
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
-        sequences, _ = _sequences(inputs, self.in_features, states, metadata)
+        sequences, _ = packed_sequences(inputs, self.in_features, states, metadata)
         before, after, x = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), 3, axis=-1)
         weight = self.conv.weight[...].astype(x.dtype)
         bias = None if self.conv.bias is None else self.conv.bias[...].astype(x.dtype)
@@ -234,7 +234,7 @@ class ShortConv(nnx.Module):
         return out if metadata is None else (out, states)
 
 
-class _ConvWeights(nnx.Module):
+class ConvWeights(nnx.Module):
     """The weights [channels, width] and the bias of a depthwise convolution, at first as torch draws them."""
 
     def __init__(self, channels: int, width: int, *, use_bias: bool = False, param_dtype: Any, rngs: nnx.Rngs) -> None:
@@ -246,7 +246,7 @@ class _ConvWeights(nnx.Module):
         self.bias = uniform(channels) if use_bias else None
 
 
-def _sequences(
+def packed_sequences(
     inputs: jax.Array, features: int, states: Any, metadata: AttentionMetadata | None
 ) -> tuple[dict[str, Any], int]:
     """Checks the arguments of a call; returns the keywords of the ops and the most tokens of a sequence."""

@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 
 from jattn import AttentionMetadata
-from jattn.nn import GatedDeltaNet, ShortConv
+from jattn.nn import GatedDeltaNet, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
@@ -32,6 +32,14 @@ def make(kind: str) -> tuple[Any, Any]:
             0,
         )
         ours: Any = ShortConv(FEATURES, use_bias=True, rngs=nnx.Rngs(0))
+    elif kind == "bamba":
+        from transformers import BambaConfig
+        from transformers.models.bamba.modeling_bamba import BambaMixer
+
+        sizes: Any = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 2, "mamba_d_state": 6}
+        config = BambaConfig(hidden_size=FEATURES, num_hidden_layers=1, num_attention_heads=2, **sizes)
+        theirs = BambaMixer(config, 0)
+        ours = Mamba2(4, FEATURES, head_dim=8, state_size=6, num_groups=2, rngs=nnx.Rngs(0))
     else:
         from transformers import Qwen3NextConfig
         from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -60,7 +68,7 @@ def make(kind: str) -> tuple[Any, Any]:
     return theirs, ours
 
 
-@pytest.fixture(params=["lfm2", "qwen3_next"])
+@pytest.fixture(params=["lfm2", "qwen3_next", "bamba"])
 def layers(request):
     return make(request.param)
 

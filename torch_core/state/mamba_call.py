@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 
@@ -85,15 +85,7 @@ class MambaChunkScanCall(StateCall[Array]):
         """Checks the numbers."""
         check_int("max_query_len", self.max_query_len, 1)
         check_bool("dt_softplus", self.dt_softplus)
-        limit = self.dt_limit
-        if not (
-            isinstance(limit, tuple)
-            and len(limit) == 2
-            and all(isinstance(each, int | float) and not isinstance(each, bool) for each in limit)
-            and 0 <= limit[0] <= limit[1]
-        ):
-            wanted = "it must be two numbers in a tuple, the least from 0 and the largest at least as large"
-            raise InvalidInput("dt_limit", value=limit, wanted=wanted)
+        check_step_limit("dt_limit", self.dt_limit)
 
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""
@@ -106,3 +98,15 @@ class MambaChunkScanCall(StateCall[Array]):
         self.check_dtypes("x", "dt", "A", "B", "C", "D", "dt_bias", "states")
         if self.out is not None and dtype_name(self.out) != dtype_name(self.x):
             raise InvalidInput("out", f"is {dtype_name(self.out)}", f"it must be {dtype_name(self.x)}, as x is")
+
+
+def check_step_limit(name: str, value: Any) -> None:
+    """Raises InvalidInput unless a value is the least and the largest step size."""
+    if not (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(each, int | float) and not isinstance(each, bool) for each in value)
+        and 0 <= value[0] <= value[1]
+    ):
+        wanted = "it must be two numbers in a tuple, the least from 0 on and the largest at least as large"
+        raise InvalidInput(name, value=value, wanted=wanted)
