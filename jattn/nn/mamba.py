@@ -13,10 +13,10 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.options import DType, Implementation, Size
 from jattn.nn.states import ConvWeights, packed_sequences
+from torch_core.base.checks import check_bounds
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 from torch_core.base.specs import StateCacheSpec
-from torch_core.state.mamba_call import check_step_limit
 
 
 class Mamba2(nnx.Module):
@@ -62,7 +62,7 @@ class Mamba2(nnx.Module):
         conv_bias: bool = True,
         out_bias: bool = False,
         norm: str | None = "gated",
-        dt_limit: Annotated[tuple[float, float], check_step_limit] = (0.0, float("inf")),
+        dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, float("inf")),
         multipliers: tuple[float, float, float, float, float] | None = None,
         epsilon: float = 1e-5,
         dtype: DType | None = None,

@@ -51,3 +51,15 @@ def call_named(name: str, function: Callable[_P, _R], /, *args: _P.args, **kwarg
         ]:
             raise TypeError(f"{name}() missing {len(missing)} required arguments: {', '.join(missing)}") from None
         raise
+
+
+def check_bounds(name: str, value: object) -> None:
+    """Raises InvalidInput unless value is a tuple of a number from 0 on and one at least as large, or infinite."""
+    if not (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(each, int | float) and not isinstance(each, bool) for each in value)
+        and 0 <= value[0] <= value[1]
+    ):
+        wanted = "it must be two numbers in a tuple, the least from 0 on and the largest at least as large"
+        raise InvalidInput(name, value=value, wanted=wanted)

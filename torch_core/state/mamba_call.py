@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 
-from torch_core.base.checks import check_bool, check_int
+from torch_core.base.checks import check_bool, check_bounds, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import A as Array
@@ -85,7 +85,7 @@ class MambaChunkScanCall(StateCall[Array]):
         """Checks the numbers."""
         check_int("max_query_len", self.max_query_len, 1)
         check_bool("dt_softplus", self.dt_softplus)
-        check_step_limit("dt_limit", self.dt_limit)
+        check_bounds("dt_limit", self.dt_limit)
 
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""
@@ -98,15 +98,3 @@ class MambaChunkScanCall(StateCall[Array]):
         self.check_dtypes("x", "dt", "A", "B", "C", "D", "dt_bias", "states")
         if self.out is not None and dtype_name(self.out) != dtype_name(self.x):
             raise InvalidInput("out", f"is {dtype_name(self.out)}", f"it must be {dtype_name(self.x)}, as x is")
-
-
-def check_step_limit(name: str, value: Any) -> None:
-    """Raises InvalidInput unless a value is the least and the largest step size."""
-    if not (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(isinstance(each, int | float) and not isinstance(each, bool) for each in value)
-        and 0 <= value[0] <= value[1]
-    ):
-        wanted = "it must be two numbers in a tuple, the least from 0 on and the largest at least as large"
-        raise InvalidInput(name, value=value, wanted=wanted)
