@@ -58,13 +58,16 @@ class Generator:
         attention_mask: jax.typing.ArrayLike,
         *,
         sampling_params: Sequence[Any],
+        adapter_indices: jax.typing.ArrayLike | None = None,
         prompt_logprobs: bool = False,
         tokenizer: Any = None,
     ) -> Any:
-        """Generates as `GeneratorMixin.generate` does, with its arguments and results, apart from LoRA adapters.
+        """Generates as `GeneratorMixin.generate` does, with its arguments and results.
+
+        `adapter_indices` are int32[batch]; None is adapter 0, the base model's.
 
         Raises:
-            InvalidInput: as `LLM.generate`.
+            InvalidInput: as `LLM.generate`; adapters of a model without any.
         """
         rows, lengths = np.asarray(input_ids), np.asarray(attention_mask).sum(1)
         prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
@@ -81,7 +84,10 @@ class Generator:
             )
             for each in sampling_params
         ]
-        outputs = self.llm.generate(prompts, params)
+        adapters = np.zeros(len(prompts), int) if adapter_indices is None else np.asarray(adapter_indices)
+        has_inputs = adapters.any() or self._served.paged_spec.inputs
+        inputs = [{"adapter": int(each)} for each in adapters] if has_inputs else None
+        outputs = self.llm.generate(prompts, params, inputs=inputs)
         result = GenerateOutput([], [], [], [] if prompt_logprobs else None)
         for asked, output in zip(sampling_params, outputs, strict=True):
             found: Any = output.outputs[0]

@@ -15,8 +15,8 @@ from torch_core.base.errors import InvalidInput
 if TYPE_CHECKING:
     from jattn.llm.engine.options.config import EngineConfig
 
-#: Fields of `EngineConfig` without a form in text.
-_NO_FLAGS = {"mesh", "logits_processors", "logical_axis_rules"}
+#: Fields of `EngineConfig` without a form in text, or without an effect in a command.
+_NO_FLAGS = {"mesh", "logits_processors", "logical_axis_rules", "non_finite_weights"}
 _METAVARS = {"speculative_config": "JSON", "kv_cache_scales": "FILE"}
 # Before the name of a field in the namespace of all arguments.
 _DEST = "engine."

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jattn.llm.engine import LLM, Engine, SamplingParams
+from jattn.llm.engine import LLM, Engine, Outbox, SamplingParams
 from jattn.llm.models import Decoder
 from jattn.llm.models.changes import ModuleWatch
 from tests.engine.conftest import tiny_decoder
@@ -129,11 +129,12 @@ def test_an_array_of_another_shape_is_refused_by_name_at_every_call(seed: int) -
     norm: Any = model.layers[0].input_layernorm
     old = norm.weight.get_value()
     norm.weight.set_value(jnp.ones(3))
-    for _ in range(2):
-        with pytest.raises(InvalidInput, match=r"layers\.0\.input_layernorm\.weight"):
-            engine.add(prompts[0], SCORED)
-    norm.weight.set_value(old)
     engine.add(prompts[0], SCORED)
+    for call in (engine.step, lambda: engine.wait(Outbox())):
+        with pytest.raises(InvalidInput, match=r"layers\.0\.input_layernorm\.weight"):
+            call()
+    norm.weight.set_value(old)
+    engine.step()
     assert engine.weights_version == 0
 
 

@@ -31,12 +31,12 @@ def test_the_likeliest_come_in_order_and_the_earlier_of_equals_first(vocab, coun
 
 def test_processed_log_probabilities_are_the_samplers_own_at_its_temperature(decoder: Decoder, seed: int) -> None:
     (prompt,) = prompts_of(seed, 9)
-    config = EngineConfig(block_size=4, logprobs_mode="processed_logprobs", sampling_masks=True)
-    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=5, ignore_eos=True, logprobs=0, sampling_mask=True)
+    config = EngineConfig(block_size=4, logprobs_mode="processed_logprobs", enable_return_sampling_mask=True)
+    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=5, ignore_eos=True, logprobs=0)
     (output,) = LLM(decoder, config=config).generate([prompt], params)[0].outputs
 
     assert output.logprobs is not None
-    assert output.sampling_masks is not None
+    assert output.sampling_mask is not None
     whole = np.asarray([[*prompt, *output.token_ids]])
     logits = np.asarray(compiled_forward(decoder)(whole)[0], np.float64)[len(prompt) - 1 : -1]
     kept = logits >= np.sort(logits, axis=-1)[:, -3:-2]
@@ -44,11 +44,12 @@ def test_processed_log_probabilities_are_the_samplers_own_at_its_temperature(dec
     scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     found = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
     np.testing.assert_allclose(found, scores[np.arange(5), output.token_ids], atol=1e-5)
-    masks = np.unpackbits(np.stack(output.sampling_masks).view(np.uint8), axis=1, bitorder="little")
-    assert np.array_equal(masks[:, : kept.shape[1]].astype(bool), kept)
+    assert output.sampling_mask.token_ids == [np.flatnonzero(row).tolist() for row in kept]
 
 
 def test_a_mask_is_refused_where_the_engine_records_none(decoder: Decoder) -> None:
     engine = Engine(decoder, EngineConfig(block_size=4))
-    with pytest.raises(InvalidInput, match=r"^sampling_mask .* EngineConfig\(sampling_masks=True\)"):
-        engine.add([1, 2], SamplingParams(sampling_mask=True))
+    with pytest.raises(
+        InvalidInput, match=r"^return_sampling_mask .* EngineConfig\(enable_return_sampling_mask=True\)"
+    ):
+        engine.add([1, 2], SamplingParams(return_sampling_mask=True))

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.clients.replicas import DataParallelEngine
+from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.models import PagedSpec
 from jattn.llm.models.request_inputs import packed, unpacked
 from tests.engine.conftest import tiny_decoder
@@ -156,6 +157,7 @@ def test_inputs_for_a_model_without_any_are_named() -> None:
     [
         ({"adapter": "int64"}, "inputs['adapter'] is int64; it must be int32 or float32."),
         ({"a b": "int32"}, "inputs has the name 'a b'; names must be identifiers."),
+        ({"adapter": range(0)}, "inputs['adapter'] is range(0, 0); it must have int32 numbers, without steps."),
     ],
 )
 def test_declarations_that_do_not_fit_are_named(inputs: Any, message: str) -> None:
@@ -163,6 +165,11 @@ def test_declarations_that_do_not_fit_are_named(inputs: Any, message: str) -> No
         PagedSpec(vocab_size=9, max_model_len=9, num_layers=1, num_kv_heads=1, head_dim=8, inputs=inputs)
 
     assert str(error.value) == message
+
+
+def test_a_number_outside_the_declared_range_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"^inputs\['adapter'\] is 8; it must be from 0 to 7\.$"):
+        packed({"adapter": 8}, (("adapter", range(8)),))
 
 
 def test_floats_keep_their_bits_on_the_way_to_the_device() -> None:
@@ -175,3 +182,15 @@ def test_floats_keep_their_bits_on_the_way_to_the_device() -> None:
     assert found["adapter"].tolist() == [-3, 4]
     with pytest.raises(InvalidInput, match=r"^inputs\['strength'\] is nan; it must be a finite float32"):
         packed({"adapter": 1, "strength": float("nan")}, spec)
+
+
+def test_the_scales_of_a_cache_are_measured_with_inputs(seed: int) -> None:
+    llm, prompts = LLM(Adapted(), config=CONFIG), prompts_of(seed, 5, 9)
+    shifted = [[(token + 3 * index) % 97 for token in prompt] for index, prompt in enumerate(prompts)]
+
+    found = llm.calibrate_kv_cache(prompts, inputs=[{"adapter": 0}, {"adapter": 3}])
+
+    expected = calibrate_kv_cache(tiny_decoder(), shifted)
+    assert list(found.ranges.values()) == list(expected.ranges.values())
+    with pytest.raises(InvalidInput, match=r"^inputs lacks 'adapter'"):
+        llm.calibrate_kv_cache(prompts)

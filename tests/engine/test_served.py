@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -190,6 +191,11 @@ def test_a_layer_that_does_not_attend_is_named(seed: int) -> None:
         ({"spec": None}, "spec is a NoneType; it must be PagedSpec."),
         ({"forward": None}, "forward is a NoneType; it must be a function."),
         ({"logits": 3}, "logits is a int; it must be a function."),
+        ({"spec": replace(spec_of(Config()), kv_lora_rank=8, num_kv_heads=1)}, "spec.kv_lora_rank is 8; Served has"),
+        (
+            {"spec": replace(spec_of(Config()), max_encoder_len=8, decoder_start_token_id=0)},
+            "spec.max_encoder_len is 8",
+        ),
         ({"num_heads": 3}, "num_heads is 3 and num_kv_heads 2; both must be positive and the first a multiple"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -133,6 +134,31 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_the_old_ones_stay(e
         engine.update_weights(state)
 
     assert run(engine, prompts) == before
+
+
+@pytest.mark.parametrize("mode", ["report", "accept"])
+def test_weights_that_are_not_finite_are_reported_or_accepted_by_choice(other, seed, mode, caplog) -> None:
+    engine = Engine(tiny_decoder(), replace(CONFIG, non_finite_weights=mode))
+    state = nnx.to_pure_dict(nnx.state(other))
+    state["norm"]["weight"] = state["norm"]["weight"].at[3].set(np.nan)
+
+    with caplog.at_level(logging.WARNING, logger="jattn"):
+        engine.update_weights(state)
+
+    assert ["norm.weight" in record.message for record in caplog.records] == [True] * (mode == "report")
+    assert engine.weights_version == 1
+
+
+def test_arrays_that_the_engine_has_already_are_not_read_again(engine, other, monkeypatch) -> None:
+    engine.update_weights(other)
+    read: list[Any] = []
+    monkeypatch.setattr(
+        "jattn.llm.engine.device.weights._is_finite", lambda array, before: read.append(array) or before
+    )
+
+    engine.update_weights({**nnx.to_pure_dict(nnx.state(other)), "norm": {"weight": jnp.ones(32)}})
+
+    assert [array.shape for array in read] == [(32,)]
 
 
 def test_memory_of_the_callers_own_is_copied(engine, other, seed) -> None:

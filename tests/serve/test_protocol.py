@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import random
 
+import numpy as np
 import pytest
 
+from jattn.llm.engine import CompletionOutput, RequestMetrics, RequestOutput, SamplingMask
 from jattn.llm.serve import bodies
 from jattn.llm.serve.bodies import UNUSED, DetokenizeBody, EmbeddingsBody, TokenizeBody, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.protocol import parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import json_bytes
+from jattn.llm.serve.responses import Answer, json_bytes
 from tests.serve.malformed import drawn
 from torch_core.base.errors import ArgumentError, InvalidInput, Unsupported
 
@@ -172,6 +176,23 @@ def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(part) -> None:
 )
 def test_an_answer_in_pieces_is_its_json(body) -> None:
     assert json_bytes(body).decode() == json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_what_a_trainer_replays_is_in_whole_answers_in_vllms_form(chat) -> None:
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    mask = SamplingMask(np.array([[6, 0], [0, 1]], np.uint32))
+    completion = CompletionOutput("x", (2, 32), "length", sampling_mask=mask, routed_experts=experts)
+    output = RequestOutput("a", None, (7,), (completion,), 0, RequestMetrics(0.0), True)
+    asked = {"messages": MESSAGES} if chat else {"prompt": [7]}
+    generation = (parse_chat if chat else parse_completion)({**asked, "return_token_ids": True})
+
+    found = Answer(generation, "id", "model", 0).whole([output])
+
+    choice = found["choices"][0]
+    assert (choice["sampling_mask"], choice["token_ids"]) == ([[1, 2], [32]], [2, 32])
+    np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))), experts)
+    assert (found if chat else choice)["prompt_token_ids"] == [7]
 
 
 def test_a_number_that_json_lacks_is_no_answer() -> None:

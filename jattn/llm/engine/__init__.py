@@ -13,6 +13,7 @@ from jattn.llm.engine.request.outputs import (
     Outbox,
     RequestMetrics,
     RequestOutput,
+    SamplingMask,
     TokenDelta,
 )
 from jattn.llm.load.calibrate import calibrate_kv_cache
@@ -34,6 +35,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "SamplingMask",
     "SamplingParams",
     "SpeculationStats",
     "SpeculativeConfig",

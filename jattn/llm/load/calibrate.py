@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 
 from jattn.llm.load.kv_scales import LEAST_RANGE, KVCacheScales
 from jattn.llm.models import PagedModel, PagedSpec
+from jattn.llm.models.request_inputs import of_each, packed, unpacked
 from jattn.metadata import AttentionMetadata
 from jattn.nn.paged import KVRange, KVScale
 from jattn.nn.scan import paged_layers
@@ -27,7 +29,11 @@ _RANDOM_TOKENS = 128
 
 
 def calibrate_kv_cache(
-    model: PagedModel, prompts: Sequence[Sequence[int]] | None = None, *, seed: int = 0
+    model: PagedModel,
+    prompts: Sequence[Sequence[int]] | None = None,
+    *,
+    seed: int = 0,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
 ) -> KVCacheScales:
     """Runs each prompt through a model and returns the ranges of the keys and values that its layers cache.
 
@@ -38,12 +44,14 @@ def calibrate_kv_cache(
         model: a model with layers of `PagedAttention` or latent attention; it is not changed.
         prompts: token ids of each prompt; None for eight random prompts of up to 128 tokens.
         seed: seed of the random tokens.
+        inputs: numbers for a model that declares some, one mapping for all prompts or one for each.
 
     Returns:
         The scales, for `EngineConfig(kv_cache_dtype="fp8", kv_cache_scales=...)` or for a file.
 
     Raises:
-        InvalidInput: there are no prompts, token ids outside the vocabulary, or too many tokens.
+        InvalidInput: there are no prompts, token ids outside the vocabulary, too many tokens, or inputs that are
+            missing or undeclared.
         Unsupported: a model without such layers, with an indexer, or split over devices.
 
     Example:
@@ -63,6 +71,7 @@ def calibrate_kv_cache(
     )
     if not rows:
         raise InvalidInput("prompts", "is empty", "pass at least one, or None for random ones")
+    numbers = [packed(each, spec.inputs)[None] for each in of_each(inputs, len(rows))]
     watched = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers = list(paged_layers(watched))
     if not layers or spec.index_head_dim is not None:
@@ -77,9 +86,12 @@ def calibrate_kv_cache(
     )
     for layer in spec.states:
         caches += tuple(map(jnp.zeros, layer.array_shapes(_NUM_SLOTS), layer.dtypes))
-    look = jax.jit(_look, static_argnums=0)
-    for row in rows:
-        seen = look(graph, seen, rest, _step(row, num_blocks), caches)
+    # A graph may have objects without a hash, which no static argument may.
+    look = jax.jit(lambda *arrays: _look(graph, *arrays))
+    for row, own in zip(rows, numbers, strict=True):
+        token_ids, positions, metadata = _step(row, num_blocks)
+        metadata = replace(metadata, inputs=unpacked(jnp.asarray(own), spec.inputs))
+        seen = look(seen, rest, (token_ids, positions, metadata), caches)
     ranges: dict[str, tuple[float, float]] = {}
     for path, layer in paged_layers(nnx.merge(graph, seen, rest)):
         if layer.kv_range is not None:

@@ -71,11 +71,16 @@ class ModuleWatch:
             self._places.append(_Place(path, path[-1], _reference(owner), _reference(_array(owner, path[-1]))))
         self._edges = list(edges.values())
 
-    def is_changed(self) -> bool:
-        """Returns whether an array was replaced in its variable; a replaced module is found by `changes` alone.
+    def is_changed(self, *, modules: bool = False) -> bool:
+        """Returns whether an array was replaced in its variable.
 
-        It takes 0.25 us for each variable: 70 us for a model of 36 layers.
+        It takes 0.2 us for each variable, 40 us for a model of 32 layers; three times as long with `modules`.
+
+        Args:
+            modules: look for modules that replaced others, too.
         """
+        if modules:
+            self._find_replaced_modules()
         for place in self._places:
             owner = place.owner()
             if owner is None:

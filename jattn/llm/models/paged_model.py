@@ -46,8 +46,8 @@ class PagedSpec:
         decoder_start_token_id: first token of a generation; None without an encoder.
         forced_bos_token_id: token that always follows it; None for none.
         forced_eos_token_id: the last token of a generation of max_tokens, instead of the sampled one; None for none.
-        inputs: numbers that each request brings (`Engine.add(inputs=...)`), as names and dtypes, int32 or float32:
-            {"adapter": "int32"}. A step's are in `metadata.inputs`. Kept as pairs.
+        inputs: numbers that each request brings (`Engine.add(inputs=...)`), as names and dtypes, int32 or float32, or
+            a range of int32: {"adapter": range(8)}. A step's are in `metadata.inputs`. Kept as pairs.
 
     Raises:
         InvalidInput: a value is out of range.

@@ -13,21 +13,27 @@ import numpy as np
 from torch_core.base.checks import INT32_MAX, check_int, shown
 from torch_core.base.errors import InvalidInput
 
-#: Names and dtypes, in the order in which the values are packed.
-InputDtypes: TypeAlias = tuple[tuple[str, str], ...]
+#: Names and dtypes, or ranges of int32, in the order in which the values are packed.
+InputDtypes: TypeAlias = tuple[tuple[str, str | range], ...]
 _DTYPES = ("int32", "float32")
 
 
 def declared(inputs: Any) -> InputDtypes:
-    """Returns `PagedSpec.inputs` as pairs of a name and the name of a dtype.
+    """Returns `PagedSpec.inputs` as pairs of a name and the name of a dtype, or a range.
 
     Raises:
-        InvalidInput: a name that is no identifier, or another dtype than int32 and float32.
+        InvalidInput: a name that is no identifier, another dtype than int32 and float32, or a range that is empty,
+            has steps, or is not of int32.
     """
     found = []
     for name, dtype in dict(inputs).items():
         if not isinstance(name, str) or not name.isidentifier():
             raise InvalidInput("inputs", f"has the name {shown(name)}", "names must be identifiers")
+        if isinstance(dtype, range):
+            if dtype.step != 1 or not dtype or dtype.start < -INT32_MAX - 1 or dtype[-1] > INT32_MAX:
+                raise InvalidInput(f"inputs[{name!r}]", value=dtype, wanted="it must have int32 numbers, without steps")
+            found.append((name, dtype))
+            continue
         try:
             spelt = jnp.dtype(dtype).name
         except TypeError:
@@ -56,9 +62,10 @@ def packed(given: Mapping[str, Any] | None, inputs: InputDtypes) -> np.ndarray:
     found = np.zeros(len(inputs), np.int32)
     for index, (name, dtype) in enumerate(inputs):
         value, argument = given[name], f"inputs[{name!r}]"
-        if dtype == "int32":
+        if dtype != "float32":
             value = value.item() if isinstance(value, np.integer) else value
-            check_int(argument, value, -INT32_MAX - 1, INT32_MAX)
+            allowed = dtype if isinstance(dtype, range) else range(-INT32_MAX - 1, INT32_MAX + 1)
+            check_int(argument, value, allowed[0], allowed[-1])
             found[index] = value
         else:
             is_number = isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)
@@ -68,9 +75,25 @@ def packed(given: Mapping[str, Any] | None, inputs: InputDtypes) -> np.ndarray:
     return found
 
 
+def of_each(given: Any, count: int) -> list[Any]:
+    """Returns the inputs of each of `count` prompts, from one mapping for all of them or a list with one for each.
+
+    Raises:
+        InvalidInput: another number of them.
+    """
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        problem = f"has {len(given)} entries and there are {count} prompts"
+        raise InvalidInput("inputs", problem, f"pass one or {count}")
+    return list(given)
+
+
 def unpacked(values: jax.Array, inputs: InputDtypes) -> dict[str, jax.Array]:
     """Returns the inputs by name, [num_seqs] each, of int32[num_seqs, len(inputs)]."""
     return {
-        name: jax.lax.bitcast_convert_type(values[:, index], jnp.dtype(dtype))
+        name: jax.lax.bitcast_convert_type(
+            values[:, index], jnp.int32 if isinstance(dtype, range) else jnp.dtype(dtype)
+        )
         for index, (name, dtype) in enumerate(inputs)
     }

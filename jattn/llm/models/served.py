@@ -37,7 +37,8 @@ class Served(nnx.Module):
         layers: the attention of each layer with a cache.
 
     Raises:
-        InvalidInput: no nnx.Module, PagedSpec or function, or a number of heads that does not fit.
+        InvalidInput: no nnx.Module, PagedSpec or function, a number of heads that does not fit, or a spec with latents,
+            recurrent states or an encoder.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,8 +70,10 @@ class Served(nnx.Module):
         for name, value, kind in (("model", model, nnx.Module), ("spec", spec, PagedSpec)):
             if not isinstance(value, kind):
                 raise InvalidInput(name, f"is a {type(value).__name__}", f"it must be {kind.__name__}")
-        if spec.kv_lora_rank is not None:
-            raise InvalidInput("spec", "has kv_lora_rank", "Served has layers with keys and values alone")
+        for name in ("kv_lora_rank", "states", "max_encoder_len"):
+            if getattr(spec, name):
+                wanted = "Served has layers with keys and values alone; write a PagedModel, with layers of jattn.nn"
+                raise InvalidInput(f"spec.{name}", value=getattr(spec, name), wanted=wanted)
         for name, value in (("forward", forward), ("logits", logits)):
             if not callable(value) and not (name == "logits" and value is None):
                 raise InvalidInput(name, f"is a {type(value).__name__}", "it must be a function")

@@ -289,9 +289,8 @@ class _Server:
             reading, params = None, generation.params
             if generation.messages is not None:
                 prompts, reading, params = await asyncio.to_thread(self._chat, generation)
-            submission = await self._llm.submit(
-                prompts, params, salt=self._salt(request, generation), priority=generation.body.priority
-            )
+            options = {"priority": generation.body.priority, "inputs": generation.body.vllm_xargs}
+            submission = await self._llm.submit(prompts, params, salt=self._salt(request, generation), **options)
         except Exception as error:
             raise as_request_error(
                 error, default=field, grammar=generation.grammar_field, aliases=generation.aliases

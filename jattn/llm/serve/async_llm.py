@@ -107,6 +107,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         engine, outbox = self.llm.engine, Outbox()
         if self._closed:
             raise InvalidInput("the AsyncLLM is closed; build another one.")
+        engine.check_model()
         request = engine.add(
             token_ids,
             params,

@@ -49,7 +49,7 @@ UNUSED: dict[str, tuple[Any, ...] | None] = {
     "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_token_strs"), (False,)),
-    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs", "kv_transfer_params"), ({},)),
+    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params"), ({},)),
 }
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -122,7 +122,8 @@ class GenerationBody(Body):
     """The fields of completions and of chats; `sampling` has those of SamplingParams by name, unchanged.
 
     `stream_options` `{"include_usage": true}` ends a stream with the counts of tokens. Only requests with equal
-    `cache_salt` share cached prefixes. A lower `priority` runs first.
+    `cache_salt` share cached prefixes. A lower `priority` runs first. `vllm_xargs` are the inputs that each request
+    brings for the model; see `Engine.add`.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -135,6 +136,7 @@ class GenerationBody(Body):
     stream_options: _Object | None = None
     cache_salt: _Text | None = None
     priority: _Whole = 0
+    vllm_xargs: _Object | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,7 @@ class CompletionBody(GenerationBody):
     logprobs: _Whole | None = None
     best_of: _Whole | None = None
     echo: _Flag = False
+    return_token_ids: _Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,7 @@ class ChatBody(GenerationBody):
     chat_template: _Text | None = None
     chat_template_kwargs: _Object = field(default_factory=dict)
     add_generation_prompt: _Flag = True
+    return_token_ids: _Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

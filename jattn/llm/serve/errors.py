@@ -45,7 +45,7 @@ def as_request_error(
     if not isinstance(error, ArgumentError):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     is_of_prompt, is_long = error.root in (None, "prompt", "prompts"), isinstance(error, RequestTooLong)
-    names = {"structured_outputs": grammar, **(aliases or {})}
+    names = {"structured_outputs": grammar, "inputs": "vllm_xargs", **(aliases or {})}
     param = (default if is_of_prompt else names.get(error.root or "")) or error.root
     # The message has the engine's name of the argument, or none.
     if param is not None and (is_long if is_of_prompt else param != error.root):

@@ -36,6 +36,7 @@ class Generation:
         tools: tools that a chat's answer may call.
         includes_reasoning: whether a chat's answer has its reasoning.
         prompt_field: the field that holds the prompts or the conversation.
+        returns_token_ids: whether a whole answer has the token ids of prompts and choices.
     """
 
     body: GenerationBody
@@ -53,6 +54,7 @@ class Generation:
     tools: ToolUse | None = None
     includes_reasoning: bool = True
     prompt_field: str = "prompt"
+    returns_token_ids: bool = False
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
@@ -105,6 +107,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any] | None
         prompts=prompts_of("prompt", asked.prompt, _MAX_PROMPTS),
         echo=asked.echo,
         prompt_alone=prompt_alone,
+        returns_token_ids=asked.return_token_ids,
     )
 
 
@@ -142,6 +145,7 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         tools=tools,
         includes_reasoning=asked.include_reasoning,
         prompt_field="messages",
+        returns_token_ids=asked.return_token_ids,
     )
 
 
@@ -151,6 +155,8 @@ def _generation(body: GenerationBody, changes: dict[str, Any], aliases: Mapping[
         raise InvalidInput("stream_options", "is given", "it needs stream: true", value=body.stream_options)
     if changes.get("prompt_logprobs") is not None and body.stream and not form.get("echo"):
         raise InvalidInput("prompt_logprobs", "is given and stream is true", "only a whole answer has them")
+    if form["returns_token_ids"] and body.stream:
+        raise InvalidInput("return_token_ids", "is true and stream is true", "only a whole answer has them")
     for name in ("logprobs", "prompt_logprobs"):
         if changes.get(name) == -1:
             raise InvalidInput(name, value=-1, wanted="an answer has those of some tokens at each place, not of all")

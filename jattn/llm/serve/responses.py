@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -101,7 +102,10 @@ class Answer:
             for completion in self._best(output):
                 choice = {"index": len(choices), "finish_reason": _reason(completion)}
                 choice |= self._message(completion) if self.is_chat else self._content(output, completion)
-                choices.append(choice | {"stop_reason": completion.stop_reason} | self._of_prompt(output, chat=False))
+                choice |= {"stop_reason": completion.stop_reason} | _replay(completion)
+                if self.request.returns_token_ids:
+                    choice["token_ids"] = list(completion.token_ids)
+                choices.append(choice | self._of_prompt(output, chat=False))
         body = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
         # A chat has one prompt.
         return body | self._of_prompt(outputs[0], chat=True) | {"usage": usage(outputs)}
@@ -233,14 +237,18 @@ class Answer:
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(offsets)}
 
     def _of_prompt(self, output: RequestOutput, *, chat: bool) -> dict[str, Any]:
-        """Returns the log-probabilities of a prompt's tokens in vLLM's form, if they are wanted and stand here."""
-        if output.prompt_logprobs is None or chat is not self.is_chat:
-            return {}
-        found = [
-            None if each is None else {str(token): asdict(value) for token, value in each.items()}
-            for each in output.prompt_logprobs
-        ]
-        return {"prompt_logprobs": found}
+        """Returns a prompt's tokens and their log-probabilities in vLLM's form, if they are wanted and stand here."""
+        found: dict[str, Any] = {}
+        if chat is not self.is_chat:
+            return found
+        if output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [
+                None if each is None else {str(token): asdict(value) for token, value in each.items()}
+                for each in output.prompt_logprobs
+            ]
+        if self.request.returns_token_ids:
+            found["prompt_token_ids"] = list(output.prompt_token_ids)
+        return found
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return self._event("chat.completion.chunk", [{"index": index, "delta": delta, "finish_reason": None}])
@@ -291,6 +299,17 @@ def _of_no_tokens(output: RequestOutput) -> RequestOutput:
     nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "stop_reason": None}
     completions = (replace(each, **nothing, logprobs=None if each.logprobs is None else ()) for each in output.outputs)
     return replace(output, outputs=tuple(completions))
+
+
+def _replay(completion: CompletionOutput) -> dict[str, Any]:
+    """Returns in vLLM's form what a trainer replays, if the engine records it: masks, and experts as .npy in base64."""
+    found: dict[str, Any] = {}
+    if completion.sampling_mask is not None:
+        found["sampling_mask"] = completion.sampling_mask.token_ids
+    if completion.routed_experts is not None:
+        np.save(file := io.BytesIO(), completion.routed_experts, allow_pickle=False)
+        found["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    return found
 
 
 def _reason(completion: CompletionOutput, num_calls: int = 0) -> str | None:

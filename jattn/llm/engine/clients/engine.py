@@ -51,7 +51,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
         tokenizer: tokenizer of the model, for the texts in `SamplingParams` (bad_words, structured_outputs); None
             refuses these.
         follow: an array that is replaced in the model (by `nnx.Optimizer.update` or `nnx.update`) replaces the engine's
-            at the next call of `add`, `step` or `wait`, as by `update_weights(model)`. False keeps the old ones until
+            at the next call of `step` or `wait`, as by `update_weights(model)`. False keeps the old ones until
             `update_weights`, and logs the first difference; so do engines over several processes. None does not look.
 
     Raises:
@@ -273,7 +273,6 @@ class Engine(Owner, contextlib.AbstractContextManager):
         outbox = self._outbox if outbox is None else _checked(outbox)
         if self.spans_processes and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
-        self.check_model()
         options: dict[str, Any] = {"prompt": prompt, "salt": salt, "priority": priority, "inputs": inputs}
         samples = self._validator.requests(prompt_token_ids, params, request_id=request_id, outbox=outbox, **options)
         try:
@@ -359,7 +358,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
         self._thread.call(EngineCore.stop, request, num_output_tokens)
 
     def check_model(self, *, modules: bool = False) -> None:
-        """Takes the arrays that were replaced in the model, as `add`, `step` and `wait` do; see `Engine`.
+        """Takes the arrays that were replaced in the model, as `step` and `wait` do; see `Engine`.
 
         Args:
             modules: look for replaced modules, too.
@@ -368,7 +367,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
             InvalidInput: a replaced array does not fit (the message names it); the next call tries again.
         """
         if self._follower is not None and not self.closed:
-            (self._follower.check_all if modules else self._follower.check)(self)
+            self._follower.check(self, modules=modules)
 
     def update_weights(
         self,

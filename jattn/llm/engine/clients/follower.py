@@ -40,18 +40,21 @@ class Follower:
         # Held while the weights are replaced: the caller that comes second finds them new.
         self._updating = threading.Lock()
 
-    def check(self, engine: _Updated) -> None:
+    def check(self, engine: _Updated, *, modules: bool = False) -> None:
         """Replaces the weights of an engine if an array was replaced in its model.
+
+        Args:
+            engine: the engine.
+            modules: look for replaced modules, too.
 
         Raises:
             InvalidInput: as `Engine.update_weights`; the next call tries again.
         """
-        if self._watch.is_changed():
-            self.check_all(engine)
-
-    def check_all(self, engine: _Updated) -> None:
-        """Like `check`, and finds replaced modules too."""
+        if not modules and not self._watch.is_changed():
+            return
         with self._updating:
+            if not self._watch.is_changed(modules=modules):
+                return
             changes = self._watch.changes()
             if not changes or (self._warned and not self._follows):
                 return

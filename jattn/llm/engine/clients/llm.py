@@ -27,6 +27,7 @@ from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.load.other_tokenizers import as_text_tokenizer
 from jattn.llm.models import Decoder, PagedModel, TensorParallel
+from jattn.llm.models.request_inputs import of_each
 from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
 from jattn.llm.text.messages import as_messages
 from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
@@ -67,7 +68,8 @@ class LLM(Owner, contextlib.AbstractContextManager):
             disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
             logical_axis_rules, kv_cache_dtype, quantize_queries, kv_cache_scales, step_timeout_seconds, seed,
-            max_logprobs, logprobs_mode, enable_return_routed_experts, sampling_masks, logits_processors.
+            max_logprobs, logprobs_mode, enable_return_routed_experts, enable_return_sampling_mask,
+            non_finite_weights, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.
@@ -319,11 +321,17 @@ class LLM(Owner, contextlib.AbstractContextManager):
         """
         self.engine.update_weights(state, **options)
 
-    def calibrate_kv_cache(self, prompts: Prompt | Sequence[Prompt] | None = None) -> KVCacheScales:
+    def calibrate_kv_cache(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        inputs: Inputs | Sequence[Inputs] | None = None,
+    ) -> KVCacheScales:
         """Measures the scales of an 8-bit cache, and uses them from then on if the engine has such a cache.
 
         Args:
             prompts: as in `generate`, and like those that will be served; random tokens if None.
+            inputs: as in `generate`.
 
         Returns:
             The scales. Save them for later engines: `EngineConfig(kv_cache_scales=KVCacheScales.load(path))`.
@@ -333,7 +341,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
             Unsupported: likewise.
         """
         listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
-        scales = calibrate_kv_cache(self.model, listed)
+        scales = calibrate_kv_cache(self.model, listed, inputs=inputs)
         if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
             self.engine.set_kv_cache_scales(scales)
         return scales
@@ -356,13 +364,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_of(sampling_params, len(listed), rng)
-        numbers: Any = inputs if isinstance(inputs, list | tuple) else [inputs] * len(listed)
-        if len(numbers) != len(listed):
-            raise InvalidInput(
-                "inputs",
-                f"has {len(numbers)} entries and there are {len(listed)} prompts",
-                f"pass one or {len(listed)}",
-            )
+        numbers = of_each(inputs, len(listed))
         outbox = Outbox()
         try:
             requests = []

@@ -166,7 +166,6 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         **options: Any,
     ) -> Request:
         """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
-        self.check_model()
         with self._routing:
             if request_id is not None and self._engine_of(request_id) is not None:
                 raise InvalidInput(
@@ -232,7 +231,7 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
     def check_model(self, *, modules: bool = False) -> None:
         """Takes the arrays that were replaced in the model; see `Engine.check_model`."""
         if not self.closed:
-            (self._follower.check_all if modules else self._follower.check)(self)
+            self._follower.check(self, modules=modules)
 
     def update_weights(
         self,

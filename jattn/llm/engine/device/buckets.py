@@ -220,7 +220,9 @@ class StepBuckets:
         # layers.
         on_cpu = jax.default_backend() == "cpu"
         mode, processors = config.logprobs_mode, config.logits_processors or {}
-        full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()), mode, config.sampling_masks)
+        full = Sampler(
+            SamplingKind.FULL, num_logprobs, tuple(processors.values()), mode, config.enable_return_sampling_mask
+        )
         self.samplers = {
             SamplingKind.GREEDY: Sampler(SamplingKind.PLAIN if on_cpu else SamplingKind.GREEDY),
             SamplingKind.PLAIN: Sampler(SamplingKind.PLAIN),

@@ -51,6 +51,7 @@ class Device:
         channel: channel to the other processes with parts of the same model; None if this process has all of it.
         speculation: counts of proposals.
         watchdog: watchdog of its steps.
+        non_finite_weights: see `EngineConfig`.
     """
 
     pool: KVPool
@@ -61,6 +62,7 @@ class Device:
     num_scheduler_steps: int
     speculation: SpeculationCounts
     watchdog: Watchdog
+    non_finite_weights: str
     channel: Channel | None = None
 
     def prepare(self, step: CommittedStep) -> None:
@@ -143,7 +145,7 @@ class Device:
         """
         weights = self.runner.weights
         if self.channel is None:
-            return weights.brought(check())
+            return weights.brought(check(), self.non_finite_weights)
         if not is_idle:
             raise InvalidInput(
                 "the engine has several processes and is awake: its steps would mix the old weights and the new ones. "
@@ -151,7 +153,7 @@ class Device:
             )
         arrivals = check_together(check)
         # Together, too: a device may lack the memory.
-        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals)))
+        return check_together(lambda: jax.block_until_ready(weights.brought(arrivals, self.non_finite_weights)))
 
     def _announce(self, what: str, *arguments: object) -> None:
         if self.channel is not None:
@@ -375,6 +377,7 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         num_scheduler_steps=num_scheduler_steps,
         speculation=SpeculationCounts(config.num_speculative_tokens),
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe, lambda: runner.programs.compiling),
+        non_finite_weights=config.non_finite_weights,
         channel=channel,
     )
 

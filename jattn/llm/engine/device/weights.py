@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -15,6 +16,7 @@ from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from jattn.llm.models.quantized import Fp8Kernel, kernel_sharding, round_to_fp8
+from jattn.llm.reports import LOGGER
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 
@@ -122,7 +124,8 @@ class Weights:
         above = tuple(prefix.split(".")) if prefix else ()
         if prefix and not any(name.startswith(f"{prefix}.") for name in self._places):
             raise InvalidInput("prefix", value=prefix, wanted=f"no parameter has it; one is {min(self._places)}")
-        given = {_name((*above, *path)): nnx.as_pure(leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True)}
+        names = [_name((*above, *path)) for path in flat.paths]
+        given: dict[str, Any] = dict(zip(names, nnx.as_pure(list(flat.leaves)), strict=True))
         found: Arrivals = {}
         rounded = {name: parts for name in given.keys() - self._places.keys() if (parts := self._fp8_parts(name))}
         for name, parts in rounded.items():
@@ -185,10 +188,14 @@ class Weights:
             place: functools.partial(put_whole, scale, self.leaves[place].sharding) for place, scale in places.items()
         }
 
-    def brought(self, arrivals: Arrivals) -> list[jax.Array]:
+    def brought(self, arrivals: Arrivals, non_finite: str = "refuse") -> list[jax.Array]:
         """Returns the leaves with others in their places; these stay as they are.
 
         Arrays that lie where the old ones do are taken as they are, without a copy.
+
+        Args:
+            arrivals: the others.
+            non_finite: see `EngineConfig.non_finite_weights`.
 
         Raises:
             InvalidInput: one has numbers that are not finite.
@@ -196,17 +203,25 @@ class Weights:
         leaves = list(self.leaves)
         for place, bring in arrivals.items():
             leaves[place] = bring()
-        finite = jax.device_get({name: _is_finite(leaves[at]) for name, at in self._places.items() if at in arrivals})
-        if wrong := [name for name, each in finite.items() if not each]:
-            problem = f"has NaN or infinite numbers, and so have {len(wrong) - 1} other parameters"
+        new = [place for place in arrivals if leaves[place] is not self.leaves[place]]
+        if non_finite == "accept" or _are_finite([leaves[place] for place in new]):
+            return leaves
+        names = {place: name for name, place in self._places.items()}
+        wrong = [names[place] for place in new if not _are_finite([leaves[place]])]
+        problem = f"has NaN or infinite numbers, and so have {len(wrong) - 1} other parameters"
+        if non_finite == "refuse":
             raise InvalidInput(wrong[0], problem, "the weights stay as they were")
+        LOGGER.warning("%s of the new weights %s.", wrong[0], problem)
         return leaves
 
 
 def _bring(leaf: Any, old: jax.Array, place: Callable[[Any], jax.Array] | None) -> jax.Array:
     if leaf.dtype != old.dtype:
         leaf = leaf.astype(old.dtype)
-    return put_whole(leaf, old.sharding) if place is None else place(leaf)
+    if place is not None:
+        return place(leaf)
+    # What device_put returns, without its 50 us.
+    return leaf if getattr(leaf, "sharding", None) == old.sharding else put_whole(leaf, old.sharding)
 
 
 def _dtype_of(leaf: Any, old: jax.Array) -> Any:
@@ -216,11 +231,20 @@ def _dtype_of(leaf: Any, old: jax.Array) -> Any:
     return dtype if floating and old.dtype.itemsize > 1 else old.dtype
 
 
+def _are_finite(arrays: list[jax.Array]) -> bool:
+    """Reads each array once, and the host one number for all that lie on the same devices."""
+    found: dict[Any, Any] = {}
+    for array in arrays:
+        devices = frozenset(array.sharding.device_set)
+        found[devices] = _is_finite(array, found.get(devices, np.True_))
+    return all(jax.device_get(list(found.values())))
+
+
 @jax.jit
-def _is_finite(array: jax.Array) -> jax.Array:
+def _is_finite(array: jax.Array, before: jax.Array) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.bool_(True)
-    return jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
+        return jnp.bool_(before)
+    return before & jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
 
 
 def _is_scale(name: str) -> bool:

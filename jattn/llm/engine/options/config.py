@@ -94,7 +94,9 @@ class EngineConfig:
             Trainers that take them for the sampler's probabilities need "processed_logprobs".
         enable_return_routed_experts: steps record the experts of each token, for models that have experts; see
             `CompletionOutput.routed_experts`.
-        sampling_masks: steps record the tokens that filters keep, for requests with `SamplingParams.sampling_mask`.
+        enable_return_sampling_mask: steps record the tokens that filters keep; see `CompletionOutput.sampling_mask`.
+        non_finite_weights: what `update_weights` does with NaN and infinite numbers: "refuse" raises, and the weights
+            stay; "report" logs a warning; "accept" does not read the numbers.
         logits_processors: pure JAX functions by name, for requests that select them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
             num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
@@ -141,7 +143,8 @@ class EngineConfig:
     max_logprobs: Annotated[int, Limits(-1, 1 << 10, also=" (-1 for the whole vocabulary)")] = 20
     logprobs_mode: Annotated[str, Choices(*LOGPROBS_MODES)] = LOGPROBS_MODES[0]
     enable_return_routed_experts: bool = False
-    sampling_masks: bool = False
+    enable_return_sampling_mask: bool = False
+    non_finite_weights: Annotated[str, Choices("refuse", "report", "accept")] = "refuse"
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:

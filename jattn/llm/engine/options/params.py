@@ -151,8 +151,9 @@ class SamplingParams:
             default they are those of the model's logits before any option here is applied; see
             `EngineConfig.logprobs_mode`. 0, the sampled token's alone, costs least.
         prompt_logprobs: the same for the tokens of the prompt; -1 for the whole vocabulary.
-        sampling_mask: return the tokens that could be sampled at each position, after all filters here, as
-            `CompletionOutput.sampling_masks`; the engine needs `EngineConfig(sampling_masks=True)`.
+        return_sampling_mask: return the tokens that could be sampled at each position, after all filters here, as
+            `CompletionOutput.sampling_mask`; the engine needs `EngineConfig(enable_return_sampling_mask=True)`. None
+            returns them there if top_k bounds their number.
         return_routed_experts: return `CompletionOutput.routed_experts`; None for what the engine's
             `EngineConfig.enable_return_routed_experts` says.
         logit_bias: mapping from token id to a number that is added to its logit.
@@ -195,7 +196,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
     prompt_logprobs: Annotated[int | None, Limits(-1, INT32_MAX)] = None
-    sampling_mask: bool = False
+    return_sampling_mask: bool | None = None
     return_routed_experts: bool | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -288,7 +289,7 @@ def sampling_kind(params: SamplingParams) -> SamplingKind:
     if (
         filters
         or needs_slot(params)
-        or params.sampling_mask
+        or params.return_sampling_mask
         or params.structured_outputs is not None
         or bool(params.bad_words)
         or params.logprobs

@@ -119,6 +119,23 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The tokens that could be sampled at each position of a completion.
+
+    Attributes:
+        bits: uint32[tokens, ceil(vocab / 32)]: bit `t % 32` of word `t // 32` says whether token t could be sampled.
+    """
+
+    bits: np.ndarray
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The same as lists of token ids, in order."""
+        each = np.unpackbits(self.bits.view(np.uint8), axis=-1, bitorder="little")
+        return [np.flatnonzero(row).tolist() for row in each]
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """The generated tokens and text of one sample.
@@ -130,8 +147,7 @@ class CompletionOutput:
             allow no token; None while it runs.
         index: index of the sample, below n.
         logprobs: log-probabilities of each token, as `SamplingParams.logprobs` asks for; None without.
-        sampling_masks: uint32[ceil(vocab / 32)] for each token, as `SamplingParams.sampling_mask` asks for: bit
-            `t % 32` of word `t // 32` says whether token t could be sampled; None without.
+        sampling_mask: tokens that could be sampled, as `SamplingParams.return_sampling_mask` asks for; None without.
         cumulative_logprob: sum of the log-probabilities of the tokens.
         stop_reason: the stop string or the token of stop_token_ids that ended it; None for another reason.
         weights_versions: versions of the weights that sampled the tokens so far, in order: one, unless the weights were
@@ -150,7 +166,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     stop_reason: int | str | None = None
     weights_versions: tuple[int, ...] = ()
-    sampling_masks: tuple[np.ndarray, ...] | None = None
+    sampling_mask: SamplingMask | None = None
     routed_experts: np.ndarray | None = None
 
 

@@ -20,6 +20,7 @@ from jattn.llm.engine.request.outputs import (
     Outbox,
     RequestMetrics,
     RequestOutput,
+    SamplingMask,
     TextOf,
     TokenDelta,
     as_dict,
@@ -70,6 +71,7 @@ class Request:
         num_encoder_slots: number of cache slots, in whole blocks, before the first token's, for the encoder's output.
         salt: only requests of equal salt share cached prefixes; None for the engine's own. It contains the inputs.
         inputs: int32[...], the numbers that it brings for the model; see `PagedSpec.inputs`.
+        keeps_mask: whether its outputs have a `sampling_mask`.
         output_token_ids: generated tokens that the host has seen.
         outbox: queue of its outputs.
         num_delivered: generated tokens that were put there.
@@ -103,6 +105,7 @@ class Request:
     prompt: str | None = None
     salt: bytes | None = None
     inputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    keeps_mask: bool = False
     outbox: Outbox = field(default_factory=Outbox)
     num_delivered: int = 0
     end_is_delivered: bool = False
@@ -137,7 +140,7 @@ class Request:
     @property
     def wants_logprobs(self) -> bool:
         """Whether it keeps log-probabilities or masks of its tokens."""
-        return self.params.logprobs is not None or self.params.sampling_mask
+        return self.params.logprobs is not None or self.keeps_mask
 
     @property
     def num_known_tokens(self) -> int:
@@ -253,9 +256,10 @@ class Request:
             stop_string: the stop string that ended it.
         """
         logprobs = self.known_logprobs(start, token_ids) if logprobs is None else logprobs
-        masks = None
-        if self.params.sampling_mask:
-            masks = tuple(each.kept for each in self.logprobs[start : start + len(token_ids)])
+        mask = None
+        if self.keeps_mask:
+            kept = [each.kept for each in self.logprobs[start : start + len(token_ids)]]
+            mask = SamplingMask(np.array(kept, np.uint32).reshape(len(kept), -1))
         total = None
         if logprobs is not None:
             total = sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True))
@@ -271,7 +275,7 @@ class Request:
             total,
             stop_reason if finish_reason == "stop" else None,
             self.weights_versions,
-            masks,
+            mask,
             self._known_routed_experts(finish_reason),
         )
 

@@ -140,6 +140,7 @@ class Validator:
                 prompt=prompt,
                 salt=salt,
                 inputs=numbers,
+                keeps_mask=self._keeps_mask(params),
                 order=priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
                 encoder_token_ids=encoder_tokens,
@@ -152,6 +153,11 @@ class Validator:
             sample.samples = samples
         samples[0].followers += samples[1:]
         return samples
+
+    def _keeps_mask(self, params: SamplingParams) -> bool:
+        if params.return_sampling_mask is not None:
+            return params.return_sampling_mask
+        return self._config.enable_return_sampling_mask and params.top_k > 0 and params.temperature > 0
 
     def _max_tokens(self, request_id: str | None, num_tokens: int, params: SamplingParams) -> int:
         """Returns the most new tokens after a prompt of `num_tokens`.
@@ -214,11 +220,9 @@ class Validator:
         """Checks parameters that depend on the model and the engine."""
         if params.stop and self._tokenizer is None:
             raise InvalidInput("stop", "is given, but there is no tokenizer that makes the text to find it in")
-        if params.sampling_mask and not self._config.sampling_masks:
-            raise InvalidInput("sampling_mask", value=True, wanted="the engine needs EngineConfig(sampling_masks=True)")
-        if params.return_routed_experts and not self._config.enable_return_routed_experts:
-            wanted = "the engine needs EngineConfig(enable_return_routed_experts=True)"
-            raise InvalidInput("return_routed_experts", value=True, wanted=wanted)
+        for name in ("return_sampling_mask", "return_routed_experts"):
+            if getattr(params, name) and not getattr(self._config, f"enable_{name}"):
+                raise InvalidInput(name, value=True, wanted=f"the engine needs EngineConfig(enable_{name}=True)")
         most = self._vocab_size if self._config.max_logprobs < 0 else self._config.max_logprobs
         wanted = {
             # A prompt's have a program of their own for the whole vocabulary.
