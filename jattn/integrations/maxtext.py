@@ -26,11 +26,7 @@ def attention(
 ) -> jax.Array:
     """Attends as `AttentionOp` does, with gradients: packed segments, sinks, windows, chunks and soft caps.
 
-    The branch in MaxText's `apply_attention`, chosen by `attention="jattn"`, needs these lines:
-
-        elif self.attention_kernel == "jattn" and model_mode == MODEL_MODE_TRAIN:
-            out = jattn_maxtext.attention(self, query, key, value, decoder_segment_ids, model_mode, sinks=sinks)
-            return out, None, None
+    docs/rollout.md has the branch in MaxText's `apply_attention`, chosen by `attention="jattn"`, that calls it.
 
     Windows and chunks count from the first token of a segment (MaxText's chunks count from the row's). Padding, segment
     0, gets 0; MaxText gives it the mean of padding.

@@ -90,6 +90,7 @@ def test_the_branch_gives_what_the_installed_maxtext_gives(case: str, seed: int)
         matmul_precision="highest",
         context_parallel_load_balance=False,
         context_sharding="context",
+        context_parallel_strategy="all_gather",
         ici_context_autoregressive_parallelism=0,
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
