@@ -9,6 +9,7 @@ from tests.support.delta_cases import assert_as_exact_as_torch, delta_call
 from tests.support.triton_ops import run_triton
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
+from torch_core.state.kernels.delta import plan
 
 
 @pytest.mark.parametrize("gates", ["g", "gk", None])
@@ -27,13 +28,32 @@ def test_each_option_is_as_exact_as_torchs(options, seed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"), [("bfloat16", {}), ("float16", {"gates": None, "states": False})], ids=str
+    ("dtype", "options"),
+    [("bfloat16", {}), ("float16", {"gates": None, "states": False}), ("bfloat16", {"gates": "gk", "sizes": (20, 6)})],
+    ids=str,
 )
 def test_prompts_go_in_chunks(dtype, options, seed):
-    call = delta_call(seed, (70, 1, 0, 130), heads=(2, 1), dtype=dtype, **options)
-    assert len(plan_call(call.map(array_spec)).launches) == 2
+    call = delta_call(seed, (70, 1, 0, 40), heads=(2, 1), dtype=dtype, **options)
+    assert launches(call)[-2:] == ["gated_delta_inverses_kernel", "gated_delta_chunks_kernel"]
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_segments_of_a_long_sequence_start_from_the_states_before_them(gates, seed, monkeypatch):
+    monkeypatch.setattr(plan, "_LEAST_SEGMENT", 1)
+    call = delta_call(seed, (150, 3, 65), heads=(1, 1), sizes=(18, 10), gates=gates, dtype="bfloat16")
+    assert "gated_delta_starts_kernel" in launches(call)
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
+def test_a_gate_that_forgets_all_gives_the_result_of_a_sequence_that_starts_there(seed):
+    call = delta_call(seed, (40,), heads=(1, 1), padding=0, states=False, dtype="bfloat16")
+    call.g[20] = -torch.inf
+    later = call.with_arrays({name: getattr(call, name)[20:] for name in ("query", "key", "value", "beta", "g")})
+    later = later.with_arrays({"query_start_loc": torch.tensor([0, 20], dtype=torch.int32)})
+    assert_as_exact_as_torch(later, run_triton(call)["out"][20:], None)
 
 
 def test_equal_keys_do_not_overflow_a_chunks_inverse(seed):
@@ -41,10 +61,16 @@ def test_equal_keys_do_not_overflow_a_chunks_inverse(seed):
     call.key[:] = call.key[0]
     call.beta[:] = 0.99
     given = call.map(torch.clone)
-    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states, added=64)
 
 
-@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"gates": "gk"}, {"sizes": (8, 130)}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float32"}, {"gates": "gk", "dtype": "float32"}, {"sizes": (8, 260)}], ids=str
+)
 def test_prompts_that_no_chunk_serves_go_token_by_token(change, seed):
     call = delta_call(seed, (40,), **{"dtype": "bfloat16", **change})
-    assert [launch.name for launch in plan_call(call.map(array_spec)).launches] == ["gated_delta_kernel"]
+    assert launches(call) == ["gated_delta_kernel"]
+
+
+def launches(call):
+    return [launch.name for launch in plan_call(call.map(array_spec)).launches]

@@ -63,6 +63,8 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "causal conv without states": _conv(8192, 8, conv_states=None, cache_indices=None, has_initial_state=None),
         "gated delta decode": _delta(64, 64, g=ArraySpec((64, 32), "float32")),
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
+        "gated delta in segments": _delta(1, 8192, g=ArraySpec((8192, 32), "float32")),
+        "gated delta by channel": _delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32")),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
         "mamba decode": _mamba(64, 64),
         "mamba": _mamba(8, 16384),

@@ -1,8 +1,8 @@
-"""The kernels of the gated delta rule, chunk by chunk, by its WY form (Yang et al. 2024, arXiv:2406.06484).
+"""The states of the gated delta rule, chunk after chunk, from the chunks' inverted systems (`systems.py`).
 
-Token t of a chunk corrects the state by `u[t] k[t]^T`, and u solves a triangular system. The first kernel inverts the
-systems of all chunks at the same time: `u = U - W S^T` for the state S before the chunk. The second one goes through
-the chunks of a sequence, holding rows of one head's state in registers.
+A program keeps rows of one head's state in registers, as the left operand and the sum of its products. Few long
+sequences are cut into segments, because a state after a segment is a linear function of the state before it: one
+launch finds these functions, a second one the state before each segment, and then all segments run at the same time.
 """
 
 from __future__ import annotations
@@ -12,145 +12,153 @@ import triton.language as tl
 
 from torch_core.device.states import load_state, store_state, zero_padding
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.kernel import normalized
 
 
 @triton.jit
-def gated_delta_systems_kernel(
-    query,
+def gated_delta_summaries_kernel(
     key,
     value,
-    beta,
-    g,
     query_start_loc,
-    corrections,
-    responses,
-    products,
-    decays,
+    inverses,
+    factors,
+    reads,
+    adds,
+    through,
+    summaries,
     num_seqs,
-    epsilon,
-    query_token_stride,
-    query_head_stride,
     key_token_stride,
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    beta_token_stride,
-    g_token_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads).
+    """Grid: (segments of the batch by a static bound, heads, tiles of BLOCK_V rows of a state and of its factor).
 
-    Writes for each chunk and head, in the keys' type: U as `corrections`, W as `responses`, the decayed products of
-    queries and keys as `products`; and in float32 the logarithms of the decay from the chunk's start as `decays`.
+    Writes for each segment but the last one of a sequence the state after it if zeros were before it, and below it the
+    matrix that a state before it is multiplied with, in float32.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    seq, segment, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, SEGMENT * CHUNK, 1)
     if tile >= total:
         return
-    dtype: tl.constexpr = key.dtype.element_ty
     start = tl.load(query_start_loc + seq)
-    step = tl.arange(0, CHUNK)
-    token = index * CHUNK + step
-    live = token < tl.load(query_start_loc + seq + 1) - start
-    place = (start + token).to(tl.int64)
+    length = tl.load(query_start_loc + seq + 1) - start
+    if length <= (segment + 1) * SEGMENT * CHUNK:
+        return
+    first = chunks_before(query_start_loc, seq, BLOCK_SEQS, CHUNK) + segment * SEGMENT
+    line = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     channel = tl.arange(0, KEY_PADDED)
-    is_key = live[:, None] & (channel < KEY_SIZE)[None, :]
-    keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
-    k = normalized(tl.load(keys, mask=is_key, other=0.0), epsilon, NORMALIZE)
-    rate = tl.load(beta + place * beta_token_stride + head, mask=live, other=0.0).to(tl.float32)
-    decay = tl.zeros([CHUNK], tl.float32)
-    if g is not None:
-        decay = tl.cumsum(tl.load(g + place * g_token_stride + head, mask=live, other=0.0).to(tl.float32), 0)
-
-    row = step[:, None]
-    column = step[None, :]
-    overlap = tl.dot(k.to(dtype), tl.trans(k.to(dtype))) * rate[:, None]
-    inverse = _inverse(tl.where(row > column, overlap * _weights(decay, row, column), 0.0), CHUNK).to(dtype)
-    number = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK
-    tl.store(decays + number + step, decay)
-    # Read here, keys again: registers are scarce while the system is inverted.
-    k = normalized(tl.load(keys, mask=is_key, other=0.0), epsilon, NORMALIZE)
-    w = tl.dot(inverse, (k * (rate * tl.exp(decay))[:, None]).to(dtype))
-    target = responses + (number + row) * KEY_SIZE + channel[None, :]
-    tl.store(target, w.to(dtype), mask=(channel < KEY_SIZE)[None, :])
-    element = tl.arange(0, VALUE_PADDED)
-    is_element = (element < VALUE_SIZE)[None, :]
-    values = value + place[:, None] * value_token_stride + head * value_head_stride + element[None, :]
-    v = tl.load(values, mask=live[:, None] & is_element, other=0.0).to(tl.float32)
-    u = tl.dot(inverse, (v * rate[:, None]).to(dtype))
-    tl.store(corrections + (number + row) * VALUE_SIZE + element[None, :], u.to(dtype), mask=is_element)
-    queries = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
-    q = normalized(tl.load(queries, mask=is_key, other=0.0), epsilon, NORMALIZE).to(dtype)
-    p = tl.dot(q, tl.trans(k.to(dtype))) * _weights(decay, row, column)
-    tl.store(products + (number + row) * CHUNK + column, p.to(dtype))
+    step = tl.arange(0, CHUNK)
+    is_channel = channel < KEY_SIZE
+    is_value = line < VALUE_SIZE
+    state = tl.where((line - VALUE_PADDED)[:, None] == channel[None, :], 1.0, 0.0)
+    for index in range(SEGMENT):
+        chunk = ((first + index) * NUM_HEADS + head).to(tl.int64)
+        place = start.to(tl.int64) + (segment * SEGMENT + index) * CHUNK + step
+        values = value + place[:, None] * value_token_stride + head * value_head_stride + line[None, :]
+        v = tl.load(values, mask=is_value[None, :], other=0.0)
+        if through is None:
+            keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
+            k = tl.load(keys, mask=is_channel[None, :], other=0.0)
+            _, state = corrected(state, k, v, inverses, factors, chunk, PRECISION, CHUNK)
+        else:
+            _, state = corrected_by_channel(
+                state, v, inverses, reads, adds, through, chunk, channel, KEY_SIZE, PRECISION, CHUNK
+            )
+    height: tl.constexpr = VALUE_PADDED + KEY_PADDED
+    target = summaries + (tile * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED
+    tl.store(target + line[:, None] * KEY_PADDED + channel[None, :], state)
 
 
 @triton.jit
-def _weights(decay, row, column):
-    # Of later tokens the difference would be positive without a bound.
-    return tl.exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
+def gated_delta_starts_kernel(
+    query_start_loc,
+    cache_indices,
+    has_initial_state,
+    states,
+    summaries,
+    num_seqs,
+    num_states,
+    states_slot_stride,
+    states_head_stride,
+    states_row_stride,
+    NUM_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (sequences, heads, tiles of BLOCK_R rows of a state). Replaces the summaries' states by those after them.
 
-
-@triton.jit
-def _inverse(lower, SIZE: tl.constexpr):
-    """Returns the inverse of I + lower, of which `lower` is strictly lower triangular.
-
-    By finite series, twice: inside blocks of 8, and of blocks. One series over all rows would lose digits for equal
-    keys: its terms grow as binomial coefficients, here up to 70.
+    The last segment of a sequence has no summary; the state before the first one is that of the sequence.
     """
-    step = tl.arange(0, SIZE)
-    one = tl.where(step[:, None] == step[None, :], 1.0, 0.0)
-    is_block = step[:, None] // 8 == step[None, :] // 8
-    n = tl.where(is_block, -lower, 0.0)
-    n2 = _product(n, n)
-    x = one + n + n2 + _product(n, n2)
-    x += _product(x, _product(n2, n2))
-    m = -_product(x, tl.where(is_block, 0.0, lower))
-    tl.static_assert(SIZE <= 64)
-    m2 = _product(m, m)
-    x += _product(_product(m2, m2), x)
-    x += _product(m2, x)
-    return x + _product(m, x)
-
-
-@triton.jit
-def _product(left, right):
-    # Three products of matrix units, as exact as one of float32.
-    return tl.dot(left, right, input_precision="tf32x3")
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    channel = tl.arange(0, KEY_PADDED)
+    length = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
+    count = (length + SEGMENT * CHUNK - 1) // (SEGMENT * CHUNK) - 1
+    if count <= 0:
+        return
+    first = chunks_before(query_start_loc, seq, BLOCK_SEQS, SEGMENT * CHUNK)
+    state = load_state(
+        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
+        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+    )  # fmt: skip
+    height: tl.constexpr = VALUE_PADDED + KEY_PADDED
+    inner = VALUE_PADDED + tl.arange(0, KEY_PADDED)
+    for index in range(count):
+        base = summaries + ((first + index) * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED + channel[None, :]
+        factor = tl.load(base + inner[:, None] * KEY_PADDED)
+        # Rows of no value are those of zeros.
+        own = base + row[:, None] * KEY_PADDED
+        state = tl.dot(state, factor, acc=tl.load(own), input_precision=PRECISION)
+        tl.store(own, state)
 
 
 @triton.jit
 def gated_delta_chunks_kernel(
     query,
     key,
+    value,
     query_start_loc,
     cache_indices,
     has_initial_state,
-    corrections,
-    responses,
+    inverses,
     products,
-    decays,
+    factors,
+    reads,
+    queries,
+    adds,
+    through,
+    summaries,
     states,
     out,
     num_tokens,
     num_seqs,
     num_states,
-    scale,
-    epsilon,
     query_token_stride,
     query_head_stride,
     key_token_stride,
     key_head_stride,
+    value_token_stride,
+    value_head_stride,
     states_slot_stride,
     states_head_stride,
     states_row_stride,
@@ -161,63 +169,128 @@ def gated_delta_chunks_kernel(
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (sequences, heads, tiles of BLOCK_V rows of a state). The first sequence's programs zero padded tokens."""
+    """Grid: (segments, heads, tiles of BLOCK_V rows of a state). The first segment's programs zero padded tokens.
+
+    Without segments `summaries` is absent, and there is one program for each sequence.
+    """
     dtype: tl.constexpr = key.dtype.element_ty
-    seq = tl.program_id(0)
+    tile = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_row = row < VALUE_SIZE
     results = out + head * out_head_stride + row
-    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, row < VALUE_SIZE, BLOCK_T)
+    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
+    seq = tile
+    segment = 0
+    if summaries is not None:
+        seq, segment, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, SEGMENT * CHUNK, 1)
+        if tile >= total:
+            return
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
     if length <= 0:
         return
 
+    channel = tl.arange(0, KEY_PADDED)
+    step = tl.arange(0, CHUNK)
+    is_channel = channel < KEY_SIZE
+    count = (length + CHUNK - 1) // CHUNK
+    first = chunks_before(query_start_loc, seq, BLOCK_SEQS, CHUNK)
+    begin = 0
+    end = count
+    if summaries is not None:
+        begin = segment * SEGMENT
+        end = tl.minimum(begin + SEGMENT, count)
+    state = load_state(
+        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
+        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+    )  # fmt: skip
+    if summaries is not None:  # noqa: SIM102, without summaries nothing is compiled
+        if segment > 0:
+            height: tl.constexpr = VALUE_PADDED + KEY_PADDED
+            source = summaries + ((tile - 1) * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED
+            state = tl.load(source + row[:, None] * KEY_PADDED + channel[None, :])
+    for index in range(begin, end):
+        chunk = ((first + index) * NUM_HEADS + head).to(tl.int64)
+        live = index * CHUNK + step < length
+        place = start.to(tl.int64) + index * CHUNK + step
+        values = value + place[:, None] * value_token_stride + head * value_head_stride + row[None, :]
+        v = tl.load(values, mask=live[:, None] & is_row[None, :], other=0.0)
+        p = tl.load(products + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+        if through is None:
+            is_key = live[:, None] & is_channel[None, :]
+            keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
+            source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
+            k = tl.load(keys, mask=is_key, other=0.0)
+            q = tl.load(source, mask=is_key, other=0.0)
+            read = tl.load(factors + chunk * 5 * CHUNK + CHUNK + step)
+            found = tl.dot(state.to(dtype), tl.trans(q), input_precision=PRECISION) * read[None, :]
+            u, state = corrected(state, k, v, inverses, factors, chunk, PRECISION, CHUNK)
+        else:
+            rows = step[:, None] * KEY_SIZE + channel[None, :]
+            q = tl.load(queries + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
+            found = tl.dot(state.to(dtype), tl.trans(q), input_precision=PRECISION)
+            u, state = corrected_by_channel(
+                state, v, inverses, reads, adds, through, chunk, channel, KEY_SIZE, PRECISION, CHUNK
+            )
+        found = tl.dot(u.to(dtype), tl.trans(p), acc=found, input_precision=PRECISION)
+        places = results[:, None] + place[None, :] * out_token_stride
+        tl.store(places, found.to(out.dtype.element_ty), mask=is_row[:, None] & live[None, :])
+    if end == count:
+        store_state(
+            states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
+            states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def corrected(state, k, v, inverses, factors, chunk, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the corrections of a chunk, [rows of the state, tokens], and the state after it."""
+    step = tl.arange(0, CHUNK)
+    held = factors + chunk * 5 * CHUNK
+    inverse = tl.load(inverses + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+    into = tl.load(held + step)
+    added = tl.load(held + 2 * CHUNK + step)
+    last = tl.load(held + 3 * CHUNK)
+    known = tl.dot(state.to(k.dtype), tl.trans(k), input_precision=PRECISION) * into[None, :]
+    u = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
+    u = tl.dot(known.to(k.dtype), tl.trans(inverse), acc=u, input_precision=PRECISION)
+    return u, tl.dot((u * added[None, :]).to(k.dtype), k, acc=state * last, input_precision=PRECISION)
+
+
+@triton.jit
+def corrected_by_channel(
+    state, v, inverses, reads, adds, through, chunk, channel, KEY_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Returns what `corrected` does, with a gate for each channel."""
+    step = tl.arange(0, CHUNK)
+    is_channel = channel < KEY_SIZE
+    rows = step[:, None] * KEY_SIZE + channel[None, :]
+    k = tl.load(reads + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
+    added = tl.load(adds + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
+    inverse = tl.load(inverses + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+    last = tl.load(through + chunk * KEY_SIZE + channel, mask=is_channel, other=0.0)
+    known = tl.dot(state.to(k.dtype), tl.trans(k), input_precision=PRECISION)
+    u = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
+    u = tl.dot(known.to(k.dtype), tl.trans(inverse), acc=u, input_precision=PRECISION)
+    return u, tl.dot(u.to(k.dtype), added, acc=state * last[None, :], input_precision=PRECISION)
+
+
+@triton.jit
+def chunks_before(query_start_loc, seq, BLOCK_SEQS: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the number of chunks of the sequences before one."""
     first = 0
     for base in range(0, seq, BLOCK_SEQS):
         seqs = base + tl.arange(0, BLOCK_SEQS)
         ends = tl.load(query_start_loc + seqs + 1, mask=seqs < seq, other=0)
         first += tl.sum((ends - tl.load(query_start_loc + seqs, mask=seqs < seq, other=0) + CHUNK - 1) // CHUNK, 0)
-    channel = tl.arange(0, KEY_PADDED)
-    step = tl.arange(0, CHUNK)
-    is_channel = channel < KEY_SIZE
-    is_row = row < VALUE_SIZE
-    state = load_state(
-        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
-        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
-    )  # fmt: skip
-    for index in range((length + CHUNK - 1) // CHUNK):
-        number = ((first + index) * NUM_HEADS + head).to(tl.int64) * CHUNK
-        live = index * CHUNK + step < length
-        place = start.to(tl.int64) + index * CHUNK + step
-        is_key = live[:, None] & is_channel[None, :]
-        keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
-        queries = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
-        k = normalized(tl.load(keys, mask=is_key, other=0.0), epsilon, NORMALIZE)
-        q = normalized(tl.load(queries, mask=is_key, other=0.0), epsilon, NORMALIZE)
-        decay = tl.load(decays + number + step)
-        last = tl.load(decays + number + CHUNK - 1)
-        source = responses + (number + step)[:, None] * KEY_SIZE + channel[None, :]
-        w = tl.load(source, mask=is_channel[None, :], other=0.0)
-        source = corrections + (number + step)[:, None] * VALUE_SIZE + row[None, :]
-        u = tl.load(source, mask=is_row[None, :], other=0.0).to(tl.float32)
-        p = tl.load(products + (number + step)[:, None] * CHUNK + step[None, :])
-
-        held = tl.trans(state.to(dtype))
-        u -= tl.dot(w, held)
-        found = tl.dot((q * tl.exp(decay)[:, None]).to(dtype), held)
-        found += tl.dot(p, u.to(dtype))
-        places = results[None, :] + place[:, None] * out_token_stride
-        tl.store(places, (found * scale).to(out.dtype.element_ty), mask=live[:, None] & is_row[None, :])
-        k = (k * tl.exp(last - decay)[:, None]).to(dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(u.to(dtype)), k)
-    store_state(
-        states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
-        states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
-    )  # fmt: skip
+    return first

@@ -59,42 +59,35 @@ def gated_delta_kernel(
     results = out + head * out_head_stride + row
     zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
     start = tl.load(query_start_loc + seq)
-    end = tl.load(query_start_loc + seq + 1)
-    if start >= end:
-        return
-
+    length = tl.load(query_start_loc + seq + 1) - start
+    # No branch for an empty sequence, which has no slot: offsets and slots are then read together.
+    num_states = tl.where(length > 0, num_states, 0)
     state = load_state(
         states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
         states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
-    for step in range(end - start):
+    for step in range(length):
         place = start.to(tl.int64) + step
         keys = key + place * key_token_stride + head // GROUP * key_head_stride + channel
         queries = query + place * query_token_stride + head // GROUP * query_head_stride + channel
         k = tl.load(keys, mask=is_channel, other=0.0).to(tl.float32)
         q = tl.load(queries, mask=is_channel, other=0.0).to(tl.float32)
         v = tl.load(value + place * value_token_stride + head * value_head_stride + row, mask=is_row, other=0.0)
-        if NORMALIZE:
-            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
+        rate = tl.load(beta + place * beta_token_stride + head).to(tl.float32)
         if g is not None:
             state *= tl.exp(tl.load(g + place * g_token_stride + head).to(tl.float32))
         if gk is not None:
             gates = gk + place * gk_token_stride + head * gk_head_stride + channel
             state *= tl.exp(tl.load(gates, mask=is_channel, other=0.0).to(tl.float32))[None, :]
-        rate = tl.load(beta + place * beta_token_stride + head).to(tl.float32)
+        if NORMALIZE:
+            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
+            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
+        # All sums over a row's channels are independent: the result is read from the state before its update.
         error = rate * (v.to(tl.float32) - tl.sum(state * k[None, :], 1))
+        found = scale * (tl.sum(state * q[None, :], 1) + error * tl.sum(k * q, 0))
         state += error[:, None] * k[None, :]
-        found = scale * tl.sum(state * q[None, :], 1)
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
     store_state(
         states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
         states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
-
-
-@triton.jit
-def normalized(rows, epsilon, NORMALIZE: tl.constexpr):
-    """Returns rows in float32, divided by their norms if NORMALIZE."""
-    rows = rows.to(tl.float32)
-    return rows / tl.sqrt(tl.sum(rows * rows, 1) + epsilon)[:, None] if NORMALIZE else rows

@@ -1,0 +1,167 @@
+"""The systems of chunks with a gate for each key channel (Kimi Delta Attention, arXiv:2510.26692).
+
+A product of two tokens is decayed between them in each channel. Tokens in two neighbouring blocks are both decayed to
+the border of the blocks, so that no exponent is positive; blocks of 1, 2, 4 and so on hold all pairs of a chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.work import locate_tile
+from torch_core.state.kernels.delta.systems import inverse_norms
+
+
+@triton.jit
+def gated_delta_channels_kernel(
+    query,
+    key,
+    beta,
+    gk,
+    query_start_loc,
+    factors,
+    decays,
+    reads,
+    queries,
+    adds,
+    through,
+    num_seqs,
+    scale,
+    epsilon,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    beta_token_stride,
+    gk_token_stride,
+    gk_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, heads).
+
+    Writes for each token: the logarithms of the decay from the chunk's start as `decays`, in float32; the negative key
+    and the query as the state before the chunk sees them, `reads` and `queries`; the key as the state after it does,
+    `adds`; as `factors` those of keys and queries for their norms, the product of both, and beta. And for each chunk
+    the decay of its state, `through`, in float32.
+    """
+    dtype: tl.constexpr = key.dtype.element_ty
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    step = tl.arange(0, CHUNK)
+    token = index * CHUNK + step
+    live = token < tl.load(query_start_loc + seq + 1) - start
+    place = (start + token).to(tl.int64)
+    channel = tl.arange(0, KEY_PADDED)
+    is_channel = (channel < KEY_SIZE)[None, :]
+    is_key = live[:, None] & is_channel
+    keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
+    source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
+    gates = gk + place[:, None] * gk_token_stride + head * gk_head_stride + channel[None, :]
+    # Of two sums with -inf no difference could be taken.
+    gate = tl.maximum(tl.load(gates, mask=is_key, other=0.0).to(tl.float32), -100.0)
+    decay = tl.cumsum(gate, 0)
+    last = tl.sum(gate, 0)
+    chunk = (tile * NUM_HEADS + head).to(tl.int64)
+    base = chunk * CHUNK * KEY_SIZE
+    rows = step[:, None] * KEY_SIZE + channel[None, :]
+    tl.store(decays + base + rows, decay, mask=is_channel)
+    tl.store(through + chunk * KEY_SIZE + channel, tl.exp(last), mask=channel < KEY_SIZE)
+    k = tl.load(keys, mask=is_key, other=0.0).to(tl.float32)
+    k_norm = inverse_norms(k, epsilon, NORMALIZE)
+    k *= k_norm[:, None]
+    tl.store(reads + base + rows, (-k * tl.exp(decay)).to(dtype), mask=is_channel)
+    tl.store(adds + base + rows, (k * tl.exp(last[None, :] - decay)).to(dtype), mask=is_channel)
+    q = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
+    q_norm = inverse_norms(q, epsilon, NORMALIZE) * scale
+    q *= q_norm[:, None]
+    tl.store(queries + base + rows, (q * tl.exp(decay)).to(dtype), mask=is_channel)
+    held = factors + chunk * 5 * CHUNK + step
+    tl.store(held, k_norm)
+    tl.store(held + CHUNK, q_norm)
+    tl.store(held + 2 * CHUNK, tl.sum(q * k, 1))
+    rate = tl.load(beta + place * beta_token_stride + head, mask=live, other=0.0).to(tl.float32)
+    tl.store(held + 4 * CHUNK, rate)
+
+
+@triton.jit
+def gated_delta_pairs_kernel(
+    query,
+    key,
+    query_start_loc,
+    factors,
+    decays,
+    overlaps,
+    products,
+    num_seqs,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks, heads). Writes `overlaps` and `products`, as `gated_delta_overlaps_kernel` does."""
+    dtype: tl.constexpr = key.dtype.element_ty
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    step = tl.arange(0, CHUNK)
+    token = index * CHUNK + step
+    live = token < tl.load(query_start_loc + seq + 1) - start
+    place = (start + token).to(tl.int64)
+    row = step[:, None]
+    column = step[None, :]
+    chunk = (tile * NUM_HEADS + head).to(tl.int64)
+    factor = factors + chunk * 5 * CHUNK + step
+    k_norm = tl.load(factor)
+    by_key = tl.zeros([CHUNK, CHUNK], tl.float32)
+    by_query = tl.where(row == column, tl.load(factor + 2 * CHUNK)[:, None], 0.0)
+    q_norm = tl.load(factor + CHUNK)
+    # The highest different bit of two tokens is the size of the blocks in which they are neighbours.
+    apart = tl.where(row > column, row ^ column, 0)
+    held = decays + chunk * CHUNK * KEY_SIZE
+    for level in range(6):
+        # The last token of the earlier block.
+        border = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
+        key_found = tl.zeros([CHUNK, CHUNK], tl.float32)
+        query_found = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for first in range(0, KEY_PADDED, BLOCK_K):
+            channel = first + tl.arange(0, BLOCK_K)[None, :]
+            is_key = live[:, None] & (channel < KEY_SIZE)
+            keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel
+            source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel
+            decay = tl.load(held + row * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
+            there = tl.load(held + border * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
+            k = tl.load(keys, mask=is_key, other=0.0).to(tl.float32)
+            q = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
+            weight = tl.exp(-tl.abs(decay - there))
+            x = (k * weight).to(dtype)
+            key_found = tl.dot(x, tl.trans(x), acc=key_found, input_precision=PRECISION)
+            query_found = tl.dot((q * weight).to(dtype), tl.trans(x), acc=query_found, input_precision=PRECISION)
+        is_pair = (apart >> level) == 1
+        by_key = tl.where(is_pair, key_found, by_key)
+        by_query = tl.where(is_pair, query_found * q_norm[:, None] * k_norm[None, :], by_query)
+    by_key *= (k_norm * tl.load(factor + 4 * CHUNK))[:, None] * k_norm[None, :]
+    square = row * CHUNK + column
+    tl.store(products + chunk * CHUNK * CHUNK + square, by_query.to(dtype))
+    tl.store(overlaps + chunk * CHUNK * CHUNK + square, by_key, mask=row // 16 >= column // 16)

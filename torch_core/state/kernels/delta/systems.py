@@ -1,0 +1,179 @@
+"""The systems of the gated delta rule's chunks, by their WY form (Yang et al. 2024, arXiv:2406.06484).
+
+Token t of a chunk corrects the state by `u[t] k[t]^T`, and u solves a unit lower triangular system whose right side
+depends on the state before the chunk. All chunks' systems are inverted at the same time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_core.device.work import locate_tile
+
+
+@triton.jit
+def gated_delta_overlaps_kernel(
+    query,
+    key,
+    beta,
+    g,
+    query_start_loc,
+    overlaps,
+    products,
+    factors,
+    num_seqs,
+    scale,
+    epsilon,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    beta_token_stride,
+    g_token_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, groups of MEMBERS heads that share a key).
+
+    Writes for each chunk and head: its system's blocks of 16 below the diagonal as `overlaps`, in float32; the decayed
+    products of queries and keys as `products`; and as `factors`, in float32, those of each token's key before the
+    state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta.
+    """
+    tile = tl.program_id(0)
+    key_head = tl.program_id(1) * MEMBERS // GROUP
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    step = tl.arange(0, CHUNK)
+    token = index * CHUNK + step
+    live = token < tl.load(query_start_loc + seq + 1) - start
+    place = (start + token).to(tl.int64)
+    channel = tl.arange(0, KEY_PADDED)
+    is_key = live[:, None] & (channel < KEY_SIZE)[None, :]
+    keys = key + place[:, None] * key_token_stride + key_head * key_head_stride + channel[None, :]
+    queries = query + place[:, None] * query_token_stride + key_head * query_head_stride + channel[None, :]
+    k = tl.load(keys, mask=is_key, other=0.0)
+    q = tl.load(queries, mask=is_key, other=0.0)
+    k_norm = inverse_norms(k, epsilon, NORMALIZE)
+    q_norm = inverse_norms(q, epsilon, NORMALIZE) * scale
+    by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
+    by_key = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
+    row = step[:, None]
+    column = step[None, :]
+    for member in range(MEMBERS):
+        head = tl.program_id(1) * MEMBERS + member
+        rate = tl.load(beta + place * beta_token_stride + head, mask=live, other=0.0).to(tl.float32)
+        decay = tl.zeros([CHUNK], tl.float32)
+        if g is not None:
+            # Of two sums with -inf no difference could be taken.
+            gate = tl.load(g + place * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
+            decay = tl.cumsum(tl.maximum(gate, -100.0), 0)
+        last = tl.sum(tl.where(step == CHUNK - 1, decay, 0.0), 0)
+        number = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK
+        held = factors + number * 5 + step
+        tl.store(held, -k_norm * tl.exp(decay))
+        tl.store(held + CHUNK, q_norm * tl.exp(decay))
+        tl.store(held + 2 * CHUNK, k_norm * tl.exp(last - decay))
+        tl.store(held + 3 * CHUNK, tl.exp(last) + tl.zeros([CHUNK], tl.float32))
+        tl.store(held + 4 * CHUNK, rate)
+        # Of later tokens the difference would be positive without a bound.
+        weights = tl.exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
+        square = row * CHUNK + column
+        tl.store(products + number * CHUNK + square, (by_query * weights).to(products.dtype.element_ty))
+        lower = tl.where(row > column, by_key * weights * rate[:, None], 0.0)
+        tl.store(overlaps + number * CHUNK + square, lower, mask=row // 16 >= column // 16)
+
+
+@triton.jit
+def gated_delta_inverses_kernel(
+    query_start_loc,
+    overlaps,
+    factors,
+    inverses,
+    num_seqs,
+    NUM_HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, heads). Writes inverses of I + overlaps, with columns times beta.
+
+    Blocks of 16 are inverted by a finite series: one over all rows would lose digits for equal keys, because its terms
+    grow as binomial coefficients.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    _, _, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    tl.static_assert(CHUNK == 64)
+    number = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK
+    step = tl.arange(0, 16)
+    inner = step[:, None] * CHUNK + step[None, :]
+    source = overlaps + number * CHUNK + inner
+    target = inverses + number * CHUNK + inner
+    rate = factors + number * 5 + 4 * CHUNK + step
+    x00 = _inverted(tl.load(source), PRECISION)
+    x11 = _inverted(tl.load(source + 16 * (CHUNK + 1)), PRECISION)
+    x22 = _inverted(tl.load(source + 32 * (CHUNK + 1)), PRECISION)
+    x33 = _inverted(tl.load(source + 48 * (CHUNK + 1)), PRECISION)
+    l10 = tl.load(source + 16 * CHUNK)
+    l20 = tl.load(source + 32 * CHUNK)
+    l21 = tl.load(source + 32 * CHUNK + 16)
+    l30 = tl.load(source + 48 * CHUNK)
+    l31 = tl.load(source + 48 * CHUNK + 16)
+    l32 = tl.load(source + 48 * CHUNK + 32)
+    x10 = -_product(x11, _product(l10, x00, PRECISION), PRECISION)
+    x21 = -_product(x22, _product(l21, x11, PRECISION), PRECISION)
+    x32 = -_product(x33, _product(l32, x22, PRECISION), PRECISION)
+    x20 = -_product(x22, _product(l20, x00, PRECISION) + _product(l21, x10, PRECISION), PRECISION)
+    x31 = -_product(x33, _product(l31, x11, PRECISION) + _product(l32, x21, PRECISION), PRECISION)
+    x30 = _product(l30, x00, PRECISION) + _product(l31, x10, PRECISION) + _product(l32, x20, PRECISION)
+    x30 = -_product(x33, x30, PRECISION)
+    zero = tl.zeros([16, 16], tl.float32)
+    _store_column(target, rate, x00, x10, x20, x30, CHUNK)
+    _store_column(target + 16, rate + 16, zero, x11, x21, x31, CHUNK)
+    _store_column(target + 32, rate + 32, zero, zero, x22, x32, CHUNK)
+    _store_column(target + 48, rate + 48, zero, zero, zero, x33, CHUNK)
+
+
+@triton.jit
+def _store_column(target, rate, x0, x1, x2, x3, CHUNK: tl.constexpr):
+    rate = tl.load(rate)[None, :]
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target, (x0 * rate).to(dtype))
+    tl.store(target + 16 * CHUNK, (x1 * rate).to(dtype))
+    tl.store(target + 32 * CHUNK, (x2 * rate).to(dtype))
+    tl.store(target + 48 * CHUNK, (x3 * rate).to(dtype))
+
+
+@triton.jit
+def _inverted(lower, PRECISION: tl.constexpr):
+    """Returns the inverse of I + lower, of 16 rows."""
+    step = tl.arange(0, 16)
+    n2 = _product(lower, lower, PRECISION)
+    x = tl.where(step[:, None] == step[None, :], 1.0, 0.0) - lower + n2 - _product(lower, n2, PRECISION)
+    n4 = _product(n2, n2, PRECISION)
+    x += _product(x, n4, PRECISION)
+    return x + _product(x, _product(n4, n4, PRECISION), PRECISION)
+
+
+@triton.jit
+def inverse_norms(rows, epsilon, NORMALIZE: tl.constexpr):
+    """Returns the inverse of each row's norm if NORMALIZE, and ones otherwise."""
+    wide = rows.to(tl.float32)
+    return 1 / tl.sqrt(tl.sum(wide * wide, 1) + epsilon) if NORMALIZE else tl.full([rows.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def _product(left, right, PRECISION: tl.constexpr):
+    return tl.dot(left, right, input_precision=PRECISION)
