@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.bridge.calls import empty_outputs
+from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops import softmax
 from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.quantise import quantised, scaled
@@ -91,6 +92,8 @@ def attend_to_blocks(
 
 
 def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
+    if call.batch_invariant:
+        return attend_in_order(call, _tokens, plain=_attention)
     dtype = compute_dtype(call)
     max_key_len = call.max_key_len if call.max_key_len is not None else call.key.shape[0]
     if call.is_empty or call.key.shape[0] == 0 or call.max_query_len == 0 or max_key_len == 0:
@@ -116,6 +119,12 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
         dropout = dropout.reshape(scores.shape).astype(dtype) * jnp.asarray(keep_factor(call.dropout_rate), dtype)
     state = softmax.update(softmax.empty_state(call), scores, _WEIGHTED_VALUES, values, dropout)
     return _results(call, state)
+
+
+def _tokens(call: DenseCall[jax.Array], seq: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the packed keys and values at positions of a sequence."""
+    rows, dtype = call.key_start_loc[seq] + positions, compute_dtype(call)
+    return call.key[rows].astype(dtype), call.value[rows].astype(dtype)
 
 
 def _segmented(
@@ -151,7 +160,23 @@ def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Arr
 
 
 def _paged_attention(call: PagedCall[jax.Array]) -> dict[str, jax.Array]:
+    if call.batch_invariant:
+        return attend_in_order(call, _slots, plain=_paged_attention)
     return attend_to_blocks(call, _blocks)
+
+
+def _slots(call: PagedCall[jax.Array], seq: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and the values at positions of a sequence, scales applied."""
+    at = call.block_tables[seq, positions // call.block_size], positions % call.block_size
+    dtype = compute_dtype(call)
+    if call.kv_cache is not None:
+        keys, values = call.kv_cache[at[0], 0, at[1]], call.kv_cache[at[0], 1, at[1]]
+    else:
+        keys, values = (cache[at] for cache in call.caches)
+    keys, values = scaled(keys.astype(dtype), call.k_scale), scaled(values.astype(dtype), call.v_scale)
+    if call.k_scale_cache is not None and call.v_scale_cache is not None:
+        keys, values = keys * call.k_scale_cache[at][..., None], values * call.v_scale_cache[at][..., None]
+    return keys, values
 
 
 def _blocks(call: PagedCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jattn.ops import latents
 from jattn.ops.arguments import documented, dtype_name, refuse_traced
 from jattn.ops.attention import Request, output, output_and_lse
+from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops.attention_jnp import NARROWED, attend_to_blocks
 from jattn.ops.cache import places
-from jattn.ops.quantise import quantised
+from jattn.ops.quantise import quantised, scaled
 from jattn.ops.run import run
+from jattn.ops.softmax import compute_dtype
 from jattn.ops.xla import JaxOp, register
 from torch_core.attention.options import LatentOptions
 from torch_core.latent.call import LatentCall, LatentWriteCall
@@ -126,7 +128,17 @@ mla_attention_with_lse = operation(
 
 
 def _mla_attention(call: LatentCall[jax.Array]) -> dict[str, jax.Array]:
+    if call.batch_invariant:
+        return attend_in_order(call, _slots, plain=_mla_attention)
     return attend_to_blocks(call, _blocks)
+
+
+def _slots(call: LatentCall[jax.Array], seq: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows at positions of a sequence as keys, and their latents as values."""
+    blocks, offsets = call.block_tables[seq, positions // call.block_size], positions % call.block_size
+    rows = call.latent_cache[blocks, offsets][:, None].astype(compute_dtype(call))
+    rows = scaled(rows, call.k_scale)
+    return rows, rows[..., : call.kv_lora_rank]
 
 
 def _blocks(call: LatentCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

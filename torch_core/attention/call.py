@@ -11,6 +11,7 @@ from torch_core.attention.checks import check_caches, check_static, check_token_
 from torch_core.attention.dropout import check_rate
 from torch_core.attention.options import MASK_OPTIONS, attention_spec
 from torch_core.attention.segments import SegmentFields
+from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -56,6 +57,9 @@ class AttentionCall(Call[A]):
         max_query_len: upper bound on the query lengths, in tokens; it never changes a result.
         with_lse: also return the natural log-sum-exp of each row's scores, float32 [num_tokens, num_heads].
         out_dtype: element type of a new output; None for the query's, bfloat16 for an fp8 query.
+        batch_invariant: take every key in the order of its position, in tiles that begin at multiples of one size. A
+            query's bits then depend on itself and on the keys it sees alone: not on other sequences, other queries of
+            its own, blocks, or whether keys are paged or dense.
     """
 
     query: Float[A, "num_tokens num_heads head_size"]
@@ -79,6 +83,7 @@ class AttentionCall(Call[A]):
     max_query_len: int
     with_lse: bool = False
     out_dtype: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(
         self,
@@ -228,8 +233,9 @@ class AttentionCall(Call[A]):
         return found
 
     def check_statics(self) -> None:
-        """Checks that the bound on the query lengths is an int."""
+        """Checks that the bound on the query lengths is an int, and the flag."""
         check_static("max_query_len", self.max_query_len)
+        check_bool("batch_invariant", self.batch_invariant)
 
     def check_options(self) -> None:
         """Checks heads, dtypes and options."""

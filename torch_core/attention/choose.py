@@ -26,8 +26,12 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     cost 1 to 3% of such a batch. The choice, and the size of chunks, follow from shapes and max_query_len alone: within
     one plan a sequence's bits do not depend on its neighbours.
 
+    A batch-invariant call has the portable kernel for queries of any length.
+
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """
+    if call.batch_invariant:
+        return operation(call, (rows_launch(call, min_query=1),))
     short = short_query_len(call) if isinstance(call, PagedCall) else 0
     if isinstance(call, PagedCall) and short == call.max_query_len and packs_short_fp8(call, limits):
         short = 0

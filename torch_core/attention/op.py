@@ -9,6 +9,7 @@ from torch_core.attention.backward_call import DenseBackwardCall, backward_of
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.merge_call import MergeCall
 from torch_core.attention.serves import (
+    BATCH_INVARIANT,
     BLOCK_SIZE,
     CONTIGUOUS,
     DERIVATIVE,
@@ -34,6 +35,7 @@ register(
             HEAD_SIZE,
             BLOCK_SIZE,
             PAGED_STRIDES,
+            BATCH_INVARIANT,
             *EVERYWHERE,
         ),
     ),
@@ -42,7 +44,7 @@ register(
         reference="torch_core.attention.reference.attention:attention",
         cpu="torch_core.attention.cpu.dense:attention",
         plan="torch_core.attention.choose:plan_attention",
-        serves=(compute_dtype("query"), HEAD_SIZE, strides(contiguous=CONTIGUOUS)),
+        serves=(compute_dtype("query"), HEAD_SIZE, strides(contiguous=CONTIGUOUS), BATCH_INVARIANT),
     ),
     Op(
         call=DenseBackwardCall,

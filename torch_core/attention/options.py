@@ -29,6 +29,7 @@ class _CommonOptions(TypedDict, Generic[A], total=False):
     logits_soft_cap: float | None
     sinks: A | None
     out_scale: A | float | None
+    batch_invariant: bool
 
 
 class ScoreOptions(TypedDict, Generic[A], total=False):

@@ -59,6 +59,16 @@ def _block_size(call: TableCall[Any], implementation: str) -> str | None:
     return too_large(implementation, ("block_size", call.block_size, _MAX_BLOCK_SIZE))
 
 
+def _batch_invariant(call: AttentionCall[Any], implementation: str) -> str | None:
+    if not call.batch_invariant:
+        return None
+    is_latent = call.values_are_keys
+    if implementation == "torch" or (implementation == "triton" and is_latent):
+        return f"batch_invariant is given{' with latents' if is_latent else ''}"
+    clash = "dropout" if call.drops else "segment_ids" if getattr(call, "segment_ids", None) is not None else None
+    return None if clash is None else f"batch_invariant is given with {clash}"
+
+
 def _paged_strides(call: PagedCall[Any], implementation: str) -> str | None:
     if implementation != "triton":
         return None
@@ -84,6 +94,15 @@ HEAD_SIZE = Served(
     head_size_limit,
 )
 BLOCK_SIZE = Served("block size", {"triton": f"1 to {_MAX_BLOCK_SIZE}", "torch": "any", "xla": "any"}, _block_size)
+BATCH_INVARIANT = Served(
+    "batch_invariant",
+    {
+        "triton": "paged and dense, not of latents; without dropout and segments",
+        "torch": "no",
+        "xla": "paged, dense and latents; without dropout and segments",
+    },
+    _batch_invariant,
+)
 PAGED_STRIDES = strides()._replace(limit=_paged_strides)
 DERIVATIVE = Served(
     "reverse derivatives",

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_core.attention.call import SCORE_FIELDS
 from torch_core.attention.serves import (
+    BATCH_INVARIANT,
     BLOCK_SIZE,
     CONTIGUOUS,
     HEAD_SIZE,
@@ -53,6 +54,7 @@ register(
             ),
             BLOCK_SIZE,
             strides(contiguous=CONTIGUOUS),
+            BATCH_INVARIANT,
         ),
     ),
     Op(

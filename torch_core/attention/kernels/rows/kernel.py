@@ -63,6 +63,7 @@ def attention_rows_kernel(
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     MIN_QUERY: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     NUM_RANGES: tl.constexpr,
@@ -84,7 +85,8 @@ def attention_rows_kernel(
     Grid: (query tiles of the batch by a static bound, key/value heads times head groups), or the other way round with
     HEADS_FIRST. Programs beyond the true tiles zero the rows of padded tokens. The last tile of a sequence comes
     first: under a causal mask it has the most keys. The loop over keys that every row sees has no mask; the keys at
-    the edges come in a second loop.
+    the edges come in a second loop. With IN_ORDER that one takes all keys, in their order: no row's sums depend on the
+    rows beside it.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
@@ -173,7 +175,7 @@ def attention_rows_kernel(
     )  # fmt: skip
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
     full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
-    start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES)
+    start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES + IN_ORDER)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)

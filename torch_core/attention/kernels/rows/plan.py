@@ -34,6 +34,7 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
         "STAGES": tile.num_stages,
         "PACK": pack,
         "PAGED": isinstance(call, PagedCall),
+        "IN_ORDER": int(call.batch_invariant),
         "MIN_QUERY": min_query,
         "HEADS_FIRST": heads_first,
         "NUM_RANGES": 0 if call.mm_prefix_range is None else call.mm_prefix_range.shape[1],
@@ -48,6 +49,9 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
 def _tile(call: AttentionCall[ArraySpec], rows: int, head_padded: int) -> Tile:
     """Returns the tile for at most `rows` query tokens times packed heads of one sequence and key/value head."""
     block_m, is_byte = max(16, min(128, power_of_two(rows))), DTYPE_BYTES[call.keys().dtype] == 1
+    if call.batch_invariant and call.query.dtype != "float32":
+        # One number of keys in a step; and tiles of fewer rows would be multiplied by another instruction.
+        return Tile(max(64, block_m), 32 if head_padded > 128 else 64, 3, 4 if block_m <= 64 else 8)
     if call.query.dtype == "float32":
         # fp32 products are not done by the matrix units: registers hold both operands, so the tiles are small.
         return Tile(min(block_m, 32), 32, 2, 4) if head_padded <= 64 else Tile(min(block_m, 32), 16, 2, 8)

@@ -1,0 +1,160 @@
+"""The calls of operations on rows: each row's result is computed in one order, however many rows there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float, Float32
+
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import QUERY_DTYPES, ArraySpec
+from torch_core.launch.call import A, Call, dtype_name
+
+#: The norms, by the names of `ModelConfig.norm_type`.
+NORM_TYPES = ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowProductCall(Call[A]):
+    """A matrix product whose sums over the inputs have one order for any number of rows.
+
+    Attributes:
+        x: the rows.
+        kernel: the weights, `[in, out]`.
+        transposed: the weights are `[out, in]`, as an embedding is.
+        out_dtype: "float32", or None for that of `x`; sums are float32 in both.
+    """
+
+    name: ClassVar[str] = "row_product"
+
+    x: Float[A, "num_rows in_features"]
+    kernel: Float[A, "kernel_rows kernel_columns"]
+    transposed: bool = False
+    out_dtype: str | None = None
+
+    @property
+    def out_features(self) -> int:
+        """Elements of a row of the result."""
+        return self.kernel.shape[0 if self.transposed else 1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.x.shape[0] == 0
+
+    @property
+    def work(self) -> int:
+        """The products."""
+        return self.x.size * self.out_features
+
+    @property
+    def result_dtype(self) -> str:
+        """Element type of the result."""
+        return self.out_dtype or dtype_name(self.x)
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`."""
+        return {"out": ArraySpec((self.x.shape[0], self.out_features), self.result_dtype)}
+
+    def check_options(self) -> None:
+        """Checks sizes and dtypes."""
+        if 0 in self.kernel.shape:
+            raise InvalidInput("kernel", f"has shape {list(self.kernel.shape)}", "no size may be 0")
+        if self.kernel.shape[1 if self.transposed else 0] != self.x.shape[1]:
+            wanted = f"its {'second' if self.transposed else 'first'} axis must be {self.x.shape[1]}, as x has features"
+            raise InvalidInput("kernel", f"has shape {list(self.kernel.shape)}", wanted)
+        _check_dtypes(self, "x", "kernel")
+        if self.out_dtype not in (None, "float32", dtype_name(self.x)):
+            raise InvalidInput("out_dtype", value=self.out_dtype, wanted="use 'float32', or None for the dtype of x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowNormCall(Call[A]):
+    """A norm over the last axis, in float32; root mean square (arXiv:1910.07467) or layer norm (arXiv:1607.06450).
+
+    Attributes:
+        x: the rows.
+        weight: row `r` has the weights `r % num_weights`.
+        bias: of a layer norm, or None.
+        epsilon: added to the mean square, or to the variance.
+        norm_type: one of NORM_TYPES. "rms_norm" rounds to the dtype of `x` before the weight, "rms_norm_wide" after it;
+            "gemma_rms_norm" multiplies by 1 + weight.
+    """
+
+    name: ClassVar[str] = "row_norm"
+
+    x: Float[A, "num_rows features"]
+    weight: Float[A, "num_weights features"]
+    bias: Float[A, "num_weights features"] | None = None
+    epsilon: float
+    norm_type: str = "rms_norm"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.x.shape[0] == 0
+
+    @property
+    def work(self) -> int:
+        """Elements."""
+        return self.x.size
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`."""
+        return {"out": ArraySpec(tuple(self.x.shape), dtype_name(self.x))}
+
+    def check_options(self) -> None:
+        """Checks sizes, dtypes and options."""
+        if 0 in self.weight.shape:
+            raise InvalidInput("weight", f"has shape {list(self.weight.shape)}", "no size may be 0")
+        if self.x.shape[0] % self.weight.shape[0]:
+            wanted = f"there must be a multiple of the {self.weight.shape[0]} rows of weights"
+            raise InvalidInput("x", f"has {self.x.shape[0]} rows", wanted)
+        _check_dtypes(self, "x", "weight", "bias")
+        if self.norm_type not in NORM_TYPES:
+            raise InvalidInput("norm_type", value=self.norm_type, wanted=f"use one of {', '.join(NORM_TYPES)}")
+        if isinstance(self.epsilon, bool) or not 0 <= self.epsilon < float("inf"):
+            raise InvalidInput("epsilon", value=self.epsilon, wanted="it must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLogSumExpCall(Call[A]):
+    """The natural logarithm of the sum of exponentials of each row.
+
+    Attributes:
+        x: the rows, such as logits.
+    """
+
+    name: ClassVar[str] = "row_logsumexp"
+
+    x: Float32[A, "num_rows features"]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.x.shape[0] == 0
+
+    @property
+    def work(self) -> int:
+        """Elements."""
+        return self.x.size
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`."""
+        return {"out": ArraySpec((self.x.shape[0],), "float32")}
+
+    def check_options(self) -> None:
+        """Checks the size of a row."""
+        if self.x.shape[1] == 0:
+            raise InvalidInput("x", "has rows without an element", "there must be at least one")
+
+
+def _check_dtypes(call: Call[A], first: str, *others: str) -> None:
+    dtype = dtype_name(getattr(call, first))
+    if dtype not in (*QUERY_DTYPES, "float64"):
+        raise InvalidInput(first, f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
+    for name in others:
+        array = getattr(call, name)
+        if array is not None and dtype_name(array) != dtype:
+            raise InvalidInput(name, f"is {dtype_name(array)}", f"beside {first} of {dtype} it is {dtype}")

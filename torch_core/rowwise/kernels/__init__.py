@@ -1,0 +1,1 @@
+"""The Triton kernels of operations on rows: a folder for each."""

@@ -1,0 +1,1 @@
+"""The log-sum-exp of rows: kernel and plan."""

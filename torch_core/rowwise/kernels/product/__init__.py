@@ -1,0 +1,1 @@
+"""The product of rows: kernel and plan."""

@@ -1,0 +1,67 @@
+"""The ops on rows whose bits depend on the row alone."""
+
+from __future__ import annotations
+
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
+from torch_core.launch.op import Op, Served, register
+from torch_core.launch.serves import ALL, compute_dtype, strides
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+
+_MAX_FEATURES = 1 << 15
+
+
+def _norm_limit(call: RowNormCall[ArraySpec], implementation: str) -> str | None:
+    if implementation == "triton" and call.x.shape[1] > _MAX_FEATURES:
+        return f"x has {call.x.shape[1]} features and the limit is {_MAX_FEATURES}"
+    return None
+
+
+_ROWS = Served("products, norms and log-sum-exp of rows (row_product, row_norm, row_logsumexp)", ALL)
+
+register(
+    Op(
+        call=RowProductCall,
+        reference="torch_core.rowwise.reference:row_product",
+        cpu="torch_core.rowwise.reference:row_product",
+        plan="torch_core.rowwise.kernels.product.plan:plan_row_product",
+        serves=(compute_dtype("x"), strides(free=("kernel",)), _ROWS),
+    ),
+    Op(
+        call=RowNormCall,
+        reference="torch_core.rowwise.reference:row_norm",
+        cpu="torch_core.rowwise.reference:row_norm",
+        plan="torch_core.rowwise.kernels.norm.plan:plan_row_norm",
+        serves=(compute_dtype("x"), strides(contiguous=("weight", "bias")), _ROWS._replace(limit=_norm_limit)),
+    ),
+    Op(
+        call=RowLogSumExpCall,
+        reference="torch_core.rowwise.reference:row_logsumexp",
+        cpu="torch_core.rowwise.reference:row_logsumexp",
+        plan="torch_core.rowwise.kernels.logsumexp.plan:plan_row_logsumexp",
+        serves=(strides(), _ROWS),
+    ),
+)
+
+
+def calls_in_use() -> dict[str, Call[ArraySpec]]:
+    """Returns calls of specs by label, which names the op and the differences from its most frequent use.
+
+    Representative calls of Llama 3.1 8B.
+    """
+    return {
+        "row product": _product(8192),
+        "row product decode": _product(64),
+        "row product float32": _product(64, "float32"),
+        "row norm": _norm(64),
+        "row norm float32": _norm(64, "float32"),
+        "row logsumexp": RowLogSumExpCall(x=ArraySpec((64, 128256), "float32")),
+    }
+
+
+def _product(num_rows: int, dtype: str = "bfloat16") -> RowProductCall[ArraySpec]:
+    return RowProductCall(x=ArraySpec((num_rows, 4096), dtype), kernel=ArraySpec((4096, 6144), dtype))
+
+
+def _norm(num_rows: int, dtype: str = "bfloat16") -> RowNormCall[ArraySpec]:
+    return RowNormCall(x=ArraySpec((num_rows, 4096), dtype), weight=ArraySpec((1, 4096), dtype), epsilon=1e-5)
