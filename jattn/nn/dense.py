@@ -105,7 +105,7 @@ def attention_fn(
         force_fp32_for_softmax: ignored; the softmax is always float32.
         qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
         scale, sliding_window, attention_chunk, logits_soft_cap, alibi_slopes, use_alibi_sqrt, sinks, mm_prefix_range,
-            relative_bias, qq_bias, seq_causal, out_dtype, out_scale: as in `jattn.attention`.
+            relative_bias, qq_bias, seq_causal, out_dtype, out_scale, batch_invariant: as in `jattn.attention`.
 
     Returns:
         float[batch..., length, num_heads, value_head_size].
@@ -175,11 +175,14 @@ def attention_fn(
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
+    invariant = options.get("batch_invariant", False)
+    if invariant and (reason is not None or mask is not None):
+        raise Unsupported(f"attention with {reason or 'a mask'} is not batch-invariant; leave one of them out.")
     if chosen != "xla" and reason is not None and implementation is not None:
         problem = f"attention with {reason} is not served by implementation {implementation!r}"
         raise Unsupported(f"{problem}; use 'xla', or None.")
     lens = {"lengths": lengths, "key_lengths": key_lengths, "dropout": dropout, "causal": is_causal}
-    if reason is not None or (chosen == "xla" and segments is None):
+    if reason is not None or (chosen == "xla" and segments is None and not invariant):
         if chosen != "xla" and mask is not None:
             _say_slow(reason)
         masks = {"mask": mask, "bias": bias, "segment_ids": None if segments is None else segments.pair}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
+    batch_invariant: bool = False
 
     @checked
     def __init__(
@@ -153,13 +155,18 @@ class MultiHeadLatentAttention(nnx.Module):
         if metadata is None or cache is None:
             length = inputs.shape[-2]
             starts = jnp.arange(0, query.shape[0] + 1, max(length, 1), dtype=jnp.int32)
-            out = self._plain(query, latent, k_pe, starts, length)
+            if self.batch_invariant:
+                # A prompt over a cache whose blocks are its tokens.
+                rows = jnp.concatenate([latent, k_pe], axis=-1)[:, None]
+                out = self._absorbed(query, rows, _one_pass(starts, length))
+            else:
+                out = self._plain(query, latent, k_pe, starts, length)
             return self.o_proj(self._joined(out, inputs))
         cache = self._write(latent, k_pe, cache, metadata.slot_mapping)
-        if from_start:
+        if from_start and not self.batch_invariant:
             out = self._plain(query, latent, k_pe, metadata.query_start_loc, metadata.max_query_len)
         else:
-            out = self._absorbed(query, cache, metadata)
+            out = self._absorbed(query, cache, metadata.sequences)
         return self.o_proj(self._joined(out, inputs)), cache
 
     def _write(self, latent: jax.Array, k_pe: jax.Array, cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
@@ -198,19 +205,34 @@ class MultiHeadLatentAttention(nnx.Module):
         if hasattr(self, "q_proj"):
             query = self.q_proj(inputs)
         else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
+            query = self.q_b_proj(self._normed(self.q_a_layernorm, self.q_a_proj(inputs)))
         query = query.reshape(*inputs.shape[:-1], self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         latent, k_pe = jnp.split(self.kv_a_proj_with_mqa(inputs), [self.kv_lora_rank], axis=-1)
-        latent, k_pe = self.kv_a_layernorm(latent), k_pe[..., None, :]
+        latent, k_pe = self._normed(self.kv_a_layernorm, latent), k_pe[..., None, :]
         if self.rope is not None:
             nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
-            query = jnp.concatenate([nope, rotated(self.rope, rope, positions)], axis=-1)
-            k_pe = rotated(self.rope, k_pe, positions)
+            query = jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
+            k_pe = self._rotated(k_pe, positions)
         return (
             query.reshape(-1, *query.shape[-2:]),
             latent.reshape(-1, self.kv_lora_rank),
             k_pe.reshape(-1, self.qk_rope_head_dim),
         )
+
+    def _normed(self, norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
+        if not self.batch_invariant:
+            return norm(x)
+        rows, scale = x.reshape(-1, x.shape[-1]), norm.scale[...].astype(x.dtype)[None]
+        return ops.row_norm(rows, scale, epsilon=norm.epsilon, norm_type="rms_norm_wide").reshape(x.shape)
+
+    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+        if not self.batch_invariant or self.rope is None:
+            return rotated(self.rope, x, positions)  # type: ignore[arg-type]
+        positions = jnp.arange(x.shape[-3], dtype=jnp.int32) if positions is None else positions
+        places = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1)
+        turn = functools.partial(rotated, self.rope)
+        found = ops.in_tiles(lambda rows: turn(*rows), (x.reshape(-1, *x.shape[-2:]), places))
+        return found.reshape(x.shape)
 
     def _joined(self, heads: jax.Array, inputs: jax.Array) -> jax.Array:
         """Returns [tokens, num_heads, v_head_dim] with the inputs' axes before those of the heads, joined."""
@@ -229,24 +251,42 @@ class MultiHeadLatentAttention(nnx.Module):
         return ops.attention(query, key, value, starts, max_query_len=max_query_len, scale=self.scale, **options)
 
     def _absorbed(
-        self, query: jax.Array, cache: jax.Array, metadata: AttentionMetadata, chosen: jax.Array | None = None
+        self, query: jax.Array, cache: jax.Array, sequences: dict[str, Any], chosen: jax.Array | None = None
     ) -> jax.Array:
         """Attends in the absorbed form, to all tokens or to positions `chosen`; returns [tokens, heads, v_head_dim]."""
         kernel = self.kv_b_proj.kernel[...].astype(query.dtype)
         kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
-        choice: dict[str, Any] = {} if chosen is None else {"topk_indices": chosen}
+        choice: dict[str, Any] = {"topk_indices": chosen}
+        if chosen is None:
+            choice = {"batch_invariant": self.batch_invariant}
         attend = ops.mla_attention if chosen is None else ops.sparse_mla_attention
+        absorb: Callable[..., jax.Array] = ops.in_tiles if self.batch_invariant else lambda f, *operands: f(*operands)
         out = attend(
-            query=jnp.concatenate([jnp.einsum("thd,rhd->thr", nope, to_key), rope], axis=-1),
+            query=jnp.concatenate([absorb(_to_latents, nope, to_key), rope], axis=-1),
             latent_cache=cache,
             **choice,
-            **metadata.sequences,
+            **sequences,
             kv_lora_rank=self.kv_lora_rank,
             scale=self.scale,
             k_scale=self._scale_of(cache),
             kv_chunk_size=self.kv_chunk_size,
             implementation=self.implementation,
         )
-        return jnp.einsum("thr,rhv->thv", out, to_value)
+        return absorb(_from_latents, out, to_value)
+
+
+def _one_pass(starts: jax.Array, length: int) -> dict[str, Any]:
+    """Returns `AttentionMetadata.sequences` of whole sequences of a length, over a cache with a block for each token."""
+    tables = jnp.arange((len(starts) - 1) * length, dtype=jnp.int32).reshape(len(starts) - 1, length)
+    sequences = {"block_tables": tables, "seq_lens": jnp.diff(starts), "query_start_loc": starts}
+    return {**sequences, "max_query_len": length}
+
+
+def _to_latents(nope: jax.Array, to_key: jax.Array) -> jax.Array:
+    return jnp.einsum("thd,rhd->thr", nope, to_key)
+
+
+def _from_latents(out: jax.Array, to_value: jax.Array) -> jax.Array:
+    return jnp.einsum("thr,rhv->thv", out, to_value)

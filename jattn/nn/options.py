@@ -75,10 +75,13 @@ class LayerOptions(_MaskOptions, total=False):
 
     alibi_slopes: jax.Array | None
     implementation: str | None
+    batch_invariant: bool
 
 
 class DenseOptions(_MaskOptions, CallOptions, total=False):
     """The keywords of `attention_fn` that `jattn.attention` has too; see there."""
+
+    batch_invariant: bool
 
 
 class FlaxOptions(TypedDict, total=False):

@@ -55,6 +55,7 @@ class PagedAttention(nnx.Module):
     Attributes:
         kv_scales: the scales of an 8-bit cache, for calls without scales; `KVScales`.
         kv_range: the range of keys and values, while scales are measured.
+        batch_invariant: attend as `jattn.paged_attention(batch_invariant=True)` does; False by default.
 
     Raises:
         InvalidInput: an option of the wrong type or out of range, num_heads is not a multiple of num_kv_heads, or
@@ -78,6 +79,7 @@ class PagedAttention(nnx.Module):
     # A module that is made later, or outside of that model, has these.
     qwix_path: tuple[str, ...] = ("paged_attention",)
     disable_quant_stats_update: bool = True
+    batch_invariant: bool = False
 
     @checked
     def __init__(
@@ -132,6 +134,7 @@ class PagedAttention(nnx.Module):
             "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
             "use_alibi_sqrt": self.use_alibi_sqrt,
             "implementation": self.implementation,
+            "batch_invariant": self.batch_invariant,
         }
 
     @property

@@ -202,7 +202,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
             )  # fmt: skip
         compressed = self.q_a_layernorm(self.q_a_proj(inputs))
         chosen = self.indexer.choose(inputs, compressed, input_positions, caches[1], batch)
-        out = self._absorbed(query, caches[0], batch, chosen)
+        out = self._absorbed(query, caches[0], batch.sequences, chosen)
         out = self.o_proj(self._joined(out, inputs))
         return out if cache is None else (out, caches)
 

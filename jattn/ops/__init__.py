@@ -21,12 +21,15 @@ from jattn.ops.fp8_query import fp8_query
 from jattn.ops.gated_delta import gated_delta_rule
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
+from jattn.ops.logprobs import token_logprobs
 from jattn.ops.mamba import mamba_chunk_scan
 from jattn.ops.masked import masked_attention
 from jattn.ops.merge import merge_states
 from jattn.ops.rotate_and_write import rotate_and_write
+from jattn.ops.rowwise import row_logsumexp, row_norm, row_product
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
+from jattn.ops.tiles import in_tiles, rowwise
 from jattn.ops.transforms import RESIDUAL_NAMES
 from torch_core.launch.serves import IMPLEMENTATIONS
 
@@ -50,6 +53,7 @@ __all__ = [
     "fp8_query",
     "fused_experts",
     "gated_delta_rule",
+    "in_tiles",
     "indexer_topk",
     "launches_kernels",
     "mamba_chunk_scan",
@@ -62,10 +66,15 @@ __all__ = [
     "refuse_leaked",
     "rotate_and_write",
     "route_experts",
+    "row_logsumexp",
+    "row_norm",
+    "row_product",
+    "rowwise",
     "run",
     "shared_prefix",
     "sparse_mla_attention",
     "sparse_mla_attention_with_lse",
+    "token_logprobs",
     "write_kv_cache",
     "write_kv_cache_per_token_head",
     "write_latent_cache",

@@ -81,7 +81,7 @@ def chosen_experts(
 
 def routed_experts(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
-    experts: jax.Array, num_experts: int,
+    experts: jax.Array, num_experts: int, in_rows: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sums of the outputs of each row's experts, `[rows, hidden]` in the dtype of the weights.
 
@@ -92,11 +92,12 @@ def routed_experts(
         weights: `[rows, top_k]`.
         experts: int32 `[rows, top_k]`; ids outside the experts add nothing.
         num_experts: number of experts.
+        in_rows: multiply row by row; else only if rows are fewer than experts.
     """
     is_expert = (experts >= 0) & (experts < num_experts)
     # After the last expert comes a group of rows without an expert.
     experts = jnp.where(is_expert, experts, num_experts)
-    routed = by_rows if experts.size < num_experts else by_groups
+    routed = by_rows if in_rows or experts.size < num_experts else by_groups
     found = routed(gate_up, down, activation, rows, experts, num_experts)
     # Values without an expert are undefined there.
     found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)

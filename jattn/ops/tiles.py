@@ -75,6 +75,20 @@ def in_tiles(function: Callable[..., _R], rows: Any, *shared: Any) -> _R:
     return differentiable(rows, shared)
 
 
+def rowwise(function: Callable[..., Any], *arrays: jax.Array, trailing: int = 1) -> Any:
+    """Returns `function(*arrays)`, computed by `in_tiles` for the rows of all but the last `trailing` axes.
+
+    Leading axes of later arrays are broadcast to those of the first.
+    """
+    leading = arrays[0].shape[: arrays[0].ndim - trailing]
+    rows = []
+    for array in arrays:
+        own = array.shape[array.ndim - trailing :]
+        rows.append(jnp.broadcast_to(array, (*leading, *own)).reshape(-1, *own))
+    found = in_tiles(lambda rows: function(*rows), tuple(rows))
+    return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), found)
+
+
 def _by_tile(function: Callable[..., Any], rows: Any, shared: Any) -> Any:
     num_rows = len(jax.tree.leaves(rows)[0])
     count = -(-num_rows // TILE)

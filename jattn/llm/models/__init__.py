@@ -7,6 +7,7 @@ from jattn.llm.models.batch_adapters import BatchAdapters, LoraWeights
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
+from jattn.llm.models.invariance import set_batch_invariant
 from jattn.llm.models.mixers import DeltaNetConfig, ShortConvConfig
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
 from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
@@ -58,6 +59,7 @@ __all__ = [
     "partition_specs",
     "put_whole",
     "quantize_fp8",
+    "set_batch_invariant",
     "shard_model",
     "tensor_parallel_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.paged import KVScales
+from jattn.ops import rowwise
 from jattn.parallel import attend_spread
 from torch_core.base.errors import InvalidInput
 
@@ -30,6 +32,8 @@ KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
 
 class Attention(nnx.Module):
     """Self-attention of one layer; query, key and value share one matrix product."""
+
+    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class Attention(nnx.Module):
             output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
             return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
         # A norm comes before the rotation.
-        rotates = self.rotates and self.num_kv_heads and self.config.qk_norm is None
+        rotates = self.rotates and self.num_kv_heads and self.config.qk_norm is None and not self.batch_invariant
         if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
             qkv, key, value = self._heads(x), None, None
@@ -150,7 +154,8 @@ class Attention(nnx.Module):
             normed = [self._normed(weight, part) for weight, part in parts if weight is not None]
             rotated = jnp.concatenate(normed, axis=-1).reshape(rotated.shape)
         if self.rotates and angles is not None:
-            rotated = apply_rotary(rotated, *angles[self.window is not None])
+            turn = functools.partial(rowwise, apply_rotary, trailing=2) if self.batch_invariant else apply_rotary
+            rotated = turn(rotated, *angles[self.window is not None])
         if not num_kv_heads:
             return rotated, None, None
         return rotated[..., :num_heads, :], rotated[..., num_heads:, :], value

@@ -21,6 +21,7 @@ from jattn.llm.models.paged_model import PagedSpec
 from jattn.llm.models.positions import attention_factor, inverse_frequencies, relative_bias, rotary_angles
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
+from jattn.ops import row_product, rowwise
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
@@ -40,7 +41,12 @@ class Decoder(nnx.Module):
 
     Raises:
         InvalidInput: the model cannot be split this way; the message has the size that does not divide.
+
+    Attributes:
+        batch_invariant: see `set_batch_invariant`.
     """
+
+    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -197,17 +203,22 @@ class Decoder(nnx.Module):
         else:
             # Not Embed.attend, which rounds the logits to the dtype of the model.
             embedding = self.embed_tokens.embedding[...]
-            logits = jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
-        logits = scaled(logits, self.config.logits_scale)
-        if self.final_logits_bias is not None:
-            logits = logits + jax.lax.broadcast_to_rank(self.final_logits_bias[0], logits.ndim)
-        cap = self.config.final_logit_softcapping
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+            product = tied_logits_by_row if self.batch_invariant else tied_logits
+            logits = product(hidden, embedding)
+        bias = () if self.final_logits_bias is None else (self.final_logits_bias[0],)
+        finish = functools.partial(rowwise, self._finished) if self.batch_invariant else self._finished
+        logits = finish(logits, *bias)
         parallel, count = self.parallel, logits.shape[-1]
         if parallel is None or count * parallel.parts("vocab") == self.config.vocab_size:
             return logits
         tokens = parallel.first("vocab", count) + jnp.arange(count)
         return jnp.where(tokens < self.config.vocab_size, logits, -jnp.inf)
+
+    def _finished(self, logits: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        logits, cap = scaled(logits, self.config.logits_scale), self.config.final_logit_softcapping
+        if bias is not None:
+            logits = logits + jax.lax.broadcast_to_rank(bias, logits.ndim)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def forward_dense(
         self,
@@ -304,21 +315,30 @@ class Decoder(nnx.Module):
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
-        x = scaled(token_ids if is_embedded else self._embed(token_ids, peers), config.embedding_multiplier)
+        x, added = token_ids if is_embedded else self._embed(token_ids, peers), []
         if self.position_embedding is not None:
-            x = x + jax.lax.broadcast_to_rank(self.position_embedding(positions + config.position_offset), x.ndim)
+            added.append(self.position_embedding(positions + config.position_offset))
         if self.token_type_embedding is not None:
-            x = x + jax.lax.broadcast_to_rank(self.token_type_embedding.embedding[0], x.ndim)
-        x = through(self.embedding_norm, x)
+            added.append(self.token_type_embedding.embedding[0])
+
+        def join(x: jax.Array, *added: jax.Array) -> jax.Array:
+            ranked = (jax.lax.broadcast_to_rank(each, x.ndim) for each in added)
+            return functools.reduce(jnp.add, ranked, scaled(x, config.embedding_multiplier))
+
+        x = through(self.embedding_norm, rowwise(join, x, *added) if self.batch_invariant else join(x, *added))
         if self.relative_attention_bias is not None:
             return x, relative_bias(self.relative_attention_bias.embedding[...], config)
         if config.position_embedding != "rope" or config.latent is not None:
             return x, None
         factor = attention_factor(config.rope_scaling)
-        angles = rotary_angles(positions, inverse_frequencies(config), factor)
+        angles = self._angles(positions, frequencies=inverse_frequencies(config), factor=factor)
         if config.rope_local_theta is None:
             return x, (angles, angles)
-        return x, (angles, rotary_angles(positions, inverse_frequencies(config, local=True)))
+        return x, (angles, self._angles(positions, frequencies=inverse_frequencies(config, local=True)))
+
+    def _angles(self, positions: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+        angles = functools.partial(rotary_angles, **options)
+        return rowwise(angles, positions, trailing=0) if self.batch_invariant else angles(positions)
 
     def _embed(self, token_ids: jax.Array, peers: jax.Array | None) -> jax.Array:
         parallel = self.parallel
@@ -330,6 +350,17 @@ class Decoder(nnx.Module):
         # All but one of the sum's terms are 0, so that it rounds nothing.
         own = self.embed_tokens(jnp.where(is_own, local, 0))
         return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab", peers)
+
+
+def tied_logits(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+    """Returns float32[..., vocab_size] by an embedding [vocab_size, hidden_size]."""
+    return jnp.einsum("...e,ve->...v", hidden, embedding, preferred_element_type=jnp.float32)
+
+
+def tied_logits_by_row(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+    """Returns the same by `row_product`."""
+    rows = row_product(hidden.reshape(-1, hidden.shape[-1]), embedding, transposed=True, out_dtype="float32")
+    return rows.reshape(*hidden.shape[:-1], -1)
 
 
 def checked_dropout(rate: float, key: jax.Array | None) -> nnx.Dropout:

@@ -20,6 +20,7 @@ from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
+from jattn.ops import rowwise
 from torch_core.base.specs import StateCacheSpec
 
 #: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
@@ -34,6 +35,8 @@ class DecoderLayer(nnx.Module):
 
     Of a model that is split, each device computes its share of both, and two sums over the devices make them whole.
     """
+
+    batch_invariant: bool = False
 
     def __init__(
         self,
@@ -146,18 +149,19 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Adds the outputs of the mixers and of the following parts to the residual stream; see `__call__`."""
         if self.config.norm_placement == "residual":
-            x = through(self.attention_output_norm, x + through(dropout, self._summed(mixed, "heads", peers)))
+            mixed = through(dropout, self._summed(mixed, "heads", peers))
+            x = through(self.attention_output_norm, self._sum(x, mixed))
             if cross is not None:
-                x = through(self.cross_attention_norm, x + through(dropout, cross(x)))
+                x = through(self.cross_attention_norm, self._sum(x, through(dropout, cross(x))))
             branch, axis, experts = self._feed_forward(x, routed_experts)
-            x = through(self.mlp_output_norm, x + through(dropout, self._summed(branch, axis, peers)))
+            x = through(self.mlp_output_norm, self._sum(x, through(dropout, self._summed(branch, axis, peers))))
             return x, through(following, x), experts
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
             branch = through(dropout, cross(through(self.cross_attention_norm, after)))
-            after = after + scaled(branch, self.config.residual_multiplier)
+            after = self._sum(after, branch, self.config.residual_multiplier)
             seen = through(self.post_attention_layernorm, after)
         elif kind is not None:
             seen = normed if kind == "shared_norm" else through(self.post_attention_layernorm, x)
@@ -183,8 +187,13 @@ class DecoderLayer(nnx.Module):
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
                 return found
-        x = x + scaled(through(dropout, through(own_norm, self._summed(branch, axis, peers))), scale)
+        x = self._sum(x, through(dropout, through(own_norm, self._summed(branch, axis, peers))), scale)
         return x, through(following, x)
+
+    def _sum(self, x: jax.Array, branch: jax.Array, scale: float = 1.0) -> jax.Array:
+        if self.batch_invariant:
+            return rowwise(lambda x, branch: x + scaled(branch, scale), x, branch)
+        return x + scaled(branch, scale)
 
     def _feed_forward(self, x: jax.Array, forced: jax.Array | None) -> tuple[jax.Array, str, jax.Array | None]:
         """Returns this device's share, the axis along which it is one, and each token's experts."""

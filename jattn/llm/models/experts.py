@@ -11,13 +11,15 @@ from flax import nnx
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, MLP, linear
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.ops import fused_experts, route_experts
+from jattn.ops import fused_experts, in_tiles, route_experts
 from jattn.ops.routed import ExpertKernels, ExpertProduct, chosen_experts, routed_experts
 from torch_core.base.errors import InvalidInput
 
 
 class ExpertLinear(nnx.Module):
     """One linear map for each expert: `x @ kernel[expert] + bias[expert]`."""
+
+    batch_invariant: bool = False
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, *, use_bias: bool, dtype: str, rngs: nnx.Rngs
@@ -33,6 +35,8 @@ class SparseMLP(nnx.Module):
     There is no capacity: rows that share an expert are multiplied together, and an expert without rows is not read. Of
     a model that is split, each device has some of the experts and routes over all.
     """
+
+    batch_invariant: bool = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
         moe, width, dtype = config.moe, config.hidden_size, config.dtype
@@ -64,12 +68,22 @@ class SparseMLP(nnx.Module):
         id has the router's. Their weights are the router's.
         """
         rows = x.reshape(-1, x.shape[-1])
-        weights, experts = self.route(rows, None if forced is None else forced.reshape(len(rows), -1))
+        given = (rows, *(() if forced is None else (forced.reshape(len(rows), -1),)))
+        if self.batch_invariant:
+            # All of it for one tile after the other.
+            graph, weights = nnx.split(self)
+            out, experts = in_tiles(lambda given, weights: nnx.merge(graph, weights)._of_rows(*given), given, weights)
+        else:
+            out, experts = self._of_rows(*given)
+        return out.reshape(x.shape), experts.reshape(*x.shape[:-1], -1)
+
+    def _of_rows(self, rows: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        weights, experts = self.route(rows, forced)
         out = self.routed(rows, *self._own(weights, experts))
         if self.shared_expert is not None:
             shared, gate = self.shared_expert(rows), self.shared_expert_gate
             out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
-        return out.astype(x.dtype).reshape(x.shape), experts.reshape(*x.shape[:-1], -1)
+        return out.astype(rows.dtype), experts
 
     def routed(
         self, rows: jax.Array, weights: jax.Array, experts: jax.Array, *, implementation: str | None = None
@@ -79,9 +93,10 @@ class SparseMLP(nnx.Module):
         `weights` and `experts` are as `route` returns them; ids that are none of this device's add nothing.
         """
         gate_up, down, act = _product(self.gate_up_proj), _product(self.down_proj), self.hidden_act
-        if not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
+        if self.batch_invariant or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
             # Kernels in fewer bits become numbers where jnp multiplies them.
-            return routed_experts(gate_up, down, act, rows, weights, experts, self.num_local_experts)
+            sizes = self.num_local_experts, self.batch_invariant
+            return routed_experts(gate_up, down, act, rows, weights, experts, *sizes)
         return fused_experts(
             rows,
             weights,
@@ -106,7 +121,7 @@ class SparseMLP(nnx.Module):
         options: dict[str, Any] = {name: getattr(moe, name) for name in names}
         options["top_k"] = moe.num_experts_per_tok
         options["correction_bias"] = None if correction is None else correction[...]
-        if forced is not None or not isinstance(router, nnx.Linear):
+        if self.batch_invariant or forced is not None or not isinstance(router, nnx.Linear):
             # A kernel in fewer bits becomes numbers where jnp multiplies it.
             return chosen_experts(router(rows), forced=forced, **options)
         bias = None if router.bias is None else router.bias[...]

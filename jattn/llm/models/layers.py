@@ -12,6 +12,7 @@ from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.tensor_parallel import TensorParallel
+from jattn.ops import row_norm, row_product, rowwise
 from jattn.ops.activations import activated, gated
 from jattn.parallel import all_reduce_norm
 
@@ -59,6 +60,16 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **optio
     return jax.lax.platform_dependent(x, kernel, default=product, **by_platform) if by_platform else product(x, kernel)
 
 
+def batch_invariant_dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+    """The same of the last axes of `x` and the first of `kernel`, by `jattn.ops.row_product`."""
+    count = len(dimension_numbers[0][0])
+    leading, outer = x.shape[: x.ndim - count], kernel.shape[count:]
+    wide = options.get("preferred_element_type")
+    rows, flat = x.reshape(math.prod(leading), -1), kernel.reshape(math.prod(kernel.shape[:count]), -1)
+    out = row_product(rows, flat, out_dtype=None if wide is None else jnp.dtype(wide).name)
+    return out.reshape(*leading, *outer)
+
+
 def _num_parts(x: jax.Array, kernel: jax.Array) -> int:
     """Returns the number of parts of the inputs that a CPU multiplies separately; 1 for all inputs together."""
     is_split = any(any(jax.typeof(each).sharding.spec) for each in (x, kernel))
@@ -91,6 +102,8 @@ class RMSNorm(nnx.Module):
     them differ. With `parallel`, the mean is over the heads of all devices.
     """
 
+    batch_invariant: bool = False
+
     def __init__(
         self,
         features: int | tuple[int, ...],
@@ -107,6 +120,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
+        if self.batch_invariant:
+            return _by_row(x, self.weight[...], epsilon=self.epsilon, norm_type=self.norm_type)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
         weight = jax.lax.broadcast_to_rank(self.weight[...], x.ndim)
@@ -142,6 +157,8 @@ class LayerNorm(nnx.Module):
     `nnx.LayerNorm` takes the variance as a difference of two means, which loses digits if the mean is large.
     """
 
+    batch_invariant: bool = False
+
     def __init__(
         self,
         features: int | tuple[int, ...],
@@ -158,6 +175,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
+        if self.batch_invariant:
+            bias = None if self.bias is None else self.bias[...]
+            return _by_row(x, self.weight[...], bias, epsilon=self.epsilon, norm_type="layer_norm")
         wide = x.astype(jnp.float32)
         wide = wide - _mean(wide, self.parallel)
         wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
@@ -188,6 +208,8 @@ class MLP(nnx.Module):
     Gate and up share one matrix product.
     """
 
+    batch_invariant: bool = False
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, intermediate_size: int | None = None) -> None:
         width, inner = config.hidden_size, intermediate_size or config.intermediate_size
         options = {"use_bias": config.mlp_bias, "param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
@@ -202,9 +224,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
-        if not self.is_gated:
-            return self.down_proj(activated(self.hidden_act, self.up_proj(x)))
-        return self.down_proj(gated(self.hidden_act, self.gate_up_proj(x)))
+        activate = functools.partial(gated if self.is_gated else activated, self.hidden_act)
+        inner = self.gate_up_proj(x) if self.is_gated else self.up_proj(x)
+        return self.down_proj(rowwise(activate, inner) if self.batch_invariant else activate(inner))
+
+
+def _by_row(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, **options: Any) -> jax.Array:
+    weight, bias = (None if each is None else each.reshape(-1, x.shape[-1]) for each in (weight, bias))
+    return row_norm(x.reshape(-1, x.shape[-1]), weight, bias=bias, **options).reshape(x.shape)
 
 
 def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:

@@ -14,6 +14,7 @@ from jattn.llm.engine.benchmark_fill import assume_computed
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.device.device import check_types, open_device
+from jattn.llm.engine.device.invariance import switched
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.device.programs import progress
 from jattn.llm.engine.device.weights import Arrivals, Weights
@@ -79,6 +80,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
     ) -> None:
         config = default_config() if config is None else config
         check_types(model, config)
+        config = switched(model, config)
         self._follower = None if follow is None else Follower(cast(nnx.Module, model), follow)
         mesh, *others = replica_meshes(config)
         if others:

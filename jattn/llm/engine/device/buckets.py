@@ -138,7 +138,7 @@ class Cascade:
         if wanted is None:
             wanted = device.platform == "gpu"
         hidden = (
-            config.batch_invariant,
+            config.batch_invariant or config.fixed_shapes,
             not config.enable_prefix_caching,
             # A piece consists of sequences; it has as many queries only if each sequence has one.
             config.num_speculative_tokens > 0,
@@ -212,7 +212,7 @@ class StepBuckets:
         self._num_guesses, self._num_request_inputs = config.num_speculative_tokens, num_request_inputs
         self._num_seqs, self._num_tokens = bucket_sizes(config)
         self._query_lens = None
-        if longest_query is not None and not config.batch_invariant:
+        if longest_query is not None and not config.fixed_shapes:
             largest = min(self._num_tokens.largest, longest_query)
             self._query_lens = Buckets.powers_of_two("new tokens of a row", largest, smallest=_SMALLEST_QUERY)
         # On a CPU a plain program tests whether any row samples, and to compile more programs costs more than to run
@@ -220,13 +220,15 @@ class StepBuckets:
         # layers.
         on_cpu = jax.default_backend() == "cpu"
         mode, processors = config.logprobs_mode, config.logits_processors or {}
+        shared: dict[str, Any] = {"logprobs_mode": mode, "batch_invariant": config.batch_invariant}
+        masks = config.enable_return_sampling_mask
         full = Sampler(
-            SamplingKind.FULL, num_logprobs, tuple(processors.values()), mode, config.enable_return_sampling_mask
+            SamplingKind.FULL, num_logprobs, tuple(processors.values()), records_masks=masks, **shared
         )
         self.samplers = {
             SamplingKind.GREEDY: Sampler(SamplingKind.PLAIN if on_cpu else SamplingKind.GREEDY),
             SamplingKind.PLAIN: Sampler(SamplingKind.PLAIN),
-            SamplingKind.SCORED: full if on_cpu else Sampler(SamplingKind.SCORED, logprobs_mode=mode),
+            SamplingKind.SCORED: full if on_cpu else Sampler(SamplingKind.SCORED, **shared),
             SamplingKind.FULL: full,
         }
         self._decoding: dict[tuple[int, SamplingKind, int], tuple[Bucket, PackedLayout]] = {}
@@ -342,7 +344,7 @@ def bucket_sizes(config: EngineConfig) -> tuple[Buckets, Buckets]:
     """Returns the sizes of a decode step's sequences and of a prefill step's tokens."""
     most_seqs, most_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, _SMALLEST_PREFILL)
     names = ("sequences of a step", "new tokens of a step")
-    if config.batch_invariant:
+    if config.fixed_shapes:
         return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
     # A few sequences cost as much as one, because the weights are read once. Many cost in proportion to their number.
     few = tuple(size for size in (1, 4, 16) if size < most_seqs)

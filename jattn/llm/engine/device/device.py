@@ -225,6 +225,7 @@ class _Placed:
         shape: its sizes, with the dtype of the cache.
         spec: layout of a layer's cache.
         implementations: of the attention ops in its layers.
+        batch_invariant: attention takes each query on its own.
     """
 
     model: PagedModel
@@ -232,6 +233,7 @@ class _Placed:
     shape: PagedSpec
     spec: CacheSpec
     implementations: tuple[str, ...]
+    batch_invariant: bool = False
 
     @property
     def draft(self) -> PagedSpec | None:
@@ -241,7 +243,7 @@ class _Placed:
     @property
     def ragged(self) -> bool:
         """Whether attention works on each row as it is; the jnp ops pad every row of a step to the longest."""
-        return "xla" not in self.implementations
+        return self.batch_invariant or "xla" not in self.implementations
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,7 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     spec = shape.cache_spec(config.block_size)
     chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
-    return _Placed(model, placement, shape, spec, tuple(sorted(chosen)))
+    return _Placed(model, placement, shape, spec, tuple(sorted(chosen)), config.batch_invariant)
 
 
 def _plan_cache(
@@ -369,11 +371,10 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
         pool,
         host,
         runner,
-        # A decoded token's bits must not depend on prompts in its step, and if rows are padded it should not run with
-        # prompts.
-        in_turns=config.batch_invariant or not ragged or cache.num_encoder_blocks > 0,
-        # A batch-invariant step always costs as much as the largest one.
-        pads_rows=not (config.batch_invariant or ragged),
+        # A decoded token should not run with prompts if rows are padded.
+        in_turns=config.fixed_shapes or not ragged or cache.num_encoder_blocks > 0,
+        # A step of a fixed shape always costs as much as the largest one.
+        pads_rows=not (config.fixed_shapes or ragged),
         num_scheduler_steps=num_scheduler_steps,
         speculation=SpeculationCounts(config.num_speculative_tokens),
         watchdog=Watchdog(config.step_timeout_seconds, runner.describe, lambda: runner.programs.compiling),

@@ -138,13 +138,16 @@ def jitted_step(
 
 
 @functools.lru_cache(maxsize=8)
-def jitted_prompt_logprobs(structure: Structure, placement: Placement, leaf_specs: tuple[Any, ...]) -> Any:
+def jitted_prompt_logprobs(
+    structure: Structure, placement: Placement, leaf_specs: tuple[Any, ...], *, batch_invariant: bool = False
+) -> Any:
     """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
 
     def compute(leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, *, num_logprobs: int) -> Logprobs:
         model = structure.merge(leaves)
         logits, shards = _logits(model, hidden)
-        return token_logprobs(logits if shards is None else shards.gathered(logits), token_ids, num_logprobs)
+        logits = logits if shards is None else shards.gathered(logits)
+        return token_logprobs(logits, token_ids, num_logprobs, batch_invariant=batch_invariant)
 
     def run(*operands: Any, num_logprobs: int) -> Logprobs:
         whole, compute_some = PartitionSpec(), functools.partial(compute, num_logprobs=num_logprobs)

@@ -181,7 +181,9 @@ class ModelRunner:
         self._generation: int | None = None
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
-        self._prompt_logprobs = jitted_prompt_logprobs(self.weights.structure, placement, self.weights.specs)
+        self._prompt_logprobs = jitted_prompt_logprobs(
+            self.weights.structure, placement, self.weights.specs, batch_invariant=config.batch_invariant
+        )
         self.programs = Programs(
             self.weights,
             pool,

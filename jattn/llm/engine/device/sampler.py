@@ -13,6 +13,7 @@ import numpy as np
 from jattn.llm.engine.device.tables import SamplerState, SlotTables
 from jattn.llm.engine.options.params import PACKED_FLOATS, SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
+from jattn.ops import row_logsumexp
 from jattn.parallel import exchange
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -96,6 +97,7 @@ class Sampler:
         processors: processors of the engine, in order.
         logprobs_mode: see `EngineConfig.logprobs_mode`.
         records_masks: report the tokens that could be sampled.
+        batch_invariant: sum the exponentials of a row in one order; see `token_logprobs`.
     """
 
     kind: SamplingKind
@@ -103,6 +105,7 @@ class Sampler:
     processors: tuple[LogitsProcessor, ...] = ()
     logprobs_mode: str = "raw_logprobs"
     records_masks: bool = False
+    batch_invariant: bool = False
 
     def __call__(
         self,
@@ -158,7 +161,8 @@ class Sampler:
         if self.logprobs_mode.startswith("processed"):
             values = changed / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
         normalize = self.logprobs_mode.endswith("logprobs")
-        return token_logprobs(values, tokens, self.num_logprobs, shards, normalize=normalize)
+        options = {"normalize": normalize, "batch_invariant": self.batch_invariant}
+        return token_logprobs(values, tokens, self.num_logprobs, shards, **options)
 
 
 def check_processors(processors: Mapping[str, LogitsProcessor], *, vocab_size: int, max_model_len: int) -> None:
@@ -287,6 +291,7 @@ def token_logprobs(
     shards: VocabShards | None = None,
     *,
     normalize: bool = True,
+    batch_invariant: bool = False,
 ) -> Logprobs:
     """Returns the log-probabilities of int32[rows] tokens under float32[rows, vocab] logits, and the likeliest.
 
@@ -296,6 +301,8 @@ def token_logprobs(
         num_logprobs: number of the likeliest tokens to report; 0 for a part of the vocabulary.
         shards: the part of the vocabulary in the logits; None for all of it.
         normalize: False returns logits instead of log-probabilities.
+        batch_invariant: a row's bits depend on its logits alone, and are those of `jattn.token_logprobs`; not for a
+            part of the vocabulary.
     """
     largest, places = jnp.max(logits, axis=-1), tokens
     total = lambda x: jnp.sum(x, axis=-1)  # noqa: E731
@@ -307,7 +314,9 @@ def token_logprobs(
         ids = jax.lax.axis_index(shards.axis) * shards.count + jnp.arange(logits.shape[-1], dtype=jnp.int32)
         chosen = total(jnp.where(ids == tokens[:, None], logits, 0))
     normalizer = jnp.zeros_like(largest)
-    if normalize:
+    if normalize and batch_invariant:
+        normalizer = row_logsumexp(logits)
+    elif normalize:
         # As jax.nn.logsumexp: a row without a finite logit has no largest to subtract.
         largest = jnp.where(jnp.isfinite(largest), largest, 0)
         normalizer = largest + jnp.log(total(jnp.exp(logits - largest[:, None])))

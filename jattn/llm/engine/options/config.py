@@ -53,11 +53,12 @@ class EngineConfig:
             has passed them.
         scrub_on_free: fill a block with zeros on the device as soon as no request and no cached prefix uses its
             content, before another request gets it.
-        batch_invariant: run all steps with prompts in one shape and all steps that decode in another, those of a full
-            batch. In steps of one program no bit of a request's results depends on the others; without it the last bits
-            can, because XLA rounds the programs of different padded sizes differently. The others still decide which
-            program computes a token if they split its prompt, preempt it, share its prefix, or need more of the
-            sampler (docs/limits.md). A small batch then costs as much as a full one.
+        batch_invariant: the bits of a request's log-probabilities depend on its own tokens and the weights alone: not
+            on other requests, chunks, preemption, shared prefixes, proposals or the program of a step, and they are
+            those of the model's training pass. It switches the model too, see `jattn.models.set_batch_invariant`;
+            docs/numerics.md has the exact promise and its cost.
+        fixed_shapes: run all steps with prompts in one shape and all steps that decode in another, those of a full
+            batch: two programs are compiled. A small batch then costs as much as a full one.
         enable_cascade_attention: read a prefix that neighbouring requests share once for all of them while they decode.
             None does so if it should be faster on a GPU, True for all shared blocks, False never. Not with
             batch_invariant, and not with masks that depend on the distance to the prefix (windows, ALiBi).
@@ -124,6 +125,7 @@ class EngineConfig:
     disable_hybrid_kv_cache_manager: bool = False
     scrub_on_free: bool = False
     batch_invariant: bool = False
+    fixed_shapes: bool = False
     enable_cascade_attention: bool | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     tensor_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
