@@ -141,7 +141,7 @@ def test_at_its_end_waiting_programs_are_dropped(one_thread) -> None:
 def engine() -> Iterator[Engine]:
     # Few programs: one shape of prompts and one of decoding.
     sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_logprobs": 3}
-    config = EngineConfig(**sizes, num_scheduler_steps=1, batch_invariant=True)
+    config = EngineConfig(**sizes, num_scheduler_steps=1, fixed_shapes=True)
     with Engine(tiny_decoder(num_hidden_layers=1, implementation="xla"), config) as engine:
         yield engine
 

@@ -21,7 +21,7 @@ PROMPT = "The try statement"
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     # One shape for every step, so that two programs compile.
-    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, batch_invariant=True)
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, fixed_shapes=True)
     return LLM(embedded_model_folder(), config=config)
 
 

@@ -39,7 +39,7 @@ def runner(
     pool = KVPool(model.paged_spec.cache_spec(4), num_layers=2, num_blocks=2)
     speculative = SpeculativeConfig(num_speculative_tokens=guesses) if guesses else None
     sizes: dict[str, Any] = SIZES | {"max_num_seqs": max_num_seqs}
-    config = EngineConfig(**sizes, batch_invariant=invariant, speculative_config=speculative)
+    config = EngineConfig(**sizes, fixed_shapes=invariant, speculative_config=speculative)
     layers = group_layers(model.paged_spec.windows)
     made = ModelRunner(model, pool, config, Placement(), layers, max_blocks=max_blocks, ragged=ragged)
     return made, frozenset(made.buckets.all())

@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
     "block_size": 4,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
-    "batch_invariant": True,
+    "fixed_shapes": True,
     "num_blocks": 26,
 }
 ONE_GROUP: dict[str, Any] = SIZES | {"disable_hybrid_kv_cache_manager": True, "num_blocks": None}
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_one_group_for_all_layers(changes, seed) -> None:
 
 def test_a_shared_prefix_is_attended_once_in_the_layers_that_see_all_of_it(seed) -> None:
     grouped, one_group = engines(
-        6, None, batch_invariant=False, enable_cascade_attention=True, num_blocks=60, num_scheduler_steps=1
+        6, None, fixed_shapes=False, enable_cascade_attention=True, num_blocks=60, num_scheduler_steps=1
     )
     (prompt,) = prompts_of(seed, 13)
 

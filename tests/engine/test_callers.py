@@ -15,7 +15,7 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
 from torch_core.base.errors import InvalidInput
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, fixed_shapes=True)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_requests_that_share_nothing_run_the_plain_program(decoder, seed) -> Non
     ("model_changes", "changes"),
     [
         ({}, {"enable_cascade_attention": False}),
-        ({}, {"batch_invariant": True}),
+        ({}, {"fixed_shapes": True}),
         ({}, {"enable_prefix_caching": False}),
         ({}, {"max_num_seqs": 1}),
         ({"sliding_window": 8}, {}),

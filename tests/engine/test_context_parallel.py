@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_model_len": 64,
     "num_scheduler_steps": 1,
-    "batch_invariant": True,
+    "fixed_shapes": True,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -12,7 +12,7 @@ from tests.engine.conftest import greedy_kind, tiny_decoder
 from tests.engine.test_engine import prompts_of
 from tests.support.tiny_models import byte_tokenizer
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "batch_invariant": True}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "fixed_shapes": True}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
     "num_blocks": 20,
-    "batch_invariant": True,
+    "fixed_shapes": True,
 }
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True, seed=3)
 
@@ -119,7 +119,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says(seed) -> None:
     vocabulary, count, prompt = 4, 384, [1, 2, 3]
     model = perturbed(tiny_decoder(vocab_size=vocabulary, num_hidden_layers=1), 0.5)
     speculative = SpeculativeConfig(num_speculative_tokens=2, model=perturbed(model, 0.2))
-    config = EngineConfig(max_num_seqs=96, max_model_len=16, batch_invariant=True, speculative_config=speculative)
+    config = EngineConfig(max_num_seqs=96, max_model_len=16, fixed_shapes=True, speculative_config=speculative)
     engine = Engine(model, dataclasses.replace(config, seed=seed))
     params = SamplingParams(temperature=4.0, max_tokens=4, ignore_eos=True)
 

@@ -119,12 +119,12 @@ def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
     assert [run(engine, [prompt], params)[0] for prompt in prompts] == together
 
 
-def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(
+def test_a_fixed_shapes_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(
     seed, monkeypatch
 ) -> None:
     prompts = prompts_of(seed, 6, 21, 11)
     config = EngineConfig(
-        block_size=4, max_num_seqs=8, max_num_batched_tokens=64, batch_invariant=True, enable_prefix_caching=False
+        block_size=4, max_num_seqs=8, max_num_batched_tokens=64, fixed_shapes=True, enable_prefix_caching=False
     )
     other = Engine(tiny_decoder(implementation="xla"), config)
     runner, blocks = other._core.device.runner, {}
@@ -151,9 +151,9 @@ def test_a_batch_invariant_engine_leaves_the_same_bits_in_the_cache_with_and_wit
         np.testing.assert_array_equal(alone, behind)
 
 
-def test_a_batch_invariant_engine_compiles_one_prefill_and_one_decode_program(decoder, seed) -> None:
+def test_a_fixed_shapes_engine_compiles_one_prefill_and_one_decode_program(decoder, seed) -> None:
     config = EngineConfig(
-        block_size=4, max_num_seqs=3, max_num_batched_tokens=32, num_scheduler_steps=1, batch_invariant=True
+        block_size=4, max_num_seqs=3, max_num_batched_tokens=32, num_scheduler_steps=1, fixed_shapes=True
     )
     other = Engine(decoder, config)
     before = len(other.programs)

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "num_blocks": 12,
-    "batch_invariant": True,
+    "fixed_shapes": True,
 }
 KINDS = (KeyboardInterrupt, MemoryError, PoolLost)
 # Each meets others of the moves: preemption, swap, scrub, overlapping steps, prefix hits.
@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "scrub": {"scrub_on_free": True},
     "no overlap": {"steps_in_flight": 1},
     "speculation": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-    "prompts beside decoding": {"batch_invariant": False},
+    "prompts beside decoding": {"fixed_shapes": False},
     "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True},
 }
 

@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
     num_blocks=12,
     num_host_blocks=12,
     scrub_on_free=True,
-    batch_invariant=True,
+    fixed_shapes=True,
 )
 # Every part of the sampler runs.
 FULL = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1, max_tokens=6)

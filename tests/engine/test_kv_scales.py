@@ -31,7 +31,7 @@ from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.metadata import SequenceRow
 
-SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "batch_invariant": True}
+SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "fixed_shapes": True}
 
 
 A_PATH: Any = "scales.json"
@@ -108,7 +108,7 @@ def test_a_layer_gives_what_it_gives_for_keys_and_values_that_were_rounded_befor
 @pytest.mark.nightly
 def test_the_likeliest_tokens_of_a_trained_model_are_nearly_always_those_of_a_plain_cache(tmp_path) -> None:
     model, _, tokenizer = load_model(embedded_model_folder(), implementation="torch")
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "batch_invariant": True}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "fixed_shapes": True}
     texts = ["The for statement is", "A class definition", "An exception is raised when", "The list of"]
     with LLM(model, tokenizer=tokenizer, config=EngineConfig(**sizes)) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)

@@ -373,7 +373,7 @@ def test_progress_goes_to_stderr(llm, capsys) -> None:
 def test_a_folders_own_defaults_hold_for_requests_without_parameters(tmp_path, seed) -> None:
     folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1)
     (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 3}')
-    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, batch_invariant=True)
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, fixed_shapes=True)
     with LLM(folder, config=config) as llm, LLM(folder, config=config, use_generation_config=False) as plain:
         (output,) = llm.generate("a")
 
@@ -386,7 +386,7 @@ def test_a_text_that_was_cut_ends_with_the_token_that_the_folder_forces(tmp_path
     folder = write_tiny_model(tmp_path, seed, num_hidden_layers=1, eos_token_ids=())
     (folder / "generation_config.json").write_text('{"forced_eos_token_id": 5}')
     asked = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1)
-    with LLM(folder, config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, batch_invariant=True)) as llm:
+    with LLM(folder, config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, fixed_shapes=True)) as llm:
         own, forced = (
             llm.generate([[7, 8, 9]], each)[0].outputs[0] for each in (replace(asked, ignore_eos=True), asked)
         )

@@ -22,7 +22,7 @@ from tests.engine.test_engine import prompts_of
 from torch_core.base.errors import InvalidInput
 
 CONFIG = EngineConfig(
-    block_size=4, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=24, num_scheduler_steps=1, batch_invariant=True
+    block_size=4, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=24, num_scheduler_steps=1, fixed_shapes=True
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 
-CONFIG = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, num_scheduler_steps=1, batch_invariant=True)
+CONFIG = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64, num_scheduler_steps=1, fixed_shapes=True)
 PROMPT = "The list"
 
 

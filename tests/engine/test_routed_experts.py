@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 64,
     "enable_return_routed_experts": True,
     # Programs of one shape: fewer to compile.
-    "batch_invariant": True,
+    "fixed_shapes": True,
 }
 LENGTH = 64
 

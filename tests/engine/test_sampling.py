@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
     max_model_len=64,
     num_blocks=24,
     steps_in_flight=2,
-    batch_invariant=True,
+    fixed_shapes=True,
     logits_processors={"towards_last": towards_last},
 )
 

@@ -54,7 +54,7 @@ class Bench:
             config,
             self.cache,
             self._move,
-            in_turns=config.batch_invariant,
+            in_turns=config.fixed_shapes,
             pads_rows=pads_rows,
             num_scheduler_steps=steps_of_device,
             is_served=lambda rows: max(row.num_new_tokens for row in rows) <= self.most_served,
@@ -188,7 +188,7 @@ def test_running_requests_decode_beside_the_chunks_of_a_prompt() -> None:
 
 
 def test_a_long_prompt_and_running_requests_take_turns_where_bits_must_not_depend_on_neighbours() -> None:
-    bench = Bench(max_num_batched_tokens=4, batch_invariant=True)
+    bench = Bench(max_num_batched_tokens=4, fixed_shapes=True)
     bench.add("short", 2)
     bench.step()
     bench.add("long", 12)
@@ -197,8 +197,8 @@ def test_a_long_prompt_and_running_requests_take_turns_where_bits_must_not_depen
 
 
 def test_the_last_token_of_a_prompt_is_decoded_where_another_prompt_leaves_it_alone_as_the_docs_say() -> None:
-    # The limit of batch_invariant: which program computes it depends on the other prompt.
-    bench = Bench(max_num_batched_tokens=32, batch_invariant=True)
+    # The limit of fixed_shapes: which program computes it depends on the other prompt.
+    bench = Bench(max_num_batched_tokens=32, fixed_shapes=True)
     bench.add("first", 11)
     bench.add("second", 22)
 
@@ -286,7 +286,7 @@ def test_a_request_that_does_not_fit_yet_waits_and_preempts_nobody() -> None:
 
 
 def test_a_prompt_in_chunks_does_not_keep_the_others_from_decoding_several_tokens_at_once() -> None:
-    bench = Bench(num_scheduler_steps=4, max_num_batched_tokens=4, batch_invariant=True)
+    bench = Bench(num_scheduler_steps=4, max_num_batched_tokens=4, fixed_shapes=True)
     bench.add("a", 2, max_tokens=16)
     bench.step()
     assert bench.step() == {"a": 4}
@@ -427,7 +427,7 @@ def test_a_prompt_goes_on_where_the_only_one_that_decoded_was_preempted_for_it()
 
 
 def test_a_sample_that_cannot_go_beside_an_encoders_input_does_not_hold_its_blocks() -> None:
-    bench = Bench(num_blocks=18, batch_invariant=True, max_num_batched_tokens=64, enable_prefix_caching=True)
+    bench = Bench(num_blocks=18, fixed_shapes=True, max_num_batched_tokens=64, enable_prefix_caching=True)
     samples = bench.add_samples((0,), max_tokens=1, encoded=tuple(range(40)))
     assert bench.step() == {"first": 40}
     urgent = bench.add_prompt("urgent", (0,), max_tokens=1, encoded=tuple(range(100, 132)))
@@ -440,7 +440,7 @@ def test_a_sample_that_cannot_go_beside_an_encoders_input_does_not_hold_its_bloc
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_a_prompt_without_a_compiled_program_waits_while_others_decode(in_turns) -> None:
-    bench = Bench(most_served=4, batch_invariant=in_turns, enable_prefix_caching=True)
+    bench = Bench(most_served=4, fixed_shapes=in_turns, enable_prefix_caching=True)
     bench.add("a", 3, max_tokens=4)
     assert bench.step() == {"a": 3}
     bench.add("b", 9)

@@ -32,7 +32,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 # Few programs to compile.
 CONFIG = EngineConfig(
-    block_size=4, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=32, num_scheduler_steps=1, batch_invariant=True
+    block_size=4, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=32, num_scheduler_steps=1, fixed_shapes=True
 )
 LONGEST = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)

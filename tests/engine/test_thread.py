@@ -28,7 +28,7 @@ from tests.support.tiny_models import byte_tokenizer
 from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
 from torch_core.base.specs import KVCacheSpec
 
-CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, batch_invariant=True)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, fixed_shapes=True)
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 from tests.engine.conftest import tiny_decoder

@@ -91,7 +91,7 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(co
 
 @pytest.mark.nightly
 def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
-    sizes: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "batch_invariant": True}
+    sizes: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": 12, "scrub_on_free": True, "fixed_shapes": True}
     engine = Engine(tiny_decoder(intermediate_size=48), EngineConfig(**(SIZES | sizes)))
     engine.warmup()
     run(engine, prompts_of(seed, 3))

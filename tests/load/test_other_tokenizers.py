@@ -92,7 +92,7 @@ def test_a_sentencepiece_processor_encodes_and_its_pieces_decode() -> None:
 
 
 def test_an_llm_takes_a_tokenizer_of_transformers() -> None:
-    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, num_scheduler_steps=1, batch_invariant=True)
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, num_scheduler_steps=1, fixed_shapes=True)
     model, _, own = load_model(embedded_model_folder())
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
 

@@ -130,7 +130,7 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
     folder = write_checkpoint(tmp_path, architecture, variant, seed)
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
     sizes = EngineConfig(
-        block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, batch_invariant=True
+        block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, fixed_shapes=True
     )
     with LLM(model, config=sizes) as llm:
         prompts = [tokens_of(seed, 21), tokens_of(seed + 1, 1), tokens_of(seed + 2, 33), tokens_of(seed, 21)]
@@ -152,7 +152,7 @@ def test_requests_that_were_preempted_are_encoded_again(tmp_path, seed):
         max_model_len=28,
         num_scheduler_steps=1,
         num_blocks=32,
-        batch_invariant=True,
+        fixed_shapes=True,
     )
     with LLM(model, config=sizes) as llm:
         prompts = [tokens_of(seed + index, 24 - index) for index in range(3)]

@@ -71,7 +71,7 @@ def test_paged_generation_draws_from_the_log_probabilities_of_training(
         "block_size": 4,
         "num_blocks": 36,
         "max_num_batched_tokens": 16,
-        "batch_invariant": True,
+        "fixed_shapes": True,
     }
     with Engine(recorded, EngineConfig(**sizes)) as engine:
         requests = [

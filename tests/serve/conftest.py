@@ -35,7 +35,7 @@ class Running(BackgroundServer):
                     max_num_batched_tokens=256,
                     max_model_len=256,
                     num_scheduler_steps=1,
-                    batch_invariant=True,
+                    fixed_shapes=True,
                 )
             )
         )

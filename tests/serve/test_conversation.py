@@ -16,7 +16,7 @@ from tests.serve.conftest import TEMPLATE
 from torch_core.base.errors import InvalidInput
 
 CONFIG = EngineConfig(
-    block_size=4, max_num_seqs=4, max_num_batched_tokens=256, num_scheduler_steps=1, batch_invariant=True
+    block_size=4, max_num_seqs=4, max_num_batched_tokens=256, num_scheduler_steps=1, fixed_shapes=True
 )
 TURN = SamplingParams(temperature=0.9, max_tokens=6, ignore_eos=True, seed=3)
 OPTIONS: dict[str, Any] = {"template": {"chat_template": TEMPLATE}}

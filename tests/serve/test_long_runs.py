@@ -18,7 +18,7 @@ WRONG = ("wrong", "leaked_blocks", "unfinished", "compilations")
 @pytest.mark.nightly
 def test_a_soak_that_was_killed_goes_on_behind_the_last_whole_line(tmp_path) -> None:
     config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_scheduler_steps=1, batch_invariant=True
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_scheduler_steps=1, fixed_shapes=True
     )
     ledger = tmp_path / "ledger"
     with AsyncLLM(LLM(write_tiny_model(tmp_path / "tiny", 0), config=config)) as llm:

@@ -21,11 +21,11 @@ def row_logsumexp_kernel(x, out, x_row_stride, FEATURES: tl.constexpr, BLOCK: tl
         columns = first + lanes
         value = tl.load(start + columns, mask=columns < FEATURES, other=float("-inf"))
         higher = tl.maximum(largest, value)
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        # What is infinite is not subtracted: the difference of two infinities is no number.
+        shift = tl.where(tl.abs(higher) < float("inf"), higher, 0.0)
         total = total * tl.math.exp2((largest - shift) * LOG2E) + tl.math.exp2((value - shift) * LOG2E)
         largest = higher
     top = tl.max(largest, 0)
-    # A row without a finite element has no largest to subtract.
     top = tl.where(tl.abs(top) < float("inf"), top, 0.0)
     lanes_total = tl.where(largest == float("-inf"), 0.0, total * tl.math.exp2((largest - top) * LOG2E))
     tl.store(out + row, top + tl.math.log2(tl.sum(lanes_total, 0)) * LN2)

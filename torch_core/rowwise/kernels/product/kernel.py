@@ -36,20 +36,19 @@ def row_product_kernel(
     rows = (first_tile + inside % size) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = inside // size * BLOCK_N + tl.arange(0, BLOCK_N)
     steps = tl.arange(0, BLOCK_K)
-    # The rows and columns behind the last one are computed and not stored: those of the last are read.
-    read_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    read_columns = tl.minimum(columns, OUT - 1).to(tl.int64)
-    left = x + read_rows[:, None] * x_row_stride + steps[None, :]
-    right = kernel + steps[:, None].to(tl.int64) * kernel_in_stride + read_columns[None, :] * kernel_out_stride
+    # The rows behind the last one are computed and not stored: the last one is read.
+    left = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * x_row_stride + steps[None, :]
+    right = kernel + steps[:, None].to(tl.int64) * kernel_in_stride + columns[None, :].to(tl.int64) * kernel_out_stride
+    EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, IN, BLOCK_K):
-        if IN % BLOCK_K == 0:
+        if EVEN:
             a = tl.load(left)
             b = tl.load(right)
         else:
             is_input = start + steps < IN
             a = tl.load(left, mask=is_input[None, :], other=0.0)
-            b = tl.load(right, mask=is_input[:, None], other=0.0)
+            b = tl.load(right, mask=is_input[:, None] & (columns < OUT)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         left += BLOCK_K
         right += BLOCK_K * kernel_in_stride

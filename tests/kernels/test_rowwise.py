@@ -1,0 +1,89 @@
+"""The kernels of operations on rows, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.triton_ops import run_triton
+from torch_core.attention.call import DenseCall, PagedCall
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
+    eps = torch.finfo(found.dtype).eps
+    assert ((found.double() - exact).abs() <= eps * exact.abs() + 64 * torch.finfo(torch.float32).eps * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_exact_and_its_rows_do_not_depend_on_their_number(transposed, dtype, seed):
+    x, kernel = rows(seed, 67, 72, dtype=dtype), rows(seed + 1, 72, 70, dtype=dtype)
+    given = kernel.T.contiguous() if transposed else kernel
+    call = RowProductCall(x=x, kernel=given, transposed=transposed)
+    out = run_triton(call)["out"]
+    exact = x.double() @ kernel.double()
+    assert_rounded_once(out, exact, x.double().abs() @ kernel.double().abs())
+    assert torch.equal(run_triton(replace(call, x=x[65:66]))["out"], out[65:66])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_type", ["rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm"])
+def test_a_norm_is_that_of_float64(norm_type, dtype, seed):
+    x, weight = rows(seed, 6, 40, dtype=dtype), rows(seed + 1, 2, 40, dtype=dtype)
+    bias = rows(seed + 2, 2, 40, dtype=dtype) if norm_type == "layer_norm" else None
+    out = run_triton(RowNormCall(x=x, weight=weight, bias=bias, epsilon=1e-5, norm_type=norm_type))["out"]
+    wide = x.double().reshape(3, 2, 40)
+    if norm_type == "layer_norm":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = wide * (weight.double() + (norm_type == "gemma_rms_norm")) + (0 if bias is None else bias.double())
+    # Rounding before the weight is one rounding more.
+    assert ((out.double() - exact.reshape(6, 40)).abs() <= 2 * torch.finfo(dtype).eps * (exact.abs() + 1).reshape(6, 40)).all()
+
+
+def test_a_log_sum_exp_takes_infinities_as_torch_does(seed):
+    x = rows(seed, 4, 70) * 20
+    x[0, 3:] = -torch.inf
+    x[1] = -torch.inf
+    x[2, 5] = torch.inf
+    out = run_triton(RowLogSumExpCall(x=x))["out"]
+    torch.testing.assert_close(out, x.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_attention_in_order_has_the_bits_of_a_prompt_in_a_decode_step(window, seed):
+    length, block_size = 90, 8
+    query, key, value = (rows(seed + i, length, heads, 16) for i, heads in enumerate((4, 2, 2)))
+    options = {"batch_invariant": True, "scale": 0.25, "sliding_window": window}
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    dense = DenseCall(
+        query=query, key=key, value=value, query_start_loc=starts, key_start_loc=starts, max_query_len=length, **options
+    )
+    prompt = run_triton(dense)["out"]
+    num_blocks = -(-length // block_size)
+    cache = torch.full((num_blocks + 1, 2, block_size, 2, 16), torch.nan)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(num_blocks) + 1)
+    places = torch.arange(length)
+    for index, array in enumerate((key, value)):
+        cache[order[places // block_size], index, places % block_size] = array
+    ends = torch.tensor([length, 64, 65, 12], dtype=torch.int32)
+    decode = PagedCall(
+        query=query[ends.long() - 1],
+        kv_cache=cache,
+        block_tables=order.int().repeat(4, 1),
+        seq_lens=ends,
+        query_start_loc=torch.arange(5, dtype=torch.int32),
+        max_query_len=1,
+        **options,
+    )
+    assert torch.equal(run_triton(decode)["out"], prompt[ends.long() - 1])
