@@ -222,7 +222,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _normed(self, norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
         if not self.batch_invariant:
             return norm(x)
-        rows, scale = x.reshape(-1, x.shape[-1]), norm.scale[...].astype(x.dtype)[None]
+        rows, scale = x.reshape(-1, x.shape[-1]), jnp.asarray(norm.scale)[None].astype(x.dtype)
         return ops.row_norm(rows, scale, epsilon=norm.epsilon, norm_type="rms_norm_wide").reshape(x.shape)
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
@@ -278,7 +278,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
 
 def _one_pass(starts: jax.Array, length: int) -> dict[str, Any]:
-    """Returns `AttentionMetadata.sequences` of whole sequences of a length, over a cache with a block for each token."""
+    """Returns `AttentionMetadata.sequences` of sequences of one length, whose cache has a block for each token."""
     tables = jnp.arange((len(starts) - 1) * length, dtype=jnp.int32).reshape(len(starts) - 1, length)
     sequences = {"block_tables": tables, "seq_lens": jnp.diff(starts), "query_start_loc": starts}
     return {**sequences, "max_query_len": length}

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.bridge.calls import empty_outputs
-from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops import softmax
+from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.quantise import quantised, scaled
 from jattn.ops.softmax import compute_dtype

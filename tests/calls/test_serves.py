@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
@@ -57,6 +59,8 @@ BEYOND = [
     ),
     ("key/value dtype", _paged("float8_e4m3fn", "float32"), {"torch", "xla"}),
     ("head size", _paged("bfloat16", "bfloat16", head_size=288), {"torch", "xla"}),
+    ("batch_invariant", replace(_paged("bfloat16", "bfloat16"), batch_invariant=True), {"triton", "xla"}),
+    ("batch_invariant", latent_call(batch_invariant=True), {"xla"}),
     ("head size", latent_call(rank=640), {"torch", "xla"}),
     ("head size", latent_call(rope_dim=136), {"torch", "xla"}),
     (

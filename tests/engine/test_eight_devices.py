@@ -44,9 +44,7 @@ def messages(engine: Engine) -> list[tuple[str, int]]:
 @on_eight_devices
 def test_a_layer_has_two_sums_and_what_spread_sequences_add(context_size: int) -> None:
     model = tiny_decoder(**HEADS, num_key_value_heads=8 if context_size == 1 else 2)
-    config = EngineConfig(
-        **SIZES, fixed_shapes=True, tensor_parallel_size=8, decode_context_parallel_size=context_size
-    )
+    config = EngineConfig(**SIZES, fixed_shapes=True, tensor_parallel_size=8, decode_context_parallel_size=context_size)
     engine = Engine(model, config)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -119,9 +119,7 @@ def test_sampled_tokens_do_not_depend_on_neighbours(engine, seed) -> None:
     assert [run(engine, [prompt], params)[0] for prompt in prompts] == together
 
 
-def test_a_fixed_shapes_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(
-    seed, monkeypatch
-) -> None:
+def test_a_fixed_shapes_engine_leaves_the_same_bits_in_the_cache_with_and_without_neighbours(seed, monkeypatch) -> None:
     prompts = prompts_of(seed, 6, 21, 11)
     config = EngineConfig(
         block_size=4, max_num_seqs=8, max_num_batched_tokens=64, fixed_shapes=True, enable_prefix_caching=False

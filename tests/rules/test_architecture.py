@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
     "torch_core.adapters": {"torch_core.launch"},
+    "torch_core.rowwise": {"torch_core.launch"},
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
     "torch_core.state": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},
@@ -61,6 +62,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.cache_writes",
         "torch_core.adapters",
         "torch_core.experts",
+        "torch_core.rowwise",
         "torch_core.state",
     },
     "jattn.parallel": {
@@ -170,7 +172,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jattn.llm.workers.tokens": {"tokenizers"},
     **{
         f"torch_core.{op}{place}": libraries
-        for op in ("attention", "latent", "cache_writes", "adapters", "experts", "state")
+        for op in ("attention", "latent", "cache_writes", "adapters", "experts", "rowwise", "state")
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},

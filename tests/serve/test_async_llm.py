@@ -21,9 +21,7 @@ from jattn.llm.serve import AsyncLLM
 from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
 
-CONFIG = EngineConfig(
-    block_size=8, max_num_seqs=4, max_num_batched_tokens=64, num_scheduler_steps=1, fixed_shapes=True
-)
+CONFIG = EngineConfig(block_size=8, max_num_seqs=4, max_num_batched_tokens=64, num_scheduler_steps=1, fixed_shapes=True)
 PROMPTS = [f"prompt {index}" for index in range(8)]
 KINDS = RequestOutputKind
 

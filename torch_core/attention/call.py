@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
-from torch_core.attention.checks import check_caches, check_static, check_token_scales
+from torch_core.attention.checks import check_caches, check_static, check_token_scales, even_axes
 from torch_core.attention.dropout import check_rate
 from torch_core.attention.options import MASK_OPTIONS, attention_spec
 from torch_core.attention.segments import SegmentFields
@@ -57,9 +57,8 @@ class AttentionCall(Call[A]):
         max_query_len: upper bound on the query lengths, in tokens; it never changes a result.
         with_lse: also return the natural log-sum-exp of each row's scores, float32 [num_tokens, num_heads].
         out_dtype: element type of a new output; None for the query's, bfloat16 for an fp8 query.
-        batch_invariant: take every key in the order of its position, in tiles that begin at multiples of one size. A
-            query's bits then depend on itself and on the keys it sees alone: not on other sequences, other queries of
-            its own, blocks, or whether keys are paged or dense.
+        batch_invariant: take keys in the order of their positions, in tiles at multiples of one size: a query's bits
+            depend on itself and the keys it sees alone, in any batch, chunk or form of the cache.
     """
 
     query: Float[A, "num_tokens num_heads head_size"]
@@ -165,7 +164,7 @@ class AttentionCall(Call[A]):
 
     def rows_of_a_sequence(self) -> dict[str, int]:
         """Returns `max_query_len` where all queries can have that length."""
-        return _even(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len))
+        return even_axes(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len))
 
     @property
     def table_tokens(self) -> int:
@@ -233,7 +232,7 @@ class AttentionCall(Call[A]):
         return found
 
     def check_statics(self) -> None:
-        """Checks that the bound on the query lengths is an int, and the flag."""
+        """Checks that the bound on the query lengths is an int."""
         check_static("max_query_len", self.max_query_len)
         check_bool("batch_invariant", self.batch_invariant)
 
@@ -447,7 +446,7 @@ class DenseCall(SegmentFields[A], AttentionCall[A]):
     def rows_of_a_sequence(self) -> dict[str, int]:
         """Returns `max_query_len` and `max_key_len` where all sequences can have these lengths."""
         keys = (self.key.shape[0], self.max_key_len)
-        return _even(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len), num_keys=keys)
+        return even_axes(self.num_seqs, num_tokens=(self.num_tokens, self.max_query_len), num_keys=keys)
 
     @property
     def work(self) -> int:
@@ -498,8 +497,3 @@ class DenseCall(SegmentFields[A], AttentionCall[A]):
 
     def _keys_and_values(self) -> tuple[A, A]:
         return self.key, self.value
-
-
-def _even(num_seqs: int, **axes: tuple[int, int | None]) -> dict[str, int]:
-    """Returns the longest of (rows, longest) for each axis that all sequences of that length fill."""
-    return {axis: longest for axis, (rows, longest) in axes.items() if longest and 0 < rows == num_seqs * longest}

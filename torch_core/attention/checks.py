@@ -45,3 +45,8 @@ def check_token_scales(k_cache: object, v_cache: object, k_scale: object, v_scal
         raise InvalidInput("k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind.")
     if dtype not in (*FP8_DTYPES, "int8"):
         raise Unsupported(f"the cache is {dtype}; scales per token and head need int8 or fp8.")
+
+
+def even_axes(num_seqs: int, **axes: tuple[int, int | None]) -> dict[str, int]:
+    """Returns the longest of (rows, longest) for each axis that all sequences of that length fill."""
+    return {axis: longest for axis, (rows, longest) in axes.items() if longest and 0 < rows == num_seqs * longest}

@@ -230,8 +230,9 @@ class MLP(nnx.Module):
 
 
 def _by_row(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, **options: Any) -> jax.Array:
-    weight, bias = (None if each is None else each.reshape(-1, x.shape[-1]) for each in (weight, bias))
-    return row_norm(x.reshape(-1, x.shape[-1]), weight, bias=bias, **options).reshape(x.shape)
+    features = x.shape[-1]
+    bias = None if bias is None else bias.reshape(-1, features)
+    return row_norm(x.reshape(-1, features), weight.reshape(-1, features), bias=bias, **options).reshape(x.shape)
 
 
 def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:

@@ -65,7 +65,7 @@ class LLM(Owner, contextlib.AbstractContextManager):
         engine_options: fields of `EngineConfig` instead of a `config`, as in vLLM (`LLM(folder, max_num_seqs=4)`):
             block_size, max_num_seqs, max_num_batched_tokens, max_model_len, num_blocks, kv_cache_bytes,
             num_scheduler_steps, steps_in_flight, enable_prefix_caching, num_host_blocks, num_state_slots,
-            disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, enable_cascade_attention,
+            disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, fixed_shapes, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
             logical_axis_rules, kv_cache_dtype, quantize_queries, kv_cache_scales, step_timeout_seconds, seed,
             max_logprobs, logprobs_mode, enable_return_routed_experts, enable_return_sampling_mask,

@@ -86,7 +86,7 @@ def attention_rows_kernel(
     HEADS_FIRST. Programs beyond the true tiles zero the rows of padded tokens. The last tile of a sequence comes
     first: under a causal mask it has the most keys. The loop over keys that every row sees has no mask; the keys at
     the edges come in a second loop. With IN_ORDER that one takes all keys, in their order: no row's sums depend on the
-    rows beside it.
+    other rows of its tile.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
