@@ -175,7 +175,7 @@ def attention_fn(
         f"precision {precision}": precision not in _DEFAULT_PRECISIONS,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    invariant = options.get("batch_invariant", False)
+    invariant = options.pop("batch_invariant", False)
     if invariant and (reason is not None or mask is not None):
         raise Unsupported(f"attention with {reason or 'a mask'} is not batch-invariant; leave one of them out.")
     if chosen != "xla" and reason is not None and implementation is not None:
@@ -189,6 +189,7 @@ def attention_fn(
         out = _in_jnp(query, key, value, sow=sow, precision=precision, **masks, **lens, **options)
     else:
         fixed = {"deterministic": deterministic_gradients, "implementation": implementation}
+        fixed["batch_invariant"] = invariant
         out = _by_kernels(query, key, value, mask=mask, segments=segments, **lens, **fixed, **options)
     return out.reshape(*batch_dims, *out.shape[1:])
 
@@ -259,7 +260,13 @@ def _described(query: jax.Array, key: jax.Array, value: jax.Array, **options: An
     return dense_call(*packed, query_start_loc=starts, max_query_len=length, max_key_len=key_length, **options)
 
 
-def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, positions: jax.Array | None) -> jax.Array:
+def rotated(
+    rope: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    positions: jax.Array | None,
+    *,
+    batch_invariant: bool = False,
+) -> jax.Array:
     """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row by default."""
     if positions is None:
         positions = jnp.arange(x.shape[-3])
@@ -269,9 +276,14 @@ def rotated(rope: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, pos
     if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
         raise InvalidInput(f"input_positions has shape {shape}; it must be {tokens}, or {tokens[-1:]} for all rows.")
     positions = jnp.broadcast_to(positions, tokens)
-    tokens = x.reshape(-1, *x.shape[-2:]).swapaxes(0, 1)
-    # nnx.RoPE takes one row of positions: all tokens of the batch make one.
-    return rope(tokens, positions.reshape(-1)).swapaxes(0, 1).reshape(x.shape).astype(x.dtype)
+
+    def turn(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+        # nnx.RoPE takes one row of positions: all tokens of the batch make one.
+        tokens, places = rows
+        return rope(tokens.swapaxes(0, 1), places).swapaxes(0, 1).astype(x.dtype)
+
+    rows = x.reshape(-1, *x.shape[-2:]), positions.reshape(-1)
+    return (ops.in_tiles(turn, rows) if batch_invariant else turn(rows)).reshape(x.shape)
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:

@@ -211,8 +211,8 @@ class MultiHeadLatentAttention(nnx.Module):
         latent, k_pe = self._normed(self.kv_a_layernorm, latent), k_pe[..., None, :]
         if self.rope is not None:
             nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
-            query = jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
-            k_pe = self._rotated(k_pe, positions)
+            turn = functools.partial(rotated, self.rope, positions=positions, batch_invariant=self.batch_invariant)
+            query, k_pe = jnp.concatenate([nope, turn(rope)], axis=-1), turn(k_pe)
         return (
             query.reshape(-1, *query.shape[-2:]),
             latent.reshape(-1, self.kv_lora_rank),
@@ -224,15 +224,6 @@ class MultiHeadLatentAttention(nnx.Module):
             return norm(x)
         rows, scale = x.reshape(-1, x.shape[-1]), jnp.asarray(norm.scale)[None].astype(x.dtype)
         return ops.row_norm(rows, scale, epsilon=norm.epsilon, norm_type="rms_norm_wide").reshape(x.shape)
-
-    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        if not self.batch_invariant or self.rope is None:
-            return rotated(self.rope, x, positions)  # type: ignore[arg-type]
-        positions = jnp.arange(x.shape[-3], dtype=jnp.int32) if positions is None else positions
-        places = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1)
-        turn = functools.partial(rotated, self.rope)
-        found = ops.in_tiles(lambda rows: turn(*rows), (x.reshape(-1, *x.shape[-2:]), places))
-        return found.reshape(x.shape)
 
     def _joined(self, heads: jax.Array, inputs: jax.Array) -> jax.Array:
         """Returns [tokens, num_heads, v_head_dim] with the inputs' axes before those of the heads, joined."""

@@ -79,6 +79,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         [6, 4]
     """
 
+    batch_invariant: bool = False
+
     @checked
     def __init__(
         self,
@@ -216,7 +218,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             if input_positions is None:
                 own = positions_in_segments(segment_ids)
                 input_positions = _positions(query, held, metadata) if own is None else own
-            query = dense.rotated(self.rope, query, input_positions)
+            query = dense.rotated(self.rope, query, input_positions, batch_invariant=self.core.batch_invariant)
         new = shared_kv
         if not self.kv_sharing and not (cached and inputs_k is None and self.attention_type == "encoder_decoder"):
             inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -278,7 +280,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
         key = key if self.key_ln is None else self.key_ln(key)
-        return key if self.rope is None else dense.rotated(self.rope, key, input_positions), value
+        if self.rope is not None:
+            key = dense.rotated(self.rope, key, input_positions, batch_invariant=self.core.batch_invariant)
+        return key, value
 
     def init_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_shape: Sequence[int], dtype: Any = None, *, block_size: int = 16, out_sharding: Any = None

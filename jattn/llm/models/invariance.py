@@ -13,7 +13,8 @@ from jattn.nn import MultiHeadLatentAttention, SparseLatentAttention
 from torch_core.base.errors import Unsupported
 
 # Modules without arithmetic.
-_NEUTRAL = (nnx.List, nnx.Dict, nnx.Embed)
+_NEUTRAL = (nnx.List, nnx.Dict, nnx.Embed, nnx.Dropout)
+_LINEAR = (nnx.Linear, nnx.LinearGeneral)
 
 
 def set_batch_invariant(model: nnx.Module) -> None:
@@ -23,8 +24,9 @@ def set_batch_invariant(model: nnx.Module) -> None:
     attention by the keys' positions. So `Decoder.forward_dense`, prompts in any chunks, and decoded tokens in any batch
     have the same bits. It costs speed (docs/numerics.md). Gradients are those of the default arithmetic.
 
-    A module takes part if its class has an attribute `batch_invariant`, which is set, or if it is an `nnx.Linear`. A
-    class of your own with such an attribute promises that its other arithmetic depends on a token's row alone.
+    A module takes part if its class has an attribute `batch_invariant`, which is set, or if it is an `nnx.Linear` or an
+    `nnx.LinearGeneral`. A class of your own with such an attribute promises that its other arithmetic depends on a
+    token's row alone.
 
     Args:
         model: a model of `jattn.llm.models`, or a module of your own.
@@ -32,11 +34,18 @@ def set_batch_invariant(model: nnx.Module) -> None:
     Raises:
         Unsupported: a module does not take part, or not on this backend; the message has its path. Nothing is changed.
     """
-    found = list(nnx.iter_modules(model))
-    for path, module in found:
+    found = dict(nnx.iter_modules(model))
+    # Latent attention computes its norms itself.
+    owners = [path for path, module in found.items() if isinstance(module, MultiHeadLatentAttention)]
+    found = {
+        path: module
+        for path, module in found.items()
+        if not (isinstance(module, nnx.RMSNorm) and tuple(path[:-1]) in owners)
+    }
+    for path, module in found.items():
         _refuse(path, module)
-    for _, module in found:
-        if isinstance(module, nnx.Linear):
+    for module in found.values():
+        if isinstance(module, _LINEAR):
             module.dot_general = batch_invariant_dot_general
         elif not isinstance(module, _NEUTRAL):
             setattr(module, "batch_invariant", True)  # noqa: B010
@@ -53,7 +62,7 @@ def _refuse(path: tuple[Any, ...], module: Any) -> None:
         reason = "attends to latents, which is batch-invariant on a CPU alone"
     elif isinstance(module, SparseMLP) and jax.default_backend() != "cpu":
         reason = "has experts, which are batch-invariant on a CPU alone"
-    elif not (hasattr(type(module), "batch_invariant") or isinstance(module, (nnx.Linear, *_NEUTRAL))):
+    elif not (hasattr(type(module), "batch_invariant") or isinstance(module, (*_LINEAR, *_NEUTRAL))):
         reason = f"is a {type(module).__name__}, whose results may depend on the batch"
     if reason is not None:
         name = ".".join(map(str, path)) or "the model"
