@@ -117,9 +117,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         features = features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise InvalidInput(f"qkv_features is {features}; it must be a multiple of num_heads, {self.num_heads}.")
-        given: dict[str, Any] = {
-            name: getattr(self, name) for name in options.LayerOptions.__annotations__ if hasattr(self, name)
-        }
+        names = options.LayerOptions.__annotations__
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         core = PagedAttention(self.num_heads, features // self.num_heads, num_kv_heads=self.num_kv_heads, **given)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         query = self._projected("query", core.num_heads, core, inputs_q)

@@ -222,9 +222,7 @@ class StepBuckets:
         mode, processors = config.logprobs_mode, config.logits_processors or {}
         shared: dict[str, Any] = {"logprobs_mode": mode, "batch_invariant": config.batch_invariant}
         masks = config.enable_return_sampling_mask
-        full = Sampler(
-            SamplingKind.FULL, num_logprobs, tuple(processors.values()), records_masks=masks, **shared
-        )
+        full = Sampler(SamplingKind.FULL, num_logprobs, tuple(processors.values()), records_masks=masks, **shared)
         self.samplers = {
             SamplingKind.GREEDY: Sampler(SamplingKind.PLAIN if on_cpu else SamplingKind.GREEDY),
             SamplingKind.PLAIN: Sampler(SamplingKind.PLAIN),
