@@ -22,6 +22,7 @@ NAMES = {
     "engine": "engine.BENCHMARK",
     "tune": "tune.BENCHMARK",
     "compilers": "compilers.BENCHMARK",
+    "devices": "devices.BENCHMARK",
     "serve": "serve.BENCHMARK",
     "cascade": "decode.CASCADE",
     "chunks": "prefill.CHUNKS",

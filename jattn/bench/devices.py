@@ -1,0 +1,169 @@
+"""Several devices of one process: sums of small arrays, decoding of spread sequences, and prompts as a ring."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jattn import ops, parallel
+from jattn.bench.runner import Benchmark, sizes
+from torch_core.attention.call import PagedCall
+from torch_core.base.errors import InvalidInput
+from torch_core.base.specs import AttentionSpec
+
+_HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK_SIZE = 32, 8, 128, 16
+#: Calls of two programs, each of which waits for the one before: the difference has no start and no end. A sum takes
+#: microseconds, and a program of several devices starts within a millisecond.
+_SUMS, _DECODES = (64, 576), (16, 48)
+_AXIS, _WHOLE = "devices", PartitionSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesRow:
+    """Microseconds of one call on one device and on all, and their ratio by the number of devices (1 is linear).
+
+    Sums have none on one device; `one_us` is then XLA's own sum, and `of_linear` is its time by ours.
+    """
+
+    load: str
+    devices: int
+    one_us: float
+    all_us: float
+    of_linear: float
+
+
+def run(
+    *,
+    devices: int | None = None,
+    sums: Sequence[str] = ("1x4096", "64x4096", "128x4096"),
+    decode: Sequence[int] = (524288, 1048576),
+    prompt: Sequence[int] = (65536, 131072),
+    rounds: int = 9,
+) -> Iterator[DevicesRow]:
+    """Yields a row for each load: 32 query and 8 key/value heads of 128 in bfloat16, blocks of 16 tokens.
+
+    Args:
+        devices: number of devices, two or more; None for all.
+        sums: ROWSxWIDTH of bfloat16 arrays that all devices add up.
+        decode: tokens of a sequence that is spread over the devices, for one new token.
+        prompt: tokens of a prompt that the devices compute as a ring.
+        rounds: timed rounds of a row, of which the median counts.
+    """
+    found = jax.devices()
+    count = len(found) if devices is None else devices
+    if not 2 <= count <= len(found):
+        raise InvalidInput("devices", value=count, wanted=f"it must be 2 or more, and JAX sees {len(found)}")
+    mesh = Mesh(np.asarray(found[:count], object), (_AXIS,))
+    for text in sums:
+        xla, ours = _sums(mesh, *sizes(text), rounds=rounds)
+        yield DevicesRow(f"sum {text}", count, xla, ours, xla / ours)
+    for name, lengths, measured in (("decode", decode, _decode), ("prompt", prompt, _prompt)):
+        for length in lengths:
+            one, every = measured(mesh, length, rounds)
+            yield DevicesRow(f"{name} {length}", count, one, every, one / every / count)
+
+
+def _sums(mesh: Mesh, rows: int, width: int, *, rounds: int) -> tuple[float, float]:
+    """Returns the microseconds of XLA's sum and of ours; the latter is NaN where the devices cannot use it."""
+    peers = parallel.Peers.of(mesh, _AXIS)
+    spec = PartitionSpec(_AXIS)
+    x = _placed(mesh, jnp.ones((mesh.size * rows, width), jnp.bfloat16), spec)
+
+    def chained(add: Callable[..., jax.Array], num_arrays: int) -> Callable[[int], Callable[..., jax.Array]]:
+        def chain(calls: int) -> Callable[..., jax.Array]:
+            def run(x: jax.Array, *table: jax.Array) -> jax.Array:
+                for _ in range(calls):
+                    x = add(x, _AXIS, *table) / mesh.size
+                return x
+
+            return jax.shard_map(run, mesh=mesh, in_specs=(spec,) * num_arrays, out_specs=spec, check_vma=False)
+
+        return chain
+
+    xla = _us_of_one(chained(jax.lax.psum, 1), (x,), rounds, _SUMS)
+    if peers is None:
+        return xla, float("nan")
+    return xla, _us_of_one(chained(parallel.all_reduce, 2), (x, peers.table), rounds, _SUMS)
+
+
+def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
+    query = jnp.ones((1, _HEADS, _HEAD_SIZE), jnp.bfloat16)
+
+    def measured(world: int, place: Callable[[int], jax.Array], wrap: Any) -> float:
+        blocks = -(-length // (_BLOCK_SIZE * world))
+        cache = place(world * blocks)
+        tables, lens = jnp.arange(blocks, dtype=jnp.int32)[None], jnp.array([length], jnp.int32)
+
+        def attend(calls: int, cache: jax.Array, query: jax.Array, tables: jax.Array, lens: jax.Array) -> jax.Array:
+            for _ in range(calls):
+                call = PagedCall(
+                    query=query,
+                    kv_cache=cache,
+                    block_tables=tables,
+                    seq_lens=lens,
+                    query_start_loc=jnp.array([0, 1], jnp.int32),
+                    spec=AttentionSpec(scale=_HEAD_SIZE**-0.5),
+                    max_query_len=1,
+                    with_lse=world > 1,
+                )
+                query = (ops.run(call) if world == 1 else parallel.paged_attention(call, _AXIS))["out"]
+            return query
+
+        return _us_of_one(lambda calls: wrap(partial(attend, calls)), (cache, query, tables, lens), rounds, _DECODES)
+
+    def zeros(blocks: int, sharding: NamedSharding | None = None) -> jax.Array:
+        shape = (blocks, 2, _BLOCK_SIZE, _KV_HEADS, _HEAD_SIZE)
+        return jax.jit(lambda: jnp.zeros(shape, jnp.bfloat16), out_shardings=sharding)()
+
+    parts = PartitionSpec(_AXIS)
+    one = measured(1, zeros, lambda attend: attend)
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": (parts, *[_WHOLE] * 3), "out_specs": _WHOLE}
+    spread: Callable[..., Any] = partial(jax.shard_map, **options, check_vma=False)
+    return one, measured(mesh.size, partial(zeros, sharding=NamedSharding(mesh, parts)), spread)
+
+
+def _prompt(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
+    tokens = PartitionSpec(None, _AXIS)
+    shapes = [(1, length, heads, _HEAD_SIZE) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)]
+    arrays = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+    starts = jnp.array([0, length], jnp.int32)
+    whole = jax.jit(lambda query, key, value: ops.attention(query[0], key[0], value[0], starts, max_query_len=length))
+    one = _us(whole, arrays, rounds)
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": tokens, "out_specs": tokens, "check_vma": False}
+    ring = jax.jit(jax.shard_map(lambda *given: parallel.ring_attention(*given, _AXIS), **options))
+    return one, _us(ring, [_placed(mesh, each, tokens) for each in arrays], rounds)
+
+
+def _placed(mesh: Mesh, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def _us_of_one(
+    chain: Callable[[int], Callable[..., Any]], arguments: Sequence[Any], rounds: int, calls: tuple[int, int]
+) -> float:
+    """Returns the microseconds of one of the calls that `chain(number)` makes one after the other."""
+    few, many = calls
+    first, second = (_us(jax.jit(chain(number)), arguments, rounds) for number in calls)
+    return (second - first) / (many - few)
+
+
+def _us(program: Callable[..., Any], arguments: Sequence[Any], rounds: int) -> float:
+    """Returns the median microseconds of a program from its start to its end, the host's time included."""
+    times = []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times[2:])
+
+
+BENCHMARK = Benchmark("devices", __doc__, run, may_be_empty=("sums", "decode", "prompt"))
