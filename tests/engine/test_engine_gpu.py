@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.llm.engine import Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.sampler import Sampler
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
+from tests.engine import test_routed_experts as routed
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_chaos import CONFIGS, chaos
 from tests.engine.test_engine import GREEDY, prompts_of, run
@@ -73,6 +75,20 @@ def test_paged_generation_equals_running_the_whole_sequence_again(changes, kerne
     for prompt, tokens in zip(prompts, said, strict=True):
         logits = kernels.forward_dense(jnp.asarray([prompt + tokens]))[0]
         assert tokens == jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+def test_replayed_experts_of_the_kernels_rollout_give_its_log_probabilities(seed) -> None:
+    model = routed.decoder(**SIZES)
+    params = SamplingParams(max_tokens=20, logprobs=0, seed=3, ignore_eos=True)
+    prompts = prompts_of(seed, 23, 40, 5)
+    outputs = LLM(model, config=EngineConfig(**{**routed.SIZES, "batch_invariant": False})).generate(prompts, params)
+
+    for output in outputs:
+        experts: Any = output.outputs[0].routed_experts
+        own = routed.replay_error(model, output, experts)
+        # Products of the engine's thread may be rounded to 10 bits; the experts of another token are far off.
+        assert own < 0.05
+        assert routed.replay_error(model, output, np.roll(experts, 1, axis=0)) > 3 * own
 
 
 def test_nothing_compiles_after_the_warm_up_for_any_mixture_of_parameters(kernels, seed) -> None:

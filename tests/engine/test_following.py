@@ -191,8 +191,11 @@ def test_a_part_of_a_nested_model_in_another_dtype_is_taken(seed: int) -> None:
         ({}, {"partial": True}, "empty"),
         ({"norm": {"weight": jnp.ones(32, jnp.int32)}}, {"partial": True, "cast": True}, "int32"),
         ({"norm": {"weight": jnp.ones(32, jnp.bfloat16)}}, {"partial": True}, "bfloat16"),
+        ({"norm": {"weight": jnp.ones(32)}}, {"partial": True, "version": "7"}, "^version is '7'"),
+        ({"norm": {"weight": jnp.ones(32)}}, {"partial": 1}, "^partial is 1"),
+        ({"norm": {"weight": jnp.ones(32)}}, {"partial": True, "prefix": 3}, "^prefix is 3"),
     ],
-    ids=["an unknown leaf", "a prefix that names nothing", "nothing", "integers", "another dtype without cast"],
+    ids=["leaf", "prefix", "nothing", "integers", "no cast", "version", "partial", "kind of prefix"],
 )
 def test_a_partial_state_that_does_not_fit_is_refused(
     theirs: Engine, state: Any, options: dict[str, Any], message: str

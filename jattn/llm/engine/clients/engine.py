@@ -17,7 +17,7 @@ from jattn.llm.engine.device.device import check_types, open_device
 from jattn.llm.engine.device.invariance import switched
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.device.programs import progress
-from jattn.llm.engine.device.weights import Arrivals, Weights
+from jattn.llm.engine.device.weights import Arrivals, Weights, check_version
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams
@@ -398,13 +398,14 @@ class Engine(Owner, contextlib.AbstractContextManager):
             prefix: path of the state in the engine's model, with dots: "model" if the engine's model has the trainer's
                 as its attribute `model`.
             cast: arrays of another floating dtype are converted to the engine's.
-            version: new value of `weights_version`; None for one more.
+            version: new value of `weights_version`, from 0 on; None for one more.
 
         Raises:
-            InvalidInput: a parameter does not fit or is not finite (the message names it); the engine is closed; or it
-                is asleep with requests to finish.
+            InvalidInput: a parameter or an option does not fit or is not finite (the message names it); the engine is
+                closed; or it is asleep with requests to finish.
             PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
+        check_version(version)
         leaves = self.fitting_weights(state, unfinished, partial=partial, prefix=prefix, cast=cast)
         self.finish(unfinished)
         self.replace_weights(leaves, version)

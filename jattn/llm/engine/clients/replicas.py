@@ -16,6 +16,7 @@ from flax import nnx
 from jattn.llm.engine.clients.engine import Engine
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.device.placement import replica_meshes
+from jattn.llm.engine.device.weights import check_version
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
@@ -242,6 +243,7 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         **options: Any,
     ) -> None:
         """Replaces the weights of every copy, or of none if one fails; see `Engine.update_weights`."""
+        check_version(version)
         self._replace(lambda engine: engine.fitting_weights(state, unfinished, **options), unfinished, version)
         self._follower.mark_seen()
 

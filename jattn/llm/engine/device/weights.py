@@ -17,6 +17,7 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
 from jattn.llm.models.quantized import Fp8Kernel, kernel_sharding, round_to_fp8
 from jattn.llm.reports import LOGGER
+from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
 
@@ -106,9 +107,13 @@ class Weights:
             partial, prefix, cast: see `Engine.update_weights`.
 
         Raises:
-            InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named. Or
-                keys that have no order.
+            InvalidInput: parameters that are missing, unknown, or of another shape or dtype; the first one is named.
+                Keys that have no order. Options of another type.
         """
+        check_bool("partial", partial)
+        check_bool("cast", cast)
+        if not isinstance(prefix, str):
+            raise InvalidInput("prefix", value=prefix, wanted="it must be a path with dots, or empty")
         if not isinstance(state, nnx.Module | Mapping | nnx.State):
             raise InvalidInput("state", value=state, wanted="it must be an nnx.State, a mapping of arrays, or a module")
         shards = self._shards
@@ -213,6 +218,12 @@ class Weights:
             raise InvalidInput(wrong[0], problem, "the weights stay as they were")
         LOGGER.warning("%s of the new weights %s.", wrong[0], problem)
         return leaves
+
+
+def check_version(version: object) -> None:
+    """Refuses a value that is no version of weights; None is the next one."""
+    if version is not None:
+        check_int("version", version, 0, also=", or None")
 
 
 def _bring(leaf: Any, old: jax.Array, place: Callable[[Any], jax.Array] | None) -> jax.Array:
