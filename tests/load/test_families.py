@@ -25,7 +25,7 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 
 
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
-PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss", "Lfm2")
+PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss", "Lfm2", "Bamba", "GraniteMoeHybrid")
 
 
 def test_every_family_of_the_package_is_tested():
@@ -87,7 +87,7 @@ def assert_greedy_as_transformers(folder, seed, *, max_tokens, implementation="x
 
 @pytest.mark.parametrize(
     ("architecture", "variant"),
-    [("GptOssForCausalLM", 0), ("DeepseekV32ForCausalLM", 1), ("Lfm2ForCausalLM", 1)],
+    [("GptOssForCausalLM", 0), ("DeepseekV32ForCausalLM", 1), ("Lfm2ForCausalLM", 1), ("FalconH1ForCausalLM", 1)],
 )
 def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_path, seed):
     """With sinks, windows on some layers, experts and yarn, over latents, with an indexer's second cache, states."""

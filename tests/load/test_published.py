@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jattn.llm.load import load_model, parse_config
+from jattn.llm.load.folder import read_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound, write_tiny_model
@@ -43,12 +44,19 @@ KEYS: list[tuple[str, dict[str, Any]]] = [
         "Lfm2ForCausalLM",
         {"block_dim": 32, "conv_dim": 32, "num_heads": 4, "block_use_swiglu": True, "use_pos_enc": True},
     ),
+    ("BambaForCausalLM", {"attn_rotary_emb": 64, "num_logits_to_keep": 1}),
+    ("GraniteMoeHybridForCausalLM", {"init_method": "mup", "normalization_function": "rmsnorm"}),
+    ("FalconH1ForCausalLM", {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "time_step_rank": "auto"}),
+    (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "M-*-", "layers_block_type": None, "num_hidden_layers": 4, "rms_norm_eps": 1e-5},
+    ),
     ("BartForConditionalGeneration", {"num_hidden_layers": 2, "normalize_before": False}),
 ]
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
+    return read_config(folder)
 
 
 def write_published(folder: Path, architecture: str, seed: int) -> Path:

@@ -82,6 +82,10 @@ REFUSED = [
         CONV | {"kv_sharing_targets": (None, 0)},
         "kv_sharing_targets name layer 1, which is 'conv'; a layer without attention has no cache to share.",
     ),
+    (
+        {"layer_types": ("attention", "feed_forward")},
+        "layer_types[1] is 'feed_forward' and single_branch False; a layer has a mixer then.",
+    ),
     ({"eos_token_ids": (0, -1)}, "eos_token_ids[1] is -1; it must be a token id from 0 to 256."),
 ]
 
@@ -100,6 +104,7 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         ({"layer_types": ("attention", "fourier")}, "layer_types[1] is 'fourier'; this build has attention, conv, "),
         (CONV | {"layer_types": ("conv", "conv")}, "layer_types is ('conv', 'conv'); a layer of this build's decoders"),
         (CONV | {"is_encoder": True}, "layer_types is ('attention', 'conv'); encoders and their decoders attend."),
+        ({"single_branch": True}, "single_branch is True; such layers have layer_types and a norm before them."),
         ({"moe": MOE, "gated_mlp": False}, "gated_mlp is False; experts are gated in this build."),
         ({"latent": LATENT}, "num_key_value_heads is 2; attention over latents has 4."),
         ({**LATENTS, "sliding_window": 8}, "sliding_window is 8; attention over latents has None."),

@@ -44,6 +44,17 @@ _DEEPSEEK = {
     "topk_group": 2,
 }
 _INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 6}
+_NEMOTRON = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    # Of transformers' prompts alone.
+    "time_step_min": 1e-30,
+}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -213,6 +224,47 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
                 "block_auto_adjust_ff_dim": False,
                 "tie_word_embeddings": False,
             },
+        ],
+    ),
+}
+CASES |= {
+    "BambaForCausalLM": (
+        "BambaConfig",
+        [
+            _MAMBA | {"attn_layer_indices": [1]},
+            _MAMBA
+            | {"attn_layer_indices": [0], "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
+            | {"mamba_conv_bias": False, "mamba_d_head": "auto", "time_step_limit": (0.3, 0.8)},
+        ],
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        "GraniteMoeHybridConfig",
+        [
+            _MAMBA
+            | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
+            | {"shared_intermediate_size": 40, "mamba_n_groups": 1},
+            _MAMBA
+            | {"layer_types": ["full_attention", "linear_attention"], "num_local_experts": 6, "num_experts_per_tok": 3}
+            | {"shared_intermediate_size": 40, "position_embedding_type": "rope", "attention_multiplier": 0.3}
+            | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+        ],
+    ),
+    "FalconH1ForCausalLM": (
+        "FalconH1Config",
+        [
+            _MAMBA | {"mamba_d_ssm": 64},
+            _MAMBA
+            | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_rms_norm": True, "projectors_bias": True}
+            | {"mamba_norm_before_gate": False, "key_multiplier": 0.4, "lm_head_multiplier": 0.5}
+            | {"embedding_multiplier": 3.0, "mlp_multipliers": [0.7, 1.4], "attention_in_multiplier": 1.5}
+            | {"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
+            | {"ssm_multipliers": [0.5, 0.8, 1.2, 1.5, 0.7]},
+        ],
+    ),
+    "NemotronHForCausalLM": (
+        "NemotronHConfig",
+        [
+            _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
         ],
     ),
 }

@@ -9,7 +9,7 @@ import safetensors.numpy
 import safetensors.torch
 
 from jattn.llm.load import load_model, parse_config, save_model
-from jattn.llm.load.folder import read_object
+from jattn.llm.load.folder import read_config
 
 __all__ = ["assert_saved_as_it_was", "write_changed"]
 
@@ -21,7 +21,7 @@ def assert_saved_as_it_was(folder: Path, copy: Path) -> None:
     theirs, ours = (safetensors.numpy.load((each / "model.safetensors").read_bytes()) for each in (folder, copy))
     assert theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
-    again = parse_config(read_object(copy, "config.json"))
+    again = parse_config(read_config(copy))
     assert (again, again.architecture) == (config, config.architecture)
 
 

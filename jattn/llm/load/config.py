@@ -64,7 +64,8 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         options["dtype"] = _stored_dtype(raw)
         parts = {part: _popped(options, f"{part}.") for part in (*PARTS, "encoder")}
         for part, kind in PARTS.items():
-            if parts[part]:
+            # A family may take a part away.
+            if parts[part] and options.get(part, part) is not None:
                 options[part] = kind(**parts[part])
         if parts["encoder"]:
             options["encoder"] = _encoder(options, parts["encoder"])
@@ -147,7 +148,8 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
     elif family.model_type == "smollm3":
         rendered["no_rope_layers"] = [1] * config.num_hidden_layers
-    return rendered | write_rope(config, family) | _write_layers(config, family)
+    written = rendered | write_rope(config, family) | _write_layers(config, family)
+    return written if family.write is None else {**written, **family.write(config)}
 
 
 def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
@@ -231,7 +233,7 @@ def _write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
     written: dict[str, Any] = {} if family.windows is None else {"sliding_window": window}
     if family.windows is not None and "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = window is not None
-    if family.windows not in (None, "all") or family.has_states:
+    if family.windows not in (None, "all") or (family.has_states and "layer_types" not in family.absent):
         names = {kind: name for name, kind in reversed([*family.layer_types.items()])}
         names.setdefault("attention", "full_attention")
         mixed = config.layer_types or ("attention",) * config.num_hidden_layers

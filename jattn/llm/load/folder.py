@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jattn.llm.paths import is_hub_name, missing
 from torch_core.base.checks import shown
@@ -16,6 +16,7 @@ from torch_core.base.errors import InvalidInput
 
 # Of Gemma 3 tokenizer_config.json alone has 1.2 MB.
 _MAX_JSON_BYTES = 16 << 20
+_INFINITIES = ("Infinity", "-Infinity")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
@@ -83,17 +84,17 @@ def read_text(path: Path) -> str:
         raise InvalidInput(path.name, f"cannot be read: {error.strerror}") from None
 
 
-def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of the folder, at most 16 mebibytes long."""
+def read_object(folder: Path, name: str, *, has_infinity: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file of the folder, at most 16 mebibytes long; see `read_json`."""
     file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
     if file is None:
         raise InvalidInput(f"the folder has no {name}.")
-    return read_json(read_text(file), name)
+    return read_json(read_text(file), name, has_infinity=has_infinity)
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the keys of config.json, with the values of `hf_overrides` in place of the file's."""
-    return {**read_object(folder, "config.json"), **checked_overrides(overrides)}
+    return {**read_object(folder, "config.json", has_infinity=True), **checked_overrides(overrides)}
 
 
 def checked_overrides(overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -107,23 +108,31 @@ def checked_overrides(overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return overrides or {}
 
 
-def read_json(text: str, name: str) -> dict[str, Any]:
-    """Parses a JSON object strictly, with no repeated keys, NaN or Infinity; errors name the file by `name`."""
+def read_json(text: str, name: str, *, has_infinity: bool = False) -> dict[str, Any]:
+    """Parses a JSON object strictly, with no repeated keys, NaN or Infinity; errors name the file by `name`.
 
-    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    With `has_infinity` numbers may be infinite: `Infinity`, as Python writes them, or `{"__float__": "Infinity"}`, as
+    transformers does.
+    """
+
+    def object_of(pairs: list[tuple[str, Any]]) -> Any:
         result = dict(pairs)
+        if has_infinity and len(pairs) == 1 and result.get("__float__") in _INFINITIES:
+            return float(result["__float__"])
         if len(result) != len(pairs):
             counts = collections.Counter(key for key, _ in pairs)
             raise InvalidInput(name, f"has the key {counts.most_common(1)[0][0]!r} more than once")
         return result
 
-    def refuse_constant(text: str) -> NoReturn:
+    def constant(text: str) -> float:
+        if has_infinity and text in _INFINITIES:
+            return float(text)
         raise InvalidInput(name, f"contains {text}, which is not JSON")
 
     # Numbers are parsed by functions of Python, between which other threads run.
     numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=refuse_constant, **numbers)
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=constant, **numbers)
     except InvalidInput:
         raise
     except RecursionError:

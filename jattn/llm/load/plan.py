@@ -23,7 +23,7 @@ from torch_core.base.errors import Unsupported
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
-_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "dt_bias")
+_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "D", "dt_bias")
 #: Ends of names of a weight of 4 bits: uint8[in / 2, out], the number of an even input in the lower four bits; and
 #: float32[2 x groups, out], the scales and then the zero points.
 INT4_KERNEL, INT4_SCALE = "_int4", "_int4_scales"
@@ -65,6 +65,11 @@ class ParameterPlan:
     def is_float32(self) -> bool:
         """Whether the parameter is float32 in models of every dtype."""
         return self.path[-1] == "e_score_correction_bias" or "weights_proj" in self.path
+
+    @property
+    def is_turned_stack(self) -> bool:
+        """Whether one tensor has all experts, each as [out, in]."""
+        return self.transposed and len(self.shape) == len(self.pieces[0].shape) == 3
 
     @property
     def num_stacked(self) -> int:
@@ -214,9 +219,9 @@ class _Planner:
         transposed = is_conv or (leaf == "kernel" and not (family.in_out and where))
         is_expert = module in _EXPERTS
         if is_expert and "{expert}" not in names[0]:
-            # All experts in one tensor, which lies as the model's does.
-            suffix, transposed = "_bias" if leaf == "bias" else "", False
-            pieces = [(names[0], shape)]
+            # All experts in one tensor.
+            suffix, transposed = "_bias" if leaf == "bias" else "", family.experts_out_in and leaf == "kernel"
+            pieces = [(names[0], (shape[0], *shape[:0:-1]) if transposed else shape)]
         else:
             if is_conv:
                 shape = shape[::-1]

@@ -163,10 +163,16 @@ def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, 
         group, place = divmod(index, size)
         first = sum(_outputs(parameter, each) for each in parameter.pieces[:place])
         part = (value[group] if parameter.num_stacked else value)[..., first : first + _outputs(parameter, piece)]
-        yield piece, part.T.reshape(piece.shape) if parameter.transposed else part
+        if parameter.is_turned_stack:
+            part = part.swapaxes(1, 2)
+        elif parameter.transposed:
+            part = part.T.reshape(piece.shape)
+        yield piece, part
 
 
 def _outputs(parameter: ParameterPlan, piece: TensorPlan) -> int:
+    if parameter.is_turned_stack:
+        return piece.shape[1]
     return piece.shape[0 if parameter.transposed else -1]
 
 

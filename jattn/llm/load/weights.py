@@ -205,8 +205,12 @@ def _pieces(
             yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
-            # A convolution's [channels, 1, width] has an axis more.
-            yield block.reshape(len(block), -1).T if transposed else block, None
+            if parameter.is_turned_stack:
+                block = block.swapaxes(1, 2)
+            elif transposed:
+                # A convolution's [channels, 1, width] has an axis more.
+                block = block.reshape(len(block), -1).T
+            yield block, None
 
 
 def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:

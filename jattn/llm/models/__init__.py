@@ -8,7 +8,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
 from jattn.llm.models.invariance import set_batch_invariant
-from jattn.llm.models.mixers import DeltaNetConfig, ShortConvConfig
+from jattn.llm.models.mixers import DeltaNetConfig, MambaConfig, ShortConvConfig
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
 from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
@@ -37,6 +37,7 @@ __all__ = [
     "LatentConfig",
     "LayerCache",
     "LoraWeights",
+    "MambaConfig",
     "MoEConfig",
     "ModelConfig",
     "PagedCache",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
-from jattn.llm.models.mixers import MIXERS, STATE_CONFIGS, DeltaNetConfig, LayerType, ShortConvConfig
+from jattn.llm.models.mixers import MIXERS, STATE_CONFIGS, DeltaNetConfig, LayerType, MambaConfig, ShortConvConfig
 from jattn.llm.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig, RopeScaling
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -70,6 +70,8 @@ class ModelConfig:
             state between tokens "conv" or "linear_attention"; empty for attention in all.
         short_conv: sizes of the short convolution of "conv".
         delta_net: sizes of the gated delta rule of "linear_attention".
+        mamba: sizes of "mamba" and "attention_mamba".
+        single_branch: a layer has mixers or, of type "feed_forward", a feed-forward part; not both.
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores), "relative"
             (learned, added to the scores by the bucket of a distance; Raffel et al. 2020, arXiv:1910.10683) or "none".
         position_offset: rows of a learned table before that of the first position.
@@ -87,6 +89,8 @@ class ModelConfig:
         embedding_multiplier: factor of the embedding, in the model's dtype.
         residual_multiplier: factor of each branch before it is added.
         logits_scale: factor of the logits.
+        attention_multipliers: factors of the input and the output of attention.
+        mlp_multipliers: factors of the activation's argument and of the feed-forward part's output.
         attention_scale: factor of the attention scores; None for head_dim ** -0.5.
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: cap on the logits; None for none.
@@ -148,6 +152,8 @@ class ModelConfig:
     layer_types: tuple[LayerType, ...] = ()
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    mamba: MambaConfig | None = None
+    single_branch: Flag = False
     position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", "none", error=Unsupported)] = (
         "rope"
     )
@@ -165,6 +171,8 @@ class ModelConfig:
     embedding_multiplier: Scalar = 1.0
     residual_multiplier: Scalar = 1.0
     logits_scale: Scalar = 1.0
+    attention_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
+    mlp_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
     attention_scale: Scalar | None = None
     attn_logit_softcapping: Scalar | None = None
     final_logit_softcapping: Scalar | None = None
@@ -251,6 +259,11 @@ class ModelConfig:
             ):
                 wanted = "a layer without attention has no cache to share"
                 raise InvalidInput("kv_sharing_targets", f"name layer {layer}, which is {kind!r}", wanted)
+            if (kind == "feed_forward") > self.single_branch:
+                raise InvalidInput(name, f"is {kind!r} and single_branch False", "a layer has a mixer then")
+        if self.single_branch and (not self.layer_types or self.parallel_block or self.norm_placement != "before"):
+            wanted = "such layers have layer_types and a norm before them"
+            raise Unsupported("single_branch", value=True, wanted=wanted)
         if self.has_states and (self.is_encoder or self.encoder is not None):
             raise Unsupported("layer_types", value=self.layer_types, wanted="encoders and their decoders attend")
         if self.layer_types and not self.cache_layers:
@@ -357,7 +370,13 @@ class ModelConfig:
 
 #: The configs of the parts that a model may have, by their fields.
 PARTS = MappingProxyType(
-    {"moe": MoEConfig, "latent": LatentConfig, "short_conv": ShortConvConfig, "delta_net": DeltaNetConfig}
+    {
+        "moe": MoEConfig,
+        "latent": LatentConfig,
+        "short_conv": ShortConvConfig,
+        "delta_net": DeltaNetConfig,
+        "mamba": MambaConfig,
+    }
 )
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")

@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.batch_adapters import BatchAdapters, LayerAdapters, attached
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, scaled, through
-from jattn.llm.models.layers import INITIALIZER, linear, norm
+from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, through
+from jattn.llm.models.layers import INITIALIZER, linear, norm, scaled
 from jattn.llm.models.paged_model import PagedSpec
 from jattn.llm.models.positions import attention_factor, inverse_frequencies, relative_bias, rotary_angles
 from jattn.llm.models.tensor_parallel import TensorParallel

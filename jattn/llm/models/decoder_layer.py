@@ -15,7 +15,7 @@ from jattn.llm.models.attention import Angles, Attention, CrossAttention, KeysVa
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.latent import LatentAttention, SparseAttention
-from jattn.llm.models.layers import MLP, norm
+from jattn.llm.models.layers import MLP, norm, scaled
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
@@ -60,13 +60,16 @@ class DecoderLayer(nnx.Module):
         has_encoder = config.encoder is not None
         self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None
         self.cross_attention_norm = norm(config) if has_encoder else None
-        self.post_attention_layernorm = norm(config) if before and config.parallel_block != "shared_norm" else None
-        self.is_sparse = config.is_sparse(layer)
+        has_both = not config.single_branch
+        self.post_attention_layernorm = (
+            norm(config) if has_both and before and config.parallel_block != "shared_norm" else None
+        )
+        self.is_sparse, self.has_feed_forward = config.is_sparse(layer), has_both or not mixers
         if self.is_sparse:
             self.moe = SparseMLP(config, rngs=rngs, parallel=parallel)
-        else:
+        elif self.has_feed_forward:
             self.mlp = MLP(config, rngs=rngs)
-        self.mlp_output_norm = norm(config) if after else None
+        self.mlp_output_norm = norm(config) if after and has_both else None
 
     def __call__(
         self,
@@ -86,25 +89,31 @@ class DecoderLayer(nnx.Module):
         first = len(caches) - self.num_states
         mixed: list[jax.Array] = []
         updated: list[jax.Array] = []
-        for mixer, own in ((self.self_attn, caches[:first]), (self.recurrent, caches[first:])):
+        for (mixer, factors), own in zip(self._mixers, (caches[:first], caches[first:]), strict=True):
             if mixer is not None:
                 # One array is given and returned as it is, several as a tuple.
                 given: Any = own if len(own) > 1 else next(iter(own))
-                out, new = mixer.forward_paged(normed, angles, given, metadata)
-                mixed.append(out)
+                first_factor, last_factor = factors
+                out, new = mixer.forward_paged(scaled(normed, first_factor), angles, given, metadata)
+                mixed.append(scaled(out, last_factor))
                 updated += new if len(own) > 1 else [new]
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=updated[0], metadata=metadata)
-        x, normed, experts = self._added(
-            x, normed, functools.reduce(operator.add, mixed), None, cross, following, metadata.peers
-        )
+        x, normed, experts = self._added(x, normed, _sum(mixed), None, cross, following, metadata.peers)
         return x, normed, tuple(updated), experts
 
     @property
     def recurrent(self) -> Any:
         """The mixer with a state between tokens, or None."""
         return next((mixer for name in STATE_CONFIGS if (mixer := getattr(self, name)) is not None), None)
+
+    @property
+    def _mixers(self) -> tuple[tuple[Any, tuple[float, float]], tuple[Any, tuple[float, float]]]:
+        """Attention and the mixer with a state, each with the factors of its input and output; or None."""
+        sizes = self.config.mamba
+        of_state = (1.0, 1.0) if sizes is None else (sizes.in_multiplier, sizes.out_multiplier)
+        return (self.self_attn, self.config.attention_multipliers), (self.recurrent, of_state)
 
     @property
     def state_spec(self) -> StateCacheSpec | None:
@@ -128,9 +137,13 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache. Experts are as in `SparseMLP.with_experts`."""
         normed = through(self.input_layernorm, x)
-        mixers = [mixer for mixer in (self.self_attn, self.recurrent) if mixer is not None]
-        parts = (mixer.forward_dense(normed, angles, lengths, shared) for mixer in mixers)
-        mixed = functools.reduce(operator.add, parts)
+        mixed = _sum(
+            [
+                scaled(mixer.forward_dense(scaled(normed, first), angles, lengths, shared), last)
+                for mixer, (first, last) in self._mixers
+                if mixer is not None
+            ]
+        )
         cross = None
         if self.cross_attn is not None and encoded is not None:
             cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
@@ -140,7 +153,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         normed: jax.Array,
-        mixed: jax.Array,
+        mixed: Any,
         dropout: _Branch | None,
         cross: _Branch | None,
         following: Any = None,
@@ -156,6 +169,11 @@ class DecoderLayer(nnx.Module):
             branch, axis, experts = self._feed_forward(x, routed_experts)
             x = through(self.mlp_output_norm, self._sum(x, through(dropout, self._summed(branch, axis, peers))))
             return x, through(following, x), experts
+        if self.config.single_branch:
+            branch, axis, experts = (
+                self._feed_forward(normed, routed_experts) if mixed is None else (mixed, "heads", None)
+            )
+            return *self._add_branch(x, branch, axis, self.attention_output_norm, following, dropout, peers), experts
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
@@ -206,12 +224,11 @@ class DecoderLayer(nnx.Module):
         return x if self.parallel is None else self.parallel.summed(x, axis, peers)
 
 
+def _sum(parts: list[jax.Array]) -> Any:
+    """Returns the sum of arrays; None of none."""
+    return functools.reduce(operator.add, parts) if parts else None
+
+
 def through(module: Any, x: jax.Array) -> jax.Array:
     """Returns module(x), or x if module is None."""
     return x if module is None else module(x)
-
-
-def scaled(x: jax.Array, scale: float) -> jax.Array:
-    """Returns x times a number of the config."""
-    # A Python number is rounded to the array's dtype first, as Gemma was trained.
-    return x if scale == 1 else x * scale

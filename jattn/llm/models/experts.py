@@ -54,7 +54,7 @@ class SparseMLP(nnx.Module):
         self.down_proj = ExpertLinear(self.num_local_experts, moe.intermediate_size, width, **options)
         shared = moe.shared_width // (1 if parallel is None else parallel.parts("mlp"))
         self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
-        has_gate = moe.shared_intermediate_size > 0
+        has_gate = moe.shared_intermediate_size > 0 and moe.shared_expert_gate
         self.shared_expert_gate = linear(width, 1, use_bias=False, **one) if has_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

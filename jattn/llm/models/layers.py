@@ -213,7 +213,7 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, intermediate_size: int | None = None) -> None:
         width, inner = config.hidden_size, intermediate_size or config.intermediate_size
         options = {"use_bias": config.mlp_bias, "param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        self.hidden_act = config.hidden_act
+        self.hidden_act, self.multipliers = config.hidden_act, config.mlp_multipliers
         # One or the other, and their names in a checkpoint.
         if config.gated_mlp:
             self.gate_up_proj = linear(width, 2 * inner, **options)
@@ -224,9 +224,24 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
-        activate = functools.partial(gated if self.is_gated else activated, self.hidden_act)
         inner = self.gate_up_proj(x) if self.is_gated else self.up_proj(x)
-        return self.down_proj(rowwise(activate, inner) if self.batch_invariant else activate(inner))
+        out = self.down_proj(rowwise(self._activated, inner) if self.batch_invariant else self._activated(inner))
+        return scaled(out, self.multipliers[1])
+
+    def _activated(self, inner: jax.Array) -> jax.Array:
+        factor = self.multipliers[0]
+        if not self.is_gated:
+            return activated(self.hidden_act, scaled(inner, factor))
+        if factor != 1:
+            gate, up = jnp.split(inner, 2, axis=-1)
+            inner = jnp.concatenate([gate * factor, up], axis=-1)
+        return gated(self.hidden_act, inner)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Returns x times a number of the config."""
+    # A Python number is rounded to the array's dtype first, as Gemma was trained.
+    return x if scale == 1 else x * scale
 
 
 def _by_row(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, **options: Any) -> jax.Array:

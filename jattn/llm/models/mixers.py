@@ -7,16 +7,27 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
-from jattn.llm.models.parts import MAX_HEAD_DIM, Flag
+from jattn.llm.models.parts import MAX_HEAD_DIM, Factor, Flag
+from torch_core.base.checks import check_bounds
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields
 
-#: The modules of a layer that mix tokens, by the layer's type; several run side by side, and their outputs are added.
+#: The modules of a layer that mix tokens, by the layer's type; several run side by side, and their outputs are added. A
+#: layer of feed-forward alone has none.
 MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"attention": ("self_attn",), "conv": ("conv",), "linear_attention": ("linear_attn",)}
+    {
+        "attention": ("self_attn",),
+        "conv": ("conv",),
+        "linear_attention": ("linear_attn",),
+        "mamba": ("mamba",),
+        "attention_mamba": ("self_attn", "mamba"),
+        "feed_forward": (),
+    }
 )
 #: The field of `ModelConfig` with the sizes of a mixer that keeps a state.
-STATE_CONFIGS: Mapping[str, str] = MappingProxyType({"conv": "short_conv", "linear_attn": "delta_net"})
+STATE_CONFIGS: Mapping[str, str] = MappingProxyType(
+    {"conv": "short_conv", "linear_attn": "delta_net", "mamba": "mamba"}
+)
 LayerType: TypeAlias = Annotated[str, Choices(*MIXERS, error=Unsupported)]
 _Width: TypeAlias = Annotated[int, Limits(2, 4)]
 
@@ -66,3 +77,46 @@ class DeltaNetConfig:
         if self.num_heads % self.num_kv_heads:
             wanted = f"it must be a multiple of num_kv_heads ({self.num_kv_heads})"
             raise InvalidInput("delta_net.num_heads", value=self.num_heads, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) with its convolution and norm.
+
+    Attributes:
+        num_heads: number of heads.
+        head_dim: number of elements of a head: rows of its state.
+        state_size: columns of a head's state.
+        num_groups: groups of heads that share B and C, and whose results have a norm of their own; it divides
+            num_heads.
+        conv_size: number of tokens that the convolution sees.
+        use_bias, conv_bias, out_bias: the first projection, the convolution and the last projection have a bias.
+        norm: "gated" is over the results times the gate, "before_gate" over the results; None for no norm.
+        dt_limit: the least and the largest step size.
+        multipliers: factors of the gate, x, B, C and the step sizes after the first projection; None for none.
+        in_multiplier, out_multiplier: factors of the layer's input and output.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+        Unsupported: another norm.
+    """
+
+    num_heads: Annotated[int, Limits(1, 1024)]
+    head_dim: Annotated[int, Limits(1, 1 << 12)]
+    state_size: Annotated[int, Limits(1, 1 << 12)]
+    num_groups: Annotated[int, Limits(1, 1024)] = 1
+    conv_size: _Width = 4
+    use_bias: Flag = False
+    conv_bias: Flag = True
+    out_bias: Flag = False
+    norm: Annotated[str | None, Choices(None, "gated", "before_gate", error=Unsupported)] = "gated"
+    dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, float("inf"))
+    multipliers: tuple[Factor, Factor, Factor, Factor, Factor] | None = None
+    in_multiplier: Factor = 1.0
+    out_multiplier: Factor = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="mamba.")
+        if self.num_heads % self.num_groups:
+            wanted = f"it must be a multiple of num_groups ({self.num_groups})"
+            raise InvalidInput("mamba.num_heads", value=self.num_heads, wanted=wanted)

@@ -50,7 +50,8 @@ class MoEConfig:
         topk_group: number of groups of a token.
         router_bias: the router has a bias.
         expert_bias: the experts' projections have one.
-        shared_intermediate_size: width of an expert with its own gate that every token goes to; 0 for none.
+        shared_intermediate_size: width of an expert that every token goes to, with a gate of its own; 0 for none.
+        shared_expert_gate: whether it has that gate.
         n_shared_experts: number of experts of `intermediate_size` that every token goes to, added without a weight.
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
@@ -71,6 +72,7 @@ class MoEConfig:
     router_bias: Flag = False
     expert_bias: Flag = False
     shared_intermediate_size: Annotated[int, Limits(0, MAX_INNER)] = 0
+    shared_expert_gate: Flag = True
     n_shared_experts: int = 0
     dense_layers: tuple[int, ...] = ()
 

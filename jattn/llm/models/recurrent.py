@@ -15,7 +15,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.metadata import AttentionMetadata
-from jattn.nn import GatedDeltaNet, ShortConv
+from jattn.nn import GatedDeltaNet, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
 
 
@@ -52,8 +52,18 @@ class DeltaNet(_Layer, GatedDeltaNet):
         super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **heads, **options)
 
 
+class Mamba(_Layer, Mamba2):
+    """Mamba-2 of one layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        sizes = _sizes(config, "mamba")
+        names = ("head_dim", "state_size", "num_groups", "conv_size", "use_bias", "conv_bias", "out_bias", "norm")
+        options |= {name: getattr(sizes, name) for name in (*names, "dt_limit", "multipliers")}
+        super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **options)
+
+
 _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
-    {"conv": ShortConvolution, "linear_attn": DeltaNet}
+    {"conv": ShortConvolution, "linear_attn": DeltaNet, "mamba": Mamba}
 )
 
 

@@ -60,7 +60,7 @@ def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...
 def _with_one_layer(config: ModelConfig) -> ModelConfig:
     moe = None if config.moe is None else replace(config.moe, dense_layers=())
     alike = dict.fromkeys(("layer_windows", "kv_sharing_targets", "layer_types"), ())
-    return replace(config, num_hidden_layers=1, moe=moe, sliding_window=None, **alike)
+    return replace(config, num_hidden_layers=1, moe=moe, sliding_window=None, single_branch=False, **alike)
 
 
 def _traced(build: Callable[[], nnx.Module]) -> _Shapes:

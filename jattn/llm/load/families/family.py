@@ -103,8 +103,9 @@ class Family:
         defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.
         options: fields of `ModelConfig` that are so in every model of the family.
         derive: further fields, from the file's values.
+        write: further keys of the file, from the model's config.
         derived: keys that only the family's functions read, and the values that they are written with.
-        absent: common keys that the family does not have.
+        absent: common keys that the family does not have; "layer_types", too.
         aliases: other names of keys, as some files spell them.
         inert: keys with the one value that is computed here.
         ignored: keys of published files that never change the model: transformers does not read them.
@@ -119,7 +120,7 @@ class Family:
             if the file has it only there, by kind of layer.
         names: tensor names by module of the decoder, if they differ from `_NAMES`; a tuple for joined pieces. A key
             with the prefix "encoder." applies to an encoder only. "{expert}" is the expert's index; a name of experts
-            without it is one tensor of all experts, [experts, in, out].
+            without it is one tensor of all experts, [experts, in, out] or, with `experts_out_in`, [experts, out, in].
         names_of: those that depend on the model's config.
         prefix: prefix of tensor names, which files of the model without its head leave out.
         order: order of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key
@@ -138,6 +139,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Raw], Raw] | None = None
+    write: Callable[[ModelConfig], Raw] | None = None
     derived: Mapping[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class Family:
     prefix: str = "model."
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
+    experts_out_in: bool = False
     rotates_neighbours: bool = False
     brings_code: bool = False
     unread: str = ""

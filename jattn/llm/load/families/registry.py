@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from jattn.llm.load.families.falcon import FALCON
+from jattn.llm.load.families.falcon_h1 import FALCON_H1
 from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
+from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
 from jattn.llm.load.families.lfm2 import LFM2
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
+from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
 from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -26,6 +30,7 @@ _ORDER = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, OLMO2, OLMO3, GLM, GLM4, SEED_OSS, SMOLLM3),
     *(COHERE, STARCODER2, GPT_NEOX, GPT2, BLOOM, FALCON, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART, LFM2),
+    *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
 
