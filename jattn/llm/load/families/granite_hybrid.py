@@ -1,4 +1,4 @@
-"""Granite 4: layers of Mamba-2, and attention without positions in some; a shared expert beside the others."""
+"""Granite 4: layers of Mamba-2, and attention without positions in some; experts, of which all tokens share one."""
 
 from __future__ import annotations
 
