@@ -79,8 +79,9 @@ def engine_app(settings: Settings) -> Any:
     # Imported here: the program that deploys should not use a device.
     from jattn import LLM, EngineConfig
     from jattn.llm.load import embedded_model_folder
-    from jattn.llm.serve.app import ServeConfig, create_app
+    from jattn.llm.serve.app import create_app
     from jattn.llm.serve.async_llm import AsyncLLM
+    from jattn.llm.serve.config import ServeConfig
 
     folder = Path(settings.model) if settings.model else embedded_model_folder()
     config = EngineConfig(
@@ -93,7 +94,6 @@ def engine_app(settings: Settings) -> Any:
     served = ServeConfig(
         model_name=folder.resolve().name if settings.model else "jattn",
         max_unfinished=settings.max_unfinished,
-        default_sampling=llm.default_sampling,
     )
     return create_app(AsyncLLM(llm), served)
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from jattn.llm.arguments import (
     loading_options,
     tell_processes,
 )
-from jattn.llm.paths import check_exists
+from jattn.llm.paths import check_exists, named_path
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 
 _MODEL_HELP = "a Hugging Face folder or a GGUF file (default: the embedded model)"
@@ -144,14 +145,15 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def _check_model(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Refuses a missing folder, and says what is loaded: what follows imports for seconds."""
-    model = getattr(arguments, "model", None)
-    if arguments.command == "serve" and rest and not rest[0].startswith("-"):
-        model = rest[0]
-    if model is not None:
-        check_exists(model)
+    models = [model] if (model := getattr(arguments, "model", None)) is not None else []
+    if arguments.command == "serve":
+        models = rest[:1] if rest and not rest[0].startswith("-") else []
+        models += [named_path(value)[1] for flag, value in itertools.pairwise(rest) if flag == "--model"]
+    for each in models:
+        check_exists(each)
     if arguments.command in ("generate", "chat", "serve"):
-        name = "the embedded model" if model is None else model
-        print(f"jattn: loading {name} ...", file=sys.stderr, flush=True)
+        names = ", ".join(models) or "the embedded model"
+        print(f"jattn: loading {names} ...", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

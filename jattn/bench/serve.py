@@ -132,12 +132,12 @@ def run(
 def _own_server(model: str | None, config: EngineConfig) -> Any:
     try:
         background = importlib.import_module("jattn.llm.serve.background")
-        app = importlib.import_module("jattn.llm.serve.app")
+        served = importlib.import_module("jattn.llm.serve.config")
     except ImportError as error:
         raise Unsupported(f"serving needs {error.name}, which is not installed; pip install 'jattn[serve]'.") from None
-    llm = LLM(model, config=config)
+    llm = LLM(model, config=config, use_generation_config=False)
     llm.engine.warmup(lambda *_: None)
-    return background.BackgroundServer(AsyncLLM(llm), app.ServeConfig(model_name="bench", max_unfinished=1 << 20))
+    return background.BackgroundServer(AsyncLLM(llm), served.ServeConfig(model_name="bench", max_unfinished=1 << 20))
 
 
 async def _send(

@@ -16,6 +16,14 @@ def check_exists(path: str) -> None:
         raise missing(path)
 
 
+def named_path(given: str) -> tuple[str, str]:
+    """Returns the name and the path of `NAME=PATH`."""
+    name, sign, path = given.partition("=")
+    if not sign or not name or not path:
+        raise InvalidInput("model", f"is {given!r}", "it must be NAME=PATH, such as small=models/small")
+    return name, path
+
+
 def is_hub_name(name: str) -> bool:
     """Returns whether a name has the form `org/name`."""
     return _HUB_NAME.fullmatch(name) is not None

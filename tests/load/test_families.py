@@ -20,6 +20,11 @@ from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import PagedRun, dense_logits, reference_bound, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput
 
+#: These have tests of their own, in tests/models.
+ENCODERS = {
+    *("BertModel", "RobertaModel", "XLMRobertaModel"),
+    *(f"{kind}ForSequenceClassification" for kind in ("Bert", "Roberta", "XLMRoberta")),
+}
 #: Of each family the variant in which most options are on.
 LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CASES.items()]
 
@@ -29,8 +34,7 @@ PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss",
 
 
 def test_every_family_of_the_package_is_tested():
-    # Encoders have tests of their own, in tests/models.
-    assert set(known_families()) == {*CASES, *encoder_decoders.CASES, "BertModel"}
+    assert set(known_families()) == {*CASES, *encoder_decoders.CASES, *ENCODERS}
 
 
 def paged_logits(model, tokens, cuts):

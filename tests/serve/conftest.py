@@ -10,8 +10,8 @@ import pytest
 
 from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.serve import AsyncLLM
-from jattn.llm.serve.app import ServeConfig
 from jattn.llm.serve.background import BackgroundServer
+from jattn.llm.serve.config import ServeConfig
 
 MODEL = "embedded"
 KEY = "a key"

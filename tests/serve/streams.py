@@ -140,7 +140,10 @@ async def _ask(url: str, prompt: str) -> tuple[str, int]:
 
 def _metrics(url: str) -> dict[str, float]:
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+    return {
+        name.partition("{")[0]: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")
+    }
 
 
 def main() -> int:

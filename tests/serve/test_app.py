@@ -223,7 +223,7 @@ def test_health_and_metrics_need_no_key(server, http_client) -> None:
     values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     assert float(values["jattn_generation_tokens_total"]) >= 3
     assert float(values["jattn_time_to_first_token_seconds_count"]) >= 1
-    assert 0 <= float(values["jattn_kv_cache_usage"]) <= 1
+    assert 0 <= float(values[f'jattn_kv_cache_usage{{model_name="{MODEL}"}}']) <= 1
 
 
 def test_a_server_that_compiles_is_alive_and_not_ready(server, monkeypatch) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.serve import AsyncLLM
-from jattn.llm.serve.app import ServeConfig
 from jattn.llm.serve.background import BackgroundServer
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.keys import KeyRing, read_keys
 from torch_core.base.errors import InvalidInput
 

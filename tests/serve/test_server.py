@@ -96,3 +96,18 @@ def test_a_server_that_cannot_start_says_why(arguments, message, capsys) -> None
     assert main(["serve", *arguments]) == 2
 
     assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--model", "tiny"], "model is 'tiny'; it must be NAME=PATH, such as small=models/small."),
+        (["--model", "a={}", "--model", "a={}"], "model 'a' is there twice; names differ."),
+        (["--model", "a={}", "--served-model-name", "b"], "served_model_name is given; it is the first argument's"),
+        (["--model", "a=/no/such"], "folder is '/no/such'"),
+    ],
+)
+def test_names_of_models_are_checked_before_anything_is_loaded(tmp_path, capsys, arguments, problem) -> None:
+    assert main(["serve", "--port", "0", *(each.format(tmp_path) for each in arguments)]) == 2
+
+    assert problem in capsys.readouterr().err

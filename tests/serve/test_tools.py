@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from jattn.llm.engine import SamplingParams
 from jattn.llm.serve import tools as tools_of_requests
-from jattn.llm.serve.app import ServeConfig, create_app
+from jattn.llm.serve.app import create_app
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.messages import MessageReader, delta, message_of
 from jattn.llm.serve.protocol import parse_chat
 from jattn.llm.serve.tools import read_tools, reading_of, with_instruction

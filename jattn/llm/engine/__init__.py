@@ -20,6 +20,7 @@ from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.processes import join
 from jattn.llm.text.embeddings import EmbeddingOutput, EmbeddingRequestOutput
+from jattn.llm.text.scores import ScoringOutput, ScoringRequestOutput
 
 __all__ = [
     "LLM",
@@ -37,6 +38,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingMask",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpeculationStats",
     "SpeculativeConfig",
     "StructuredOutputsParams",

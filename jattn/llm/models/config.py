@@ -96,6 +96,8 @@ class ModelConfig:
         final_logit_softcapping: cap on the logits; None for none.
         attention_sinks: whether every head has a sink, a logit without a value in its softmax.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
+        num_labels: labels that an encoder scores a text with, by its first token; 0 for none.
+        label_activation: what makes a score of one label's logit: "sigmoid" or "identity".
         final_norm: there is a norm after the last layer.
         encoder: the encoder that each layer's cross attention (after the self-attention) reads; it has the same
             embedding. None for a model without.
@@ -178,6 +180,8 @@ class ModelConfig:
     final_logit_softcapping: Scalar | None = None
     attention_sinks: Flag = False
     is_encoder: Flag = False
+    num_labels: Annotated[int, Limits(0, 1 << 16)] = 0
+    label_activation: Annotated[str, Choices("sigmoid", "identity", error=Unsupported)] = "sigmoid"
     final_norm: Flag = True
     encoder: Annotated[ModelConfig | None, Limits(wanted="a ModelConfig with is_encoder, or None")] = None
     decoder_start_token_id: int | None = None
@@ -287,6 +291,8 @@ class ModelConfig:
 
     def _check_encoder(self) -> None:
         encoder = self.encoder
+        if self.num_labels and not self.is_encoder:
+            raise Unsupported("num_labels", value=self.num_labels, wanted="only an encoder has labels in this build")
         if encoder is None:
             return
         if not encoder.is_encoder:

@@ -81,6 +81,9 @@ class Decoder(nnx.Module):
         head: dict[str, Any] = {"use_bias": False, "preferred_element_type": jnp.float32, **options}
         has_head = not (config.tie_word_embeddings or config.is_encoder)
         self.lm_head = linear(*reversed(sizes), **head) if has_head else None
+        labels: dict[str, Any] = {"use_bias": True, **options}
+        self.pooler = linear(config.hidden_size, config.hidden_size, **labels) if config.num_labels else None
+        self.classifier = linear(config.hidden_size, config.num_labels, **labels) if config.num_labels else None
         bias = jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype)) if config.logits_bias else None
         self.final_logits_bias = None if bias is None else nnx.Param(bias)
 
@@ -276,6 +279,21 @@ class Decoder(nnx.Module):
         pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
         return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
 
+    def label_logits(self, token_ids: jax.Array, lengths: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+        """Returns float32[batch, num_labels], the logits of a text's labels by its first token (BERT's pooler).
+
+        Args:
+            token_ids, lengths: as in `embed`.
+            token_types: int32[batch, tokens], the kind of each token's text; None for the first of all.
+
+        Raises:
+            Unsupported: the model has no labels.
+        """
+        if self.pooler is None or self.classifier is None:
+            raise Unsupported("this model has no labels; embed gives vectors.")
+        *_, hidden = self.hidden_states(token_ids, lengths=lengths, token_types=token_types)
+        return self.classifier(jnp.tanh(self.pooler(hidden[:, 0]))).astype(jnp.float32)
+
     def hidden_states(
         self,
         token_ids: jax.Array,
@@ -284,6 +302,7 @@ class Decoder(nnx.Module):
         encoded: Encoded | None = None,
         routed_experts: jax.Array | None = None,
         adapters: BatchAdapters | None = None,
+        token_types: jax.Array | None = None,
     ) -> Iterator[jax.Array]:
         """Yields `[batch, tokens, hidden]` after the embedding, after each layer, and after the last norm.
 
@@ -293,9 +312,11 @@ class Decoder(nnx.Module):
             lengths: int32[batch], real tokens of each row; None for all.
             encoded: the encoder's output for cross attention, for a model with an encoder.
             routed_experts, adapters: as in `forward_dense`, or None.
+            token_types: as in `label_logits`.
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
-        x, angles = self.embedded(token_ids, jnp.arange(token_ids.shape[1], dtype=jnp.int32))
+        positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+        x, angles = self.embedded(token_ids, positions, token_types=token_types)
         x = dropout(x)
         yield x
         shared: KeysValues = {}
@@ -307,7 +328,11 @@ class Decoder(nnx.Module):
         yield through(self.norm, x)
 
     def embedded(
-        self, token_ids: jax.Array, positions: jax.Array, peers: jax.Array | None = None
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        peers: jax.Array | None = None,
+        token_types: jax.Array | None = None,
     ) -> tuple[jax.Array, Angles | None]:
         """Returns the first layer's input, and the attention inputs computed from positions, if any.
 
@@ -319,7 +344,8 @@ class Decoder(nnx.Module):
         if self.position_embedding is not None:
             added.append(self.position_embedding(positions + config.position_offset))
         if self.token_type_embedding is not None:
-            added.append(self.token_type_embedding.embedding[0])
+            kinds = self.token_type_embedding
+            added.append(kinds.embedding[0] if token_types is None else kinds(token_types))
 
         def join(x: jax.Array, *added: jax.Array) -> jax.Array:
             ranked = (jax.lax.broadcast_to_rank(each, x.ndim) for each in added)

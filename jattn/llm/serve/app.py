@@ -11,8 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,35 +21,36 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import jattn
-from jattn.llm.engine import RequestOutput, SamplingParams
-from jattn.llm.engine.options.params import cuts_prompt
-from jattn.llm.load import ChatTemplate, TextTokenizer
+from jattn.llm.engine import RequestOutput
 from jattn.llm.serve.access import AccessLog
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
-from jattn.llm.serve.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, prompts_of, read_body
-from jattn.llm.serve.connection import TimeLimits
+from jattn.llm.serve.bodies import (
+    DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+    VectorsBody,
+    read_body,
+)
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.keys import KeyRing
 from jattn.llm.serve.metrics import Metrics
+from jattn.llm.serve.models import ModelList, ServedModel
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
-from jattn.llm.serve.responses import Answer, Sample, embeddings_answer, error_body, event, json_bytes, usage
+from jattn.llm.serve.responses import Answer, Sample, error_body, event, json_bytes, usage
 from jattn.llm.serve.responses_answer import ResponseAnswer
 from jattn.llm.serve.responses_request import ResponsesBody, parse_response
-from jattn.llm.serve.tools import note_silent_template, reading_of, with_instruction
 from jattn.llm.serve.unread import UnreadBodies
-from jattn.llm.text.embeddings import shortened
-from jattn.llm.text.prompts import chat_prompt, encoded, template_of
-from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
-from jattn.llm.tools.parser import Reading
-from torch_core.base.checks import check_bool, check_int
+from jattn.llm.serve.vectors import embeddings_answer, rerank_answer, score_answer
+from jattn.llm.text.prompts import encoded
 from torch_core.base.errors import InvalidInput
-from torch_core.base.limits import Choices, check_fields
 
 _R = TypeVar("_R")
+_V = TypeVar("_V", bound=VectorsBody)
 _log = logging.getLogger("jattn.llm.serve")
 
-# OpenAI's limit.
-_MAX_INPUTS = 2048
 _MAX_THREADS = 128
 # Token ids of one call of `/detokenize`, which holds Python's lock; a longer context raises it.
 _MAX_DECODED = 1 << 17
@@ -60,70 +60,34 @@ _SHORT_BODY = 1 << 14
 _CLIENT_GONE = 499
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """The configuration of one server.
+def create_app(llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] | None = None) -> Starlette:
+    """Returns the ASGI application; every AsyncLLM is closed when it shuts down.
 
-    Attributes:
-        model_name: name of the model in clients' requests.
-        api_keys: keys in the form of `KeyRing`; a client must send one of them as its bearer token. Empty for no check.
-        isolate_tenants: requests share cached prefixes only with requests of the same tenant.
-        max_body_bytes: largest body of a request, in bytes.
-        max_unfinished: most samples that wait or run; beyond it the answer is 429.
-        time_limits: seconds after which a slow client is dropped.
-        chat_template: template instead of the model's.
-        trust_request_chat_template: also accept a template from a request; it runs in the same sandbox.
-        tool_call_parser: format of the calls in chats' answers, by its name in `jattn.llm.tools.formats`; "auto" for
-            that of the chat template, "none" for plain text.
-        reasoning_parser: format of the reasoning, likewise.
-        tool_instruction: describe a request's tools in the system message if the chat template does not write them.
-        matryoshka: the model was trained so that the first elements of a vector are one: serve `dimensions`.
-        default_sampling: default values of requests' fields, by name.
-
-    Raises:
-        InvalidInput: a size is out of range, or there are tenants without keys.
+    Args:
+        llm: runs the requests for `config.model_name`, and those that name no model.
+        config: config of the server.
+        more: further models by name.
     """
-
-    model_name: str
-    api_keys: Mapping[str, str] | Sequence[str] = ()
-    isolate_tenants: bool = False
-    max_body_bytes: int = 4 << 20
-    max_unfinished: int = 1024
-    time_limits: TimeLimits = field(default_factory=TimeLimits)
-    chat_template: ChatTemplate | str | None = None
-    trust_request_chat_template: bool = False
-    tool_call_parser: Annotated[str, Choices(*TOOL_PARSERS)] = "auto"
-    reasoning_parser: Annotated[str, Choices(*REASONING_PARSERS)] = "auto"
-    tool_instruction: bool = False
-    matryoshka: bool = False
-    default_sampling: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_int("max_body_bytes", self.max_body_bytes, 1)
-        check_int("max_unfinished", self.max_unfinished, 1)
-        for name in ("isolate_tenants", "trust_request_chat_template", "tool_instruction", "matryoshka"):
-            check_bool(name, getattr(self, name))
-        check_fields(self)
-        if self.isolate_tenants and not self.api_keys:
-            raise InvalidInput("isolate_tenants is True and there are no api_keys, which say who a tenant is.")
-
-
-def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
-    """Returns the ASGI application; the AsyncLLM is closed when it shuts down."""
-    server = _Server(llm, config)
+    models = ModelList({config.model_name: llm, **(more or {})}, config)
+    server = _Server(models, config)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         # Requests whose texts wait for a process hold a thread each.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
         yield
-        await asyncio.to_thread(llm.close)
+        await asyncio.to_thread(models.close)
 
     routes = [
         Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
         Route("/v1/responses", server.guarded(server.responses), methods=["POST"]),
         Route("/v1/embeddings", server.guarded(server.embeddings), methods=["POST"]),
+        *(Route(path, server.guarded(server.scores), methods=["POST"]) for path in ("/v1/score", "/score")),
+        *(
+            Route(path, server.guarded(server.reranked), methods=["POST"])
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        ),
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.models)),
         Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
@@ -145,10 +109,10 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
 
 
 class _Server:
-    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
-        self._llm = llm
+    def __init__(self, models: ModelList, config: ServeConfig) -> None:
+        self._models = models
         self._config = config
-        self._metrics = Metrics(llm)
+        self._metrics = Metrics(models)
         self._started = int(time.time())
         self._keys = KeyRing(config.api_keys)
         self._reads, self._embeds = asyncio.Lock(), asyncio.Lock()
@@ -177,75 +141,73 @@ class _Server:
         return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, await self._read(request, parse_completion))
+        return await self._generate(request, *await self._read(request, parse_completion))
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, await self._read(request, parse_chat))
+        return await self._generate(request, *await self._read(request, parse_chat))
 
     async def responses(self, request: Request) -> Response:
-        return await self._generate(request, *await self._read(request, parse_response))
+        model, (generation, form) = await self._read(request, parse_response)
+        return await self._generate(request, model, generation, form)
 
     async def embeddings(self, request: Request) -> Response:
-        asked = await self._read(request, lambda body, _: read_body(EmbeddingsBody, body))
-        prompts = prompts_of("input", asked.input, _MAX_INPUTS)
-        self._check_model(asked.model)
-        if asked.dimensions is not None and not self._config.matryoshka:
-            wanted = "vectors have the model's own size: leave it out, or start the server with --matryoshka"
-            raise InvalidInput("dimensions", value=asked.dimensions, wanted=wanted)
-        self._check_room("input", len(prompts), self._num_embedded)
-        self._num_embedded += len(prompts)
+        return await self._vectors(request, EmbeddingsBody, embeddings_answer)
+
+    async def scores(self, request: Request) -> Response:
+        return await self._vectors(request, ScoreBody, score_answer)
+
+    async def reranked(self, request: Request) -> Response:
+        return await self._vectors(request, RerankBody, rerank_answer)
+
+    async def _vectors(
+        self, request: Request, kind: type[_V], answer: Callable[[ServedModel, _V, ServeConfig], dict[str, Any]]
+    ) -> Response:
+        """Answers a request for vectors, or for scores, off the event loop."""
+        model, asked = await self._read(request, lambda body, _: read_body(kind, body))
+        self._check_room(asked.texts_field, asked.num_texts, self._num_embedded)
+        self._num_embedded += asked.num_texts
         try:
             # One after the other: each fills the device by itself.
             async with self._embeds:
-                found = await asyncio.to_thread(
-                    self._llm.llm.embed, prompts, pooling=asked.pooling, normalize=asked.normalize
-                )
+                found = await asyncio.to_thread(answer, model, asked, self._config)
         except Exception as error:
-            raise as_request_error(error, default="input") from error
+            raise as_request_error(error, default=asked.texts_field) from error
         finally:
-            self._num_embedded -= len(prompts)
-        num_tokens = sum(len(each.prompt_token_ids) for each in found)
-        request.state.log["prompt_tokens"] = num_tokens
-        vectors = [each.outputs.embedding for each in found]
-        if asked.dimensions is not None:
-            vectors = shortened(vectors, asked.dimensions, normalize=asked.normalize)
-        is_base64 = asked.encoding_format == "base64"
-        return await _written(embeddings_answer, vectors, self._config.model_name, num_tokens, as_base64=is_base64)
+            self._num_embedded -= asked.num_texts
+        request.state.log["prompt_tokens"] = found["usage"]["prompt_tokens"]
+        return await _written(dict, found)
 
     async def models(self, request: Request) -> Response:
-        model = {
-            "id": self._config.model_name,
+        name = request.path_params.get("name")
+        if name is not None:
+            return JSONResponse(self._card(self._models.find(name)))
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._models]})
+
+    def _card(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
             "object": "model",
             "created": self._started,
             "owned_by": "jattn",
-            "max_model_len": self._llm.llm.max_model_len,
+            "max_model_len": model.max_model_len,
         }
-        name = request.path_params.get("name")
-        if name is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        self._check_model(name)
-        return JSONResponse(model)
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(
+        model, asked = await self._read(
             request, lambda body, _: parse_chat(body) if "messages" in body else read_body(TokenizeBody, body)
         )
         if isinstance(asked, Generation):
-            self._check_model(asked.body.model)
-            prompt = await asyncio.to_thread(self._chat_prompt, asked, tokenizes=True)
-            token_ids, _ = encoded(prompt, self._llm.llm.tokenizer)
+            prompt = await asyncio.to_thread(model.chat_prompt, asked, tokenizes=True)
+            token_ids, _ = encoded(prompt, model.llm.llm.tokenizer)
         else:
-            self._check_model(asked.model)
             token_ids = await asyncio.to_thread(
-                self._tokenizer().encode, asked.prompt, add_special_tokens=asked.add_special_tokens
+                model.tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
             )
-        length = self._llm.llm.max_model_len
-        return await _written(dict, tokens=token_ids, count=len(token_ids), max_model_len=length)
+        return await _written(dict, tokens=token_ids, count=len(token_ids), max_model_len=model.max_model_len)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))
-        self._check_model(asked.model)
-        vocab_size, most = self._llm.llm.vocab_size, max(_MAX_DECODED, self._llm.llm.max_model_len)
+        model, asked = await self._read(request, lambda body, _: read_body(DetokenizeBody, body))
+        vocab_size, most = model.llm.llm.vocab_size, max(_MAX_DECODED, model.max_model_len)
         if len(asked.tokens) > most:
             raise InvalidInput("tokens", f"has {len(asked.tokens)} ids", f"it must have at most {most}")
         if (largest := max(asked.tokens, default=0)) >= vocab_size:
@@ -253,7 +215,7 @@ class _Server:
         try:
             # One after another, as long bodies.
             async with self._reads:
-                text = await asyncio.to_thread(self._tokenizer().decode_plainly, asked.tokens)
+                text = await asyncio.to_thread(model.tokenizer.decode_plainly, asked.tokens)
             return JSONResponse({"prompt": text})
         except InvalidInput as error:
             raise as_request_error(error, default="tokens") from None
@@ -262,23 +224,22 @@ class _Server:
         return JSONResponse({"version": jattn.__version__})
 
     async def health(self, request: Request) -> Response:
-        return self._state(is_fine=self._llm.is_running)
+        return self._state(is_fine=self._models.is_running)
 
     async def ready(self, request: Request) -> Response:
-        return self._state(is_fine=self._llm.is_ready)
+        return self._state(is_fine=self._models.is_ready)
 
     def _state(self, *, is_fine: bool) -> Response:
-        state = "ready" if self._llm.is_ready else "warming" if self._llm.is_running else "closed"
+        state = "ready" if self._models.is_ready else "warming" if self._models.is_running else "closed"
         return JSONResponse({"status": state}, 200 if is_fine else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")
 
-    async def _generate(self, request: Request, generation: Generation, form: ResponsesBody | None = None) -> Response:
-        self._check_model(generation.body.model)
-        if not self._llm.llm.generates:
-            name = self._config.model_name
-            raise InvalidInput("model", f"{name!r} is an encoder, which generates nothing", "ask /v1/embeddings")
+    async def _generate(
+        self, request: Request, model: ServedModel, generation: Generation, form: ResponsesBody | None = None
+    ) -> Response:
+        model.check_generates()
         prompts = generation.prompts
         field = generation.prompt_field
         wanted = generation.params.n * max(len(prompts), 1)
@@ -288,9 +249,9 @@ class _Server:
         try:
             reading, params = None, generation.params
             if generation.messages is not None:
-                prompts, reading, params = await asyncio.to_thread(self._chat, generation)
+                prompts, reading, params = await asyncio.to_thread(model.chat, generation)
             options = {"priority": generation.body.priority, "inputs": generation.body.vllm_xargs}
-            submission = await self._llm.submit(prompts, params, salt=self._salt(request, generation), **options)
+            submission = await model.llm.submit(prompts, params, salt=self._salt(request, generation), **options)
         except Exception as error:
             raise as_request_error(
                 error, default=field, grammar=generation.grammar_field, aliases=generation.aliases
@@ -298,13 +259,12 @@ class _Server:
         finally:
             self._num_arriving -= wanted
         prefix = "resp" if form is not None else "cmpl" if generation.messages is None else "chatcmpl"
-        name, tokenizer = self._config.model_name, self._llm.llm.tokenizer
         answer: Answer | ResponseAnswer = Answer(
             generation,
             f"{prefix}{'-' if form is None else '_'}{uuid.uuid4().hex}",
-            name,
+            model.name,
             int(time.time()),
-            tokenizer,
+            model.llm.llm.tokenizer,
             reading,
         )
         if form is not None:
@@ -350,8 +310,10 @@ class _Server:
             if answer.done is not None:
                 yield event(answer.done)
 
-    async def _read(self, request: Request, read: Callable[[dict[str, Any], Mapping[str, Any] | None], _R]) -> _R:
-        """Returns what `read` makes of a request's JSON and the values of fields that it leaves out."""
+    async def _read(
+        self, request: Request, read: Callable[[dict[str, Any], Mapping[str, Any] | None], _R]
+    ) -> tuple[ServedModel, _R]:
+        """Returns a request's model, and what `read` makes of its JSON and the values of fields that it leaves out."""
         most, body = self._config.max_body_bytes, bytearray()
         problem = RequestError(413, f"the body is longer than {most} bytes.")
         given = request.headers.get("content-length", "")
@@ -361,74 +323,28 @@ class _Server:
             body += part
             if len(body) > most:
                 raise problem
-        work = lambda: read(parse_body(bytes(body)), self._config.default_sampling)  # noqa: E731
+
+        def work() -> tuple[ServedModel, _R]:
+            given = parse_body(bytes(body))
+            # A name of another type is refused with the other fields.
+            name = given.get("model")
+            model = self._models.find(name if isinstance(name, str) else None)
+            return model, read(given, model.default_sampling)
+
         if len(body) <= _SHORT_BODY:
             return work()
         # One after another: the loop waits for Python's lock behind one of them, not behind all.
         async with self._reads:
             return await asyncio.to_thread(work)
 
-    def _chat(self, generation: Generation) -> tuple[list[Any], Reading | None, SamplingParams]:
-        """Returns the prompt of a chat, the reading of its answers, and its parameters."""
-        prompt, tokenizer, given = self._chat_prompt(generation), self._llm.llm.tokenizer, generation.template or {}
-        if tokenizer is None:
-            return [prompt], None, generation.params
-        own = generation.chat_template or self._config.chat_template
-        template = template_of(tokenizer, own, with_tools=bool(given.get("tools"))).source
-        reading, params = reading_of(
-            generation.tools,
-            generation.params,
-            parsers=(self._config.tool_call_parser, self._config.reasoning_parser),
-            template=template,
-            prompt=prompt["prompt"],
-            tokenizer=tokenizer,
-            answer=generation.answer_schema,
-        )
-        return [prompt], reading, params
-
-    def _chat_prompt(self, generation: Generation, *, tokenizes: bool = False) -> Any:
-        own = generation.chat_template
-        if own is not None and not self._config.trust_request_chat_template:
-            raise InvalidInput("chat_template", "is given", "this server takes none from requests")
-        template = self._config.chat_template if own is None else own
-        messages, given = generation.messages or [], generation.template or {}
-        try:
-            if given.get("tools") and not self._writes_tools(template):
-                if self._config.tool_instruction:
-                    messages = with_instruction(messages, given["tools"])
-                else:
-                    note_silent_template()
-            return chat_prompt(
-                self._llm.llm.tokenizer,
-                messages,
-                chat_template=template,
-                **given,
-                most=None if tokenizes else self._llm.llm.longest_prompt,
-                cut=not tokenizes and cuts_prompt(generation.params),
-            )
-        except InvalidInput as error:
-            if own is None:
-                raise
-            raise RequestError(400, str(error.under("chat_template")), param="chat_template") from None
-
-    def _writes_tools(self, template: ChatTemplate | str | None) -> bool:
-        tokenizer = self._llm.llm.tokenizer
-        return tokenizer is None or "tools" in template_of(tokenizer, template, with_tools=True).source
-
     def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
         most = self._config.max_unfinished
         if num_unfinished is None:
-            num_unfinished = self._llm.num_unfinished + self._num_arriving
+            num_unfinished = self._models.num_unfinished + self._num_arriving
         if wanted > most:
             raise InvalidInput(param, f"asks for {wanted} samples", f"this server takes {most} at once")
         if num_unfinished + wanted > most:
             raise RequestError(429, f"{num_unfinished} samples wait or run; try again soon.", code="overloaded")
-
-    def _tokenizer(self) -> TextTokenizer:
-        tokenizer = self._llm.llm.tokenizer
-        if tokenizer is None:
-            raise RequestError(400, "the model has no tokenizer.")
-        return tokenizer
 
     def _salt(self, request: Request, generation: Generation) -> bytes | None:
         if not self._config.isolate_tenants:
@@ -448,12 +364,6 @@ class _Server:
             request.state.tenant, name = tenant
             if name is not None:
                 request.state.log["tenant"] = name
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._config.model_name:
-            known = self._config.model_name
-            problem = f"model {name[:80]!r} is not served; {known!r} is."
-            raise RequestError(404, problem, param="model", code="model_not_found")
 
     def _refusal(self, error: RequestError) -> Response:
         self._metrics.refused(error.status)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
 
-from jattn.llm.serve.app import ServeConfig, create_app
+from jattn.llm.serve.app import create_app
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.connection import uvicorn_options
 from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import Owner
@@ -21,6 +23,7 @@ class BackgroundServer(Owner, contextlib.AbstractContextManager):
     Args:
         llm: the `LLM` to serve.
         config: config of the server.
+        more: further models by name.
 
     Attributes:
         port: port of the server.
@@ -30,10 +33,10 @@ class BackgroundServer(Owner, contextlib.AbstractContextManager):
         InvalidInput: it cannot start.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
+    def __init__(self, llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] | None = None) -> None:
         # The process's logging is its owner's: uvicorn's own would also close the handlers that are there.
         options: dict[str, Any] = {"log_config": None, "log_level": "error", **uvicorn_options(config.time_limits)}
-        self._server = _Server(uvicorn.Config(create_app(llm, config), host="127.0.0.1", port=0, **options))
+        self._server = _Server(uvicorn.Config(create_app(llm, config, more), host="127.0.0.1", port=0, **options))
         self._thread = threading.Thread(target=self._server.run, name="jattn-serve", daemon=True)
         self._thread.start()
         self._server.ready.wait()

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -54,6 +54,8 @@ UNUSED: dict[str, tuple[Any, ...] | None] = {
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _FORMATS = ("text", "json_object", "json_schema")
 _B = TypeVar("_B", bound="Body")
+#: OpenAI's limit.
+_MAX_INPUTS = 2048
 
 
 def _is_tokens(value: Any) -> bool:
@@ -70,6 +72,12 @@ def _is_prompt(value: Any) -> bool:
 def _check_texts(name: str, value: Any) -> None:
     if not _is_prompt(value):
         raise InvalidInput(name, value=value, wanted="it must be a string, token ids, or a list of either")
+
+
+def _check_strings(name: str, value: Any) -> None:
+    listed = value if isinstance(value, list) and value else [value]
+    if value is not None and not all(isinstance(each, str) for each in listed):
+        raise InvalidInput(name, value=value, wanted="it must be a string or a list of strings")
 
 
 def _is_stream_options(value: Any) -> bool:
@@ -190,7 +198,23 @@ class DetokenizeBody(Body):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingsBody(Body):
+class VectorsBody(Body):
+    """The fields of embeddings and of scores; see `LLM.embed` and `LLM.score`."""
+
+    pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
+    truncate_prompt_tokens: Annotated[int | None, Limits(-1, also="")] = None
+
+    #: The field that holds the texts.
+    texts_field: ClassVar[str]
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts, or of pairs."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingsBody(VectorsBody):
     """The body of `/v1/embeddings`; "base64" is for bytes of float32, little-endian.
 
     `dimensions` are the first elements of a vector, whose length becomes 1 again with `normalize`.
@@ -198,9 +222,90 @@ class EmbeddingsBody(Body):
 
     input: Annotated[Any, _check_texts]
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
-    pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
     normalize: _Flag = True
     dimensions: Annotated[int | None, Limits(1, also="")] = None
+
+    texts_field = "input"
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, one or several."""
+        return prompts_of("input", self.input, _MAX_INPUTS)
+
+    @property
+    def num_texts(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreBody(VectorsBody):
+    """The body of `/v1/score`: one text or several, and the texts that are scored with it, or with that of their place.
+
+    vLLM has three pairs of names for the two fields.
+    """
+
+    text_1: Annotated[Any, _check_strings] = None
+    text_2: Annotated[Any, _check_strings] = None
+    queries: Annotated[Any, _check_strings] = None
+    documents: Annotated[Any, _check_strings] = None
+    data_1: Annotated[Any, _check_strings] = None
+    data_2: Annotated[Any, _check_strings] = None
+    use_activation: _Flag = True
+
+    texts_field = "text_2"
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """The texts of both fields."""
+        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
+            given = [getattr(self, name) for name in names]
+            if any(each is not None for each in given):
+                break
+        else:
+            raise InvalidInput("text_1", "is missing")
+        for name, each in zip(names, given, strict=True):
+            if each is None:
+                raise InvalidInput(name, "is missing")
+        first, second = (prompts_of(name, each, _MAX_INPUTS) for name, each in zip(names, given, strict=True))
+        return first, second
+
+    @property
+    def num_texts(self) -> int:
+        """Number of pairs."""
+        return max(map(len, self.pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankBody(VectorsBody):
+    """The body of `/v1/rerank`: the `top_n` documents that fit best, or all (0), as texts or as objects with text."""
+
+    query: _Text
+    documents: _List
+    top_n: Annotated[int, Limits(0)] = 0
+    return_documents: _Flag = True
+    use_activation: _Flag = True
+
+    texts_field = "documents"
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        found: list[str] = []
+        for index, given in enumerate(self.documents):
+            text = given.get("text") if isinstance(given, dict) else given
+            if not isinstance(text, str):
+                wanted = "it must be a text, or an object with one as text"
+                raise InvalidInput(f"documents[{index}]", value=given, wanted=wanted)
+            found.append(text)
+        if not 0 < len(found) <= _MAX_INPUTS:
+            raise InvalidInput("documents", f"has {len(found)} entries", f"it must have 1 to {_MAX_INPUTS}")
+        return found
+
+    @property
+    def num_texts(self) -> int:
+        """Number of documents."""
+        return len(self.texts)
 
 
 def read_body(kind: type[_B], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> _B:

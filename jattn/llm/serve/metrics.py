@@ -10,26 +10,35 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from jattn.llm.engine import RequestOutput
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.models import ModelList
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class _State:
-    """The engine's own figures, read when they are asked for."""
+    """The engines' own figures, read when they are asked for."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, models: ModelList) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        if not self._llm.llm.generates:
-            return
-        stats, speculation = self._llm.llm.engine.cache_stats(), self._llm.llm.engine.speculation_stats()
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for model in self._models:
+            if model.llm.llm.generates:
+                for kind, name, text, value in self._figures(model.llm):
+                    family = families.setdefault(name, kind(name, text, labels=["model_name"]))
+                    family.add_metric([model.name], value)
+        yield from families.values()
+
+    def _figures(self, llm: AsyncLLM) -> Iterator[tuple[Any, str, str, float]]:
+        engine = llm.llm.engine
+        stats, speculation = engine.cache_stats(), engine.speculation_stats()
         usable = stats.num_blocks - stats.null
         for name, text, value in (
-            ("jattn_unfinished_samples", "Samples that wait or run.", self._llm.num_unfinished),
+            ("jattn_unfinished_samples", "Samples that wait or run.", llm.num_unfinished),
             ("jattn_kv_cache_usage", "Share of the pool's blocks that requests hold.", stats.used / usable),
         ):
-            yield GaugeMetricFamily(name, text, value=value)
+            yield GaugeMetricFamily, name, text, value
         for name, text, value in (
             ("jattn_prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.queried_tokens),
             ("jattn_prefix_cache_hit_tokens", "Prompt tokens found there.", stats.hit_tokens),
@@ -37,18 +46,18 @@ class _State:
             ("jattn_spec_decode_num_drafts", "Times that tokens were guessed.", speculation.num_drafts),
             ("jattn_spec_decode_num_draft_tokens", "Tokens guessed.", speculation.num_draft_tokens),
             ("jattn_spec_decode_num_accepted_tokens", "Guesses that came true.", speculation.num_accepted_tokens),
-            ("jattn_programs", "Programs compiled so far.", len(self._llm.llm.engine.programs)),
+            ("jattn_programs", "Programs compiled so far.", len(engine.programs)),
         ):
-            yield CounterMetricFamily(name, text, value=value)
+            yield CounterMetricFamily, name, text, value
 
 
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, models: ModelList) -> None:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
-        self._registry.register(_State(llm))
+        self._registry.register(_State(models))
         self._finished = Counter("jattn_requests", "Samples that ended.", ["finish_reason"], **own)
         self._prompt_tokens = Counter("jattn_prompt_tokens", "Tokens of prompts.", **own)
         self._new_tokens = Counter("jattn_generation_tokens", "Tokens generated.", **own)

@@ -1,4 +1,4 @@
-"""OpenAI's answers: completions and chats, whole or in events, embeddings, and errors."""
+"""OpenAI's answers: completions and chats, whole or in events, and errors."""
 
 from __future__ import annotations
 
@@ -46,16 +46,6 @@ def event(body: dict[str, Any] | str) -> str:
 def json_bytes(body: dict[str, Any]) -> bytes:
     """Returns an answer as JSON, written in pieces: Python runs no other thread within a call of `json.dumps`."""
     return "".join(_pieces(body, _MAX_DEPTH)).encode()
-
-
-def embeddings_answer(vectors: Sequence[np.ndarray], model: str, num_tokens: int, *, as_base64: bool) -> dict[str, Any]:
-    """Returns OpenAI's answer of float32[hidden_size] per prompt, as numbers or as little-endian bytes in base64."""
-    data = [
-        {"object": "embedding", "index": index, "embedding": _base64(each) if as_base64 else each.tolist()}
-        for index, each in enumerate(vectors)
-    ]
-    counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": model, "usage": counts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +316,3 @@ def _by_text(found: dict[int, Logprob]) -> dict[str, float]:
         # vLLM's spelling.
         values[f"token_id:{token}" if text in values else text] = each.logprob
     return values
-
-
-def _base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""`jattn serve`: a model folder behind OpenAI's HTTP interface; SIGTERM lets running requests finish."""
+"""`jattn serve`: models behind OpenAI's HTTP interface; SIGTERM lets running requests finish."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import uvicorn
@@ -28,15 +29,16 @@ from jattn.llm.engine import LLM
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given
-from jattn.llm.paths import is_gguf
+from jattn.llm.paths import is_gguf, named_path
 from jattn.llm.serve import access
-from jattn.llm.serve.app import ServeConfig, create_app
+from jattn.llm.serve.app import create_app
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.connection import TimeLimits, uvicorn_options
 from jattn.llm.serve.keys import read_keys
 from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 
 _TIME_LIMITS = {
     "head_seconds": "longest time for the head of a request",
@@ -51,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jattn serve", description=__doc__)
     add, add_flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
     add("model", nargs="?", help="a Hugging Face folder or a GGUF file (default: the embedded model)")
+    more = "a model under a name that requests choose; may be given several times, and instead of the first argument"
+    add("--model", dest="named", action="append", default=[], metavar="NAME=PATH", help=more)
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="port to listen on; 0 for any free port (8000)")
     add("--served-model-name", help="name of the model in requests (default: that of the folder or file)")
@@ -88,10 +92,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.chat_template is not None:
         template = read_given("chat_template", arguments.chat_template)
         ChatTemplate(template)  # Refused before anything is loaded.
-    folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
-    name = arguments.served_model_name or ("jattn" if arguments.model is None else _name_of(folder))
+    folders = _folders(arguments)
     config = ServeConfig(
-        model_name=name,
+        model_name=next(iter(folders)),
         api_keys=keys,
         isolate_tenants=arguments.isolate_tenants,
         max_body_bytes=arguments.max_body_bytes,
@@ -107,17 +110,15 @@ def main(argv: Sequence[str]) -> int:
     engine = engine_config(arguments, **serving_sizes())
     # The host also writes a stream for each sequence, for a model of any size.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
-    llm = LLM(
-        folder,
-        **loading_options(arguments),
-        config=engine,
-        use_generation_config=not arguments.ignore_generation_config,
-    )
-    if llm.generates and llm.engine.follow():
+    options: dict[str, Any] = {"config": engine, "use_generation_config": not arguments.ignore_generation_config}
+    llms = {name: LLM(folder, **loading_options(arguments), **options) for name, folder in folders.items()}
+    first = next(iter(llms.values()))
+    if first.generates and first.engine.follow():
         return 0
-    config = dataclasses.replace(config, default_sampling=llm.default_sampling)
-    if llm.generates and not arguments.no_warmup:
-        llm.engine.warmup(functools.partial(_tell_progress, llm), background=not arguments.warmup_first)
+    for name, llm in llms.items():
+        if llm.generates and not arguments.no_warmup:
+            tell = functools.partial(_tell_progress, llm, f"{name}: " if len(llms) > 1 else "")
+            llm.engine.warmup(tell, background=not arguments.warmup_first)
     if not arguments.no_access_log:
         # A separate stream, with lines of JSON only.
         access.log.addHandler(logging.StreamHandler(sys.stdout))
@@ -126,8 +127,9 @@ def main(argv: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()
     # uvicorn stops listening at SIGTERM and SIGINT, and waits for running answers.
+    llm, *others = (AsyncLLM(llm) for llm in llms.values())
     uvicorn.run(
-        create_app(AsyncLLM(llm), config),
+        create_app(llm, config, dict(zip(list(llms)[1:], others, strict=True))),
         host=arguments.host,
         port=arguments.port,
         timeout_graceful_shutdown=arguments.drain_seconds,
@@ -136,11 +138,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tell_progress(llm: LLM, done: int, total: int, name: str) -> None:
+def _tell_progress(llm: LLM, model: str, done: int, total: int, name: str) -> None:
     """Writes how many programs are compiled: each one until the server is ready, and then every tenth."""
     if not llm.engine.is_ready or done in (1, total) or done % 10 == 0:
         state = "" if llm.engine.is_ready else "; not ready for all requests yet"
-        sys.stderr.write(f"jattn: compiled {done} of {total} programs ({name}){state}\n")
+        sys.stderr.write(f"jattn: {model}compiled {done} of {total} programs ({name}){state}\n")
+
+
+def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Returns the paths of the models by the names in requests, the first argument's before the others."""
+    found: dict[str, Path] = {}
+    if arguments.model is not None or not arguments.named:
+        folder = embedded_model_folder() if arguments.model is None else Path(arguments.model)
+        found[arguments.served_model_name or ("jattn" if arguments.model is None else _name_of(folder))] = folder
+    elif arguments.served_model_name is not None:
+        raise InvalidInput("served_model_name", "is given", "it is the first argument's, and there is none")
+    for name, path in map(named_path, arguments.named):
+        if name in found:
+            raise InvalidInput("model", f"{name!r} is there twice", "names differ")
+        found[name] = Path(path)
+    if len(found) > 1 and arguments.num_processes is not None:
+        raise Unsupported("num_processes", "is given", "several processes hold one model")
+    return found
 
 
 def _name_of(model: Path) -> str:

@@ -43,6 +43,24 @@ def embed(
 
     The model is a `Decoder`: an encoder, or a decoder whose last hidden states are pooled.
     """
+    model = checked_model(model)
+    check_bool("normalize", normalize)
+    if not isinstance(pooling, str):
+        raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
+    checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
+    graph, state = nnx.split(model)
+    found: dict[int, np.ndarray] = {}
+    for places, tokens, lengths in batches(checked, model.config.max_position_embeddings):
+        vectors = _embed(graph, state, tokens, lengths, pooling=pooling, normalize=normalize)
+        found |= dict(zip(places, np.asarray(vectors), strict=False))
+    return [
+        EmbeddingRequestOutput(str(index), EmbeddingOutput(found[index]), tuple(prompt))
+        for index, prompt in enumerate(checked)
+    ]
+
+
+def checked_model(model: object) -> Decoder:
+    """Returns a model that gives vectors; refuses others."""
     if not isinstance(model, Decoder) or model.config.encoder is not None:
         raise Unsupported(f"model is a {type(model).__name__}; vectors come from encoders and from decoders alone.")
     if model.parallel is not None:
@@ -50,19 +68,23 @@ def embed(
             f"model is cut over {model.parallel.size} devices; vectors come from a whole one: leave "
             "tensor_parallel_size at 1, or give each copy a device of its own (data_parallel_size)."
         )
-    check_bool("normalize", normalize)
-    if not isinstance(pooling, str):
-        raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
-    checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
-    graph, state = nnx.split(model)
-    found: dict[int, np.ndarray] = {}
-    for places, tokens, lengths in _batches(checked, model.config.max_position_embeddings):
-        vectors = _embed(graph, state, tokens, lengths, pooling=pooling, normalize=normalize)
-        found |= dict(zip(places, np.asarray(vectors), strict=False))
-    return [
-        EmbeddingRequestOutput(str(index), EmbeddingOutput(found[index]), tuple(prompt))
-        for index, prompt in enumerate(checked)
-    ]
+    return model
+
+
+def batches(prompts: Sequence[Sequence[int]], longest: int) -> Iterator[tuple[Sequence[int], np.ndarray, np.ndarray]]:
+    """Yields places of prompts, their tokens int32[rows, tokens] and lengths int32[rows], padded to powers of two."""
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    while order:
+        width = min(max(_power_of_two(len(prompts[order[-1]])), _SHORTEST), longest)
+        count = min(len(order), _MOST_ROWS, max(_MOST_TOKENS // width, 1))
+        places, order = order[-count:], order[:-count]
+        rows = _power_of_two(count)
+        # Padding rows hold one token, so that none is empty.
+        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+        for row, place in enumerate(places):
+            lengths[row] = len(prompts[place])
+            tokens[row, : lengths[row]] = prompts[place]
+        yield places, tokens, lengths
 
 
 def shortened(vectors: Sequence[np.ndarray], dimensions: int, *, normalize: bool) -> list[np.ndarray]:
@@ -92,22 +114,6 @@ def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
             raise InvalidInput(f"prompts[{index}][{place}]", value=token, wanted=f"token ids are 0 to {vocab_size - 1}")
     return [int(token) for token in tokens]
-
-
-def _batches(prompts: Sequence[Sequence[int]], longest: int) -> Iterator[tuple[Sequence[int], np.ndarray, np.ndarray]]:
-    """Yields places of prompts, their tokens int32[rows, tokens] and lengths int32[rows], padded to powers of two."""
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    while order:
-        width = min(max(_power_of_two(len(prompts[order[-1]])), _SHORTEST), longest)
-        count = min(len(order), _MOST_ROWS, max(_MOST_TOKENS // width, 1))
-        places, order = order[-count:], order[:-count]
-        rows = _power_of_two(count)
-        # Padding rows hold one token, so that none is empty.
-        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-        for row, place in enumerate(places):
-            lengths[row] = len(prompts[place])
-            tokens[row, : lengths[row]] = prompts[place]
-        yield places, tokens, lengths
 
 
 def _power_of_two(count: int) -> int:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
+from jattn.llm.engine.clients.vectors import VectorsOfTexts
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.defaults import default_config
@@ -28,7 +29,6 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.load.other_tokenizers import as_text_tokenizer
 from jattn.llm.models import Decoder, PagedModel, TensorParallel
 from jattn.llm.models.request_inputs import of_each
-from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
 from jattn.llm.text.messages import as_messages
 from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, naming
 from jattn.llm.workers.pool import end_idle_processes
@@ -41,7 +41,7 @@ Conversation = Sequence[Mapping[str, Any]]
 Inputs = Mapping[str, int | float]
 
 
-class LLM(Owner, contextlib.AbstractContextManager):
+class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
     """A model that generates text, for any number of threads and of open streams at once.
 
     As a context manager, it closes its engine at the end.
@@ -282,32 +282,6 @@ class LLM(Owner, contextlib.AbstractContextManager):
             for each in conversations
         ]
         return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
-
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", normalize: bool = True
-    ) -> list[EmbeddingRequestOutput]:
-        """Returns a vector for each prompt, from an encoder such as BERT, or from a decoder's last hidden states.
-
-        Args:
-            prompts: as in `generate`; an empty text is the special tokens that the tokenizer adds to every text.
-            pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; the model's card says which
-                one it was trained for.
-            normalize: scale every vector to length 1, so that a dot product is the cosine.
-
-        Raises:
-            InvalidInput: a prompt without tokens, a token outside the vocabulary, or another pooling.
-            RequestTooLong: a prompt is longer than the model's context.
-            Unsupported: the model is a module of your own, or has an encoder before its decoder.
-
-        Example:
-            >>> llm = LLM()
-            >>> first, second = (each.outputs.embedding for each in llm.embed(["A list", "A tuple"]))
-            >>> bool(first @ second < 1.0)
-            True
-        """
-        most, listed = self.longest_prompt, as_prompts(prompts)
-        token_ids = [encoded(each, self.tokenizer, most, may_be_empty=True)[0] for each in listed]
-        return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
         """Replaces the weights between two steps.

@@ -1,8 +1,9 @@
-"""BERT (arXiv:1810.04805): an encoder with norms after each sum; of a pair of texts the first kind of token only."""
+"""BERT (arXiv:1810.04805): an encoder with norms after each sum."""
 
 from __future__ import annotations
 
 from jattn.llm.load.families.family import BIASES, WITHOUT_GATE, Family
+from jattn.llm.load.families.labels import with_labels
 
 #: Options of encoders with norms after each sum.
 SUM_NORMS = {
@@ -41,3 +42,4 @@ BERT = Family(
     prefix="bert.",
     unread=r"(bert\.)?(pooler|cls)\..+|.*position_ids",
 )
+BERT_CLASSIFIER = with_labels(BERT, "BertForSequenceClassification", "bert.pooler.dense", "classifier")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
-from jattn.llm.load.families.bert import BERT
+from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from jattn.llm.load.families.falcon import FALCON
@@ -22,6 +22,7 @@ from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
 from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from jattn.llm.load.families.roberta import ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER
 from jattn.llm.load.families.t5 import T5
 from torch_core.base.errors import InvalidInput
 
@@ -31,6 +32,7 @@ _ORDER = (
     *(COHERE, STARCODER2, GPT_NEOX, GPT2, BLOOM, FALCON, MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART, LFM2),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
+    *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
 

@@ -1,0 +1,157 @@
+"""The models of a server: the only place where the name in a request finds its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jattn.llm.engine import SamplingParams
+from jattn.llm.engine.options.params import cuts_prompt
+from jattn.llm.load import ChatTemplate, TextTokenizer
+from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.config import ServeConfig
+from jattn.llm.serve.errors import RequestError
+from jattn.llm.serve.protocol import Generation
+from jattn.llm.serve.tools import note_silent_template, reading_of, with_instruction
+from jattn.llm.text.prompts import chat_prompt, template_of
+from jattn.llm.tools.parser import Reading
+from torch_core.base.errors import InvalidInput
+
+
+class ServedModel:
+    """One model under the name that requests give.
+
+    Args:
+        name: name of the model.
+        llm: runs its requests.
+        config: config of the server.
+    """
+
+    def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
+        self.name, self.llm, self._config = name, llm, config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one sequence at most."""
+        return self.llm.llm.max_model_len
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """Values of fields that requests leave out."""
+        return self.llm.llm.default_sampling
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer; a request that needs one is refused without."""
+        tokenizer = self.llm.llm.tokenizer
+        if tokenizer is None:
+            raise RequestError(400, "the model has no tokenizer.")
+        return tokenizer
+
+    def check_generates(self) -> None:
+        """Refuses an encoder."""
+        if not self.llm.llm.generates:
+            wanted = "ask /v1/embeddings or /v1/score"
+            raise InvalidInput("model", f"{self.name!r} is an encoder, which generates nothing", wanted)
+
+    def chat(self, generation: Generation) -> tuple[list[Any], Reading | None, SamplingParams]:
+        """Returns the prompt of a chat, the reading of its answers, and its parameters."""
+        prompt, tokenizer, given = self.chat_prompt(generation), self.llm.llm.tokenizer, generation.template or {}
+        if tokenizer is None:
+            return [prompt], None, generation.params
+        own = generation.chat_template or self._config.chat_template
+        template = template_of(tokenizer, own, with_tools=bool(given.get("tools"))).source
+        reading, params = reading_of(
+            generation.tools,
+            generation.params,
+            parsers=(self._config.tool_call_parser, self._config.reasoning_parser),
+            template=template,
+            prompt=prompt["prompt"],
+            tokenizer=tokenizer,
+            answer=generation.answer_schema,
+        )
+        return [prompt], reading, params
+
+    def chat_prompt(self, generation: Generation, *, tokenizes: bool = False) -> Any:
+        """Returns the prompt of a chat; of any length if it is only tokenised."""
+        own = generation.chat_template
+        if own is not None and not self._config.trust_request_chat_template:
+            raise InvalidInput("chat_template", "is given", "this server takes none from requests")
+        template = self._config.chat_template if own is None else own
+        messages, given = generation.messages or [], generation.template or {}
+        try:
+            if given.get("tools") and not self._writes_tools(template):
+                if self._config.tool_instruction:
+                    messages = with_instruction(messages, given["tools"])
+                else:
+                    note_silent_template()
+            return chat_prompt(
+                self.llm.llm.tokenizer,
+                messages,
+                chat_template=template,
+                **given,
+                most=None if tokenizes else self.llm.llm.longest_prompt,
+                cut=not tokenizes and cuts_prompt(generation.params),
+            )
+        except InvalidInput as error:
+            if own is None:
+                raise
+            raise RequestError(400, str(error.under("chat_template")), param="chat_template") from None
+
+    def _writes_tools(self, template: ChatTemplate | str | None) -> bool:
+        tokenizer = self.llm.llm.tokenizer
+        return tokenizer is None or "tools" in template_of(tokenizer, template, with_tools=True).source
+
+
+class ModelList:
+    """The models of a server by name; the first one answers requests that name none.
+
+    Args:
+        llms: for each name, what runs its requests.
+        config: config of the server.
+
+    Raises:
+        InvalidInput: there is no model.
+    """
+
+    def __init__(self, llms: Mapping[str, AsyncLLM], config: ServeConfig) -> None:
+        if not llms:
+            raise InvalidInput("models", "is empty", "a server has at least one")
+        self._models = {name: ServedModel(name, llm, config) for name, llm in llms.items()}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def find(self, name: str | None) -> ServedModel:
+        """Returns the model that a request names.
+
+        Raises:
+            RequestError: 404, there is none.
+        """
+        if name is None:
+            return next(iter(self))
+        if name not in self._models:
+            known = ", ".join(repr(each) for each in self._models)
+            problem = f"model {name[:80]!r} is not served; {known} {'is' if len(self._models) == 1 else 'are'}."
+            raise RequestError(404, problem, param="model", code="model_not_found")
+        return self._models[name]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples that wait or run, of all models."""
+        return sum(model.llm.num_unfinished for model in self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all take requests."""
+        return all(model.llm.is_running for model in self)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether none has requests that wait for programs that others need."""
+        return all(model.llm.is_ready for model in self)
+
+    def close(self) -> None:
+        """Closes all."""
+        for model in self:
+            model.llm.close()
