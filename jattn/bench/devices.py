@@ -127,7 +127,7 @@ def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
     parts = PartitionSpec(_AXIS)
     one = measured(1, zeros, lambda attend: attend)
     options: dict[str, Any] = {"mesh": mesh, "in_specs": (parts, *[_WHOLE] * 3), "out_specs": _WHOLE}
-    spread: Callable[..., Any] = partial(jax.shard_map, **options, check_vma=False)
+    spread: Any = partial(jax.shard_map, **options, check_vma=False)
     return one, measured(mesh.size, partial(zeros, sharding=NamedSharding(mesh, parts)), spread)
 
 
@@ -139,7 +139,7 @@ def _prompt(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
     whole = jax.jit(lambda query, key, value: ops.attention(query[0], key[0], value[0], starts, max_query_len=length))
     one = _us(whole, arrays, rounds)
     options: dict[str, Any] = {"mesh": mesh, "in_specs": tokens, "out_specs": tokens, "check_vma": False}
-    ring = jax.jit(jax.shard_map(lambda *given: parallel.ring_attention(*given, _AXIS), **options))
+    ring = jax.jit(jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, _AXIS), **options))
     return one, _us(ring, [_placed(mesh, each, tokens) for each in arrays], rounds)
 
 
