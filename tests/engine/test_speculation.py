@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.engine.guesses import NGramGuesses
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request
-from jattn.llm.engine.scheduler import NGramGuesses
 from tests.engine.test_engine import prompts_of, run
 from tests.engine.test_weights import other_decoder
 from torch_core.base.errors import InvalidInput

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.llm.models import Adapters, MoEConfig, adapter_targets
+from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, quantize_fp8
 from jattn.nn import LoRA
-from tests.support.lora_models import merged_model, tiny_adapters
+from tests.support.lora_models import matrices, merged_model, tiny_adapters
 from tests.support.tiny_models import tiny_config, tiny_model
 
 TOKENS = jnp.arange(1, 19, dtype=jnp.int32).reshape(3, 6)
@@ -60,6 +60,29 @@ def test_a_batch_of_several_adapters_has_the_gradients_of_batches_of_one(seed):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5), together, summed)
     assert max(abs(leaf[1]).max() for leaf in jax.tree.leaves(together)) == 0
     assert min(abs(leaf[0]).max() for leaf in jax.tree.leaves(together)) > 0
+
+
+class Plus(nnx.Module):
+    """A linear layer and a matrix that is added to its own."""
+
+    def __init__(self, base: nnx.Module, added: np.ndarray) -> None:
+        self.base, self.added = base, nnx.Param(jnp.asarray(added, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.base(x) + x @ self.added[...]
+
+
+def test_kernels_in_8_bits_have_adapters_in_16_bits_beside_them(seed):
+    config = tiny_config(num_hidden_layers=1)
+    model, adapters = tiny_model(config, seed), tiny_adapters(config, seed, target_modules=("o_proj", "down_proj"))
+    quantize_fp8(model)
+    found = model.forward_dense(TOKENS, adapters=adapters.batch(jnp.ones(3, jnp.int32), 6))
+    for (layer, path), ((first, second),) in matrices(adapters, 1).items():
+        module, name = path.split(".")
+        parent = getattr(model.layers[layer], module)
+        assert isinstance(getattr(parent, name), Fp8Linear)
+        setattr(parent, name, Plus(getattr(parent, name), (second @ first).T))
+    np.testing.assert_allclose(found, model.forward_dense(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_targets_are_chosen_by_the_last_parts_of_their_names(seed):

@@ -107,6 +107,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.parallel",
         "jattn.pool",
         "jattn.metadata",
+        "torch_core.adapters",
         "torch_core.cache",
         "torch_core.metadata",
     },

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
+from jattn.llm.load.plan import plan_parameters
 from jattn.llm.models import Adapters, Decoder, ModelConfig, adapter_targets
 
-__all__ = ["matrices", "merged_model", "tiny_adapters"]
+__all__ = ["PROJECTIONS", "matrices", "merged_model", "peft_folder", "peft_tensors", "tiny_adapters"]
+
+#: The linear layers of a Llama by name in a file.
+PROJECTIONS = (
+    *(f"self_attn.{each}_proj" for each in "qkvo"),
+    *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+)
 
 
 def tiny_adapters(config: ModelConfig, seed: int, *, rank: int = 4, num_adapters: int = 2, **options: Any) -> Adapters:
@@ -51,3 +62,29 @@ def merged_model(model: Decoder, adapters: Adapters, index: int) -> Decoder:
         kernel = module.kernel[...]
         module.kernel[...] = jnp.asarray(np.asarray(kernel, np.float64) + added, kernel.dtype)
     return copy
+
+
+def peft_tensors(
+    config: ModelConfig, seed: int, *, r: int = 4, modules: Sequence[str] = PROJECTIONS, ranks: Mapping[str, int] = {}
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of an adapter under PEFT's names, for the named linear layers of every decoder layer."""
+    generator, tensors = np.random.default_rng(seed), {}
+    shapes = {piece.name: piece.shape for each in plan_parameters(config) for piece in each.pieces}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(tuple(modules)):
+            continue
+        rank = next((value for key, value in ranks.items() if module.endswith(key)), r)
+        for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
+            found = generator.normal(0, 0.1, size).astype(np.float32)
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = found
+    return tensors
+
+
+def peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:
+    """Writes a folder as PEFT does, and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", **changes}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    return folder

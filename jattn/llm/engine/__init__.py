@@ -7,6 +7,7 @@ from jattn.llm.engine.clients.stream import TextDelta, TextStream
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.options.speculation import SpeculationStats, SpeculativeConfig
+from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import (
     CompletionOutput,
     Logprob,
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "KVCacheScales",
+    "LoRARequest",
     "Logprob",
     "Outbox",
     "RequestMetrics",

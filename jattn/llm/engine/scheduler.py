@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
+from jattn.llm.engine.adapter_slots import AdapterSlots
+from jattn.llm.engine.guesses import guesses_of
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.reports import event
 from torch_core.base.errors import OutOfBlocks
 from torch_core.cache import CacheManager, CommittedStep
 
+# Requests that overtake one that waits for a slot of an adapter.
+_OVERTAKING = 64
 # From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
 
@@ -89,6 +91,7 @@ class Scheduler:
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
         num_scheduler_steps: most tokens of each sequence that a step decodes; None for the config's.
         is_served: whether a step of these rows, with prompts, would find a compiled program; else decoding goes on.
+        adapter_slots: memory of adapters, in which a request waits for a place; None without adapters.
     """
 
     def __init__(
@@ -101,11 +104,13 @@ class Scheduler:
         pads_rows: bool = False,
         num_scheduler_steps: int | None = None,
         is_served: Callable[[Sequence[ScheduledRow]], bool] = lambda rows: True,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         self._config = config
         self._in_turns = in_turns
         self._pads_rows = pads_rows
         self._is_served = is_served
+        self._adapter_slots = adapter_slots
         self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
         self._cache = cache
         self._num_groups = len(cache.config.layouts)
@@ -225,7 +230,7 @@ class Scheduler:
         room = self._cache.num_available // self._num_groups * self._tokens_per_block
         rows: list[ScheduledRow] = []
         longest = 0
-        for request in chain([r for r in self._running if _remaining(r) > 1], self._admissible()):
+        for request in chain([r for r in self._running if _remaining(r) > 1], self._with_adapters(self._admissible())):
             is_new, held = request.state is not RequestState.RUNNING, self._holds_blocks(request)
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
                 break
@@ -264,6 +269,24 @@ class Scheduler:
                 if prompt is not None and prompt not in self._first_of:
                     computing.add(prompt)
                 yield request
+
+    def _with_adapters(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """Yields the requests whose adapters have a slot, or get one.
+
+        Behind a request that waits for a slot, others go on for a while, so that it does not wait for ever.
+        """
+        slots, last = self._adapter_slots, None
+        if slots is None:
+            yield from requests
+            return
+        slots.begin(request.adapter for request in self._running)
+        for request in requests:
+            if request.adapter is not None and last is not None and request.order > last:
+                continue
+            if slots.take(request.adapter):
+                yield request
+            elif last is None:
+                last = request.order + _OVERTAKING
 
     def _holds_blocks(self, request: Request) -> bool:
         seq_id = request.request_id
@@ -410,71 +433,6 @@ class Scheduler:
         request.move(RequestState.PREEMPTED)
         request.num_pending_tokens = 0
         insort(self._waiting, request, key=_order)
-
-
-_BYTES = array("i").itemsize
-
-
-def guesses_of(config: SpeculativeConfig | None) -> NGramGuesses | DraftGuesses:
-    """Returns the source of proposals; it is unused without speculation."""
-    if config is None or config.model is not None:
-        return DraftGuesses()
-    return NGramGuesses(config.prompt_lookup_max, config.prompt_lookup_min)
-
-
-class NGramGuesses:
-    """Finds the last tokens of a request again in its own prompt and output; vLLM's `ngram` method.
-
-    Saxena's prompt lookup (2023): good where the output repeats the input, and free where it does not.
-
-    Args:
-        longest: tokens that are looked for at first.
-        shortest: tokens that are looked for at last.
-    """
-
-    def __init__(self, longest: int, shortest: int) -> None:
-        self._longest, self._shortest = longest, shortest
-        self._histories: dict[str, array[int]] = {}
-
-    def guess(self, request: Request, count: int) -> tuple[int, ...]:
-        """Returns `count` tokens that may come next; none if the last ones are new."""
-        # Where the device must know a request's tokens, it would have to know the guesses, too.
-        if count < 1 or request.needs_slot:
-            return ()
-        history = self._histories.setdefault(request.request_id, array("i"))
-        history.extend(request.token_ids(len(history), request.num_known_tokens))
-        text, last = history.tobytes(), len(history) - 1
-        for size in range(min(self._longest, last), self._shortest - 1, -1):
-            # Something must follow: the last token itself ends no match.
-            found = _last_place(text, text[-size * _BYTES :], last * _BYTES)
-            if found >= 0:
-                # The match may be near the end: a periodic text then continues its period.
-                return tuple(islice(cycle(history[found + size :]), count))
-        return ()
-
-    def forget(self, request_id: str) -> None:
-        """Drops the state of a request."""
-        self._histories.pop(request_id, None)
-
-
-class DraftGuesses:
-    """Asks for guesses of a draft model, which says them on the device; see `NGramGuesses`."""
-
-    def guess(self, request: Request, count: int) -> tuple[int, ...]:
-        """Returns as many zeros as guesses are wanted, whose place the draft's tokens take."""
-        # Where the device must know a request's tokens, it would have to know the guesses, too.
-        return () if request.needs_slot else (0,) * count
-
-    def forget(self, request_id: str) -> None:
-        """Has nothing to drop."""
-
-
-def _last_place(text: bytes, piece: bytes, end: int) -> int:
-    """Returns the token at which a piece begins for the last time before byte `end`; -1 if nowhere."""
-    place = text.rfind(piece, 0, end)
-    while place >= 0 and place % _BYTES:
-        place = text.rfind(piece, 0, place + len(piece) - 1)
-    return place // _BYTES if place >= 0 else -1
 
 
 #: A request that decodes, and the tokens that it wants.

@@ -43,6 +43,7 @@ class EngineState:
             pads_rows=device.pads_rows,
             num_scheduler_steps=device.num_scheduler_steps,
             is_served=device.runner.is_served,
+            adapter_slots=device.runner.adapter_slots,
         )
         self.generation = device.pool.generation
         self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()

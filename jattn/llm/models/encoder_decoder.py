@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jattn.llm.models.batch_adapters import BatchAdapters
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder, checked_dropout, checked_experts
 from jattn.llm.models.decoder_layer import through
 from jattn.llm.models.paged_model import PagedSpec
 from jattn.metadata import AttentionMetadata
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 
 
 class EncoderDecoder(Decoder):
@@ -74,12 +75,15 @@ class EncoderDecoder(Decoder):
         dropout_rate: float = 0.0,
         dropout_key: jax.Array | None = None,
         routed_experts: jax.Array | np.ndarray | None = None,
+        adapters: BatchAdapters | None = None,
     ) -> jax.Array:
         """Returns float32[batch, tokens, vocab_size] for whole sequences, without a cache; see `Decoder.forward_dense`.
 
         `encoder_token_ids` is int32[batch, encoder_tokens] and required. `encoder_lengths`, int32[batch], are the real
-        encoder tokens of each row; None for all.
+        encoder tokens of each row; None for all. It takes no adapters.
         """
+        if adapters is not None:
+            raise Unsupported("adapters", "are given", "adapters are for models without an encoder")
         if encoder_token_ids is None:
             raise InvalidInput("encoder_token_ids", value=None, wanted="a model with an encoder needs its input")
         experts = checked_experts(routed_experts, token_ids.shape, self.config)

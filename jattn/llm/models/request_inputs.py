@@ -75,8 +75,8 @@ def packed(given: Mapping[str, Any] | None, inputs: InputDtypes) -> np.ndarray:
     return found
 
 
-def of_each(given: Any, count: int) -> list[Any]:
-    """Returns the inputs of each of `count` prompts, from one mapping for all of them or a list with one for each.
+def of_each(given: Any, count: int, name: str = "inputs") -> list[Any]:
+    """Returns the value of each of `count` prompts, from one for all of them or a list with one for each.
 
     Raises:
         InvalidInput: another number of them.
@@ -85,7 +85,7 @@ def of_each(given: Any, count: int) -> list[Any]:
         return [given] * count
     if len(given) != count:
         problem = f"has {len(given)} entries and there are {count} prompts"
-        raise InvalidInput("inputs", problem, f"pass one or {count}")
+        raise InvalidInput(name, problem, f"pass one or {count}")
     return list(given)
 
 

@@ -27,9 +27,11 @@ from jattn.llm.serve.async_llm import AsyncLLM, Submission
 from jattn.llm.serve.bodies import (
     DetokenizeBody,
     EmbeddingsBody,
+    LoadLoraBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    UnloadLoraBody,
     VectorsBody,
     read_body,
 )
@@ -88,6 +90,8 @@ def create_app(llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] 
             Route(path, server.guarded(server.reranked), methods=["POST"])
             for path in ("/v1/rerank", "/rerank", "/v2/rerank")
         ),
+        Route("/v1/load_lora_adapter", server.guarded(server.load_lora), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", server.guarded(server.unload_lora), methods=["POST"]),
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.models)),
         Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
@@ -164,6 +168,7 @@ class _Server:
     ) -> Response:
         """Answers a request for vectors, or for scores, off the event loop."""
         model, asked = await self._read(request, lambda body, _: read_body(kind, body))
+        model.check_is_base()
         self._check_room(asked.texts_field, asked.num_texts, self._num_embedded)
         self._num_embedded += asked.num_texts
         try:
@@ -181,7 +186,7 @@ class _Server:
         name = request.path_params.get("name")
         if name is not None:
             return JSONResponse(self._card(self._models.find(name)))
-        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._models]})
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._models.listed()]})
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -190,7 +195,16 @@ class _Server:
             "created": self._started,
             "owned_by": "jattn",
             "max_model_len": model.max_model_len,
+            **({} if model.parent is None else {"parent": model.parent}),
         }
+
+    async def load_lora(self, request: Request) -> Response:
+        _, asked = await self._read(request, lambda body, _: read_body(LoadLoraBody, body))
+        return Response(await asyncio.to_thread(self._models.load_adapter, asked), media_type="text/plain")
+
+    async def unload_lora(self, request: Request) -> Response:
+        _, asked = await self._read(request, lambda body, _: read_body(UnloadLoraBody, body))
+        return Response(self._models.unload_adapter(asked), media_type="text/plain")
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self._read(
@@ -251,6 +265,7 @@ class _Server:
             if generation.messages is not None:
                 prompts, reading, params = await asyncio.to_thread(model.chat, generation)
             options = {"priority": generation.body.priority, "inputs": generation.body.vllm_xargs}
+            options["lora"] = model.adapter
             submission = await model.llm.submit(prompts, params, salt=self._salt(request, generation), **options)
         except Exception as error:
             raise as_request_error(

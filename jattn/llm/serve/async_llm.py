@@ -9,7 +9,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jattn.llm.engine import LLM, CompletionOutput, Outbox, RequestOutput, RequestOutputKind, SamplingParams
+from jattn.llm.engine import (
+    LLM,
+    CompletionOutput,
+    LoRARequest,
+    Outbox,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.engine.request.outputs import TokenDelta
@@ -90,13 +98,14 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         salt: bytes | None = None,
         priority: int = 0,
         inputs: Mapping[str, int | float] | None = None,
+        lora: str | LoRARequest | None = None,
     ) -> str:
         """Queues a request and returns its id; it may wait for a step to end.
 
         Args:
             prompt, params: as in `LLM.generate`.
             deliver: function called with each update; see `Deliver`.
-            request_id, salt, priority, inputs: as in `Engine.add`.
+            request_id, salt, priority, inputs, lora: as in `Engine.add`.
 
         Raises:
             InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
@@ -116,6 +125,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             salt=salt,
             priority=priority,
             inputs=inputs,
+            lora=lora,
             outbox=outbox,
         )
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver)

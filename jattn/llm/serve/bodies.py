@@ -126,6 +126,23 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLoraBody(Body):
+    """The fields of `/v1/load_lora_adapter`, vLLM's: the name of an adapter and its folder on the server."""
+
+    lora_name: _Text | None = None
+    lora_path: _Text | None = None
+    load_inplace: _Flag = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadLoraBody(Body):
+    """The fields of `/v1/unload_lora_adapter`, vLLM's."""
+
+    lora_name: _Text | None = None
+    lora_int_id: _Whole | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationBody(Body):
     """The fields of completions and of chats; `sampling` has those of SamplingParams by name, unchanged.
 

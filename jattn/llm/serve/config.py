@@ -32,6 +32,7 @@ class ServeConfig:
         reasoning_parser: format of the reasoning, likewise.
         tool_instruction: describe a request's tools in the system message if the chat template does not write them.
         matryoshka: the model was trained so that the first elements of a vector are one: serve `dimensions`.
+        allow_runtime_lora_updating: requests may load adapters from folders of the server, and unload them.
 
     Raises:
         InvalidInput: a size is out of range, or there are tenants without keys.
@@ -49,11 +50,13 @@ class ServeConfig:
     reasoning_parser: Annotated[str, Choices(*REASONING_PARSERS)] = "auto"
     tool_instruction: bool = False
     matryoshka: bool = False
+    allow_runtime_lora_updating: bool = False
 
     def __post_init__(self) -> None:
         check_int("max_body_bytes", self.max_body_bytes, 1)
         check_int("max_unfinished", self.max_unfinished, 1)
-        for name in ("isolate_tenants", "trust_request_chat_template", "tool_instruction", "matryoshka"):
+        flags = ("isolate_tenants", "trust_request_chat_template", "tool_instruction", "matryoshka")
+        for name in (*flags, "allow_runtime_lora_updating"):
             check_bool(name, getattr(self, name))
         check_fields(self)
         if self.isolate_tenants and not self.api_keys:

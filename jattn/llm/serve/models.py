@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jattn.llm.engine import SamplingParams
+from jattn.llm.engine import LoRARequest, SamplingParams
 from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.async_llm import AsyncLLM
+from jattn.llm.serve.bodies import LoadLoraBody, UnloadLoraBody
 from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.protocol import Generation
@@ -25,10 +26,15 @@ class ServedModel:
         name: name of the model.
         llm: runs its requests.
         config: config of the server.
+        parent: name of the base model, if this one is an adapter over it.
+
+    Attributes:
+        adapter: name of the adapter; None for a base model.
     """
 
-    def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
-        self.name, self.llm, self._config = name, llm, config
+    def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig, parent: str | None = None) -> None:
+        self.name, self.llm, self._config, self.parent = name, llm, config, parent
+        self.adapter = None if parent is None else name
 
     @property
     def max_model_len(self) -> int:
@@ -53,6 +59,16 @@ class ServedModel:
         if not self.llm.llm.generates:
             wanted = "ask /v1/embeddings or /v1/score"
             raise InvalidInput("model", f"{self.name!r} is an encoder, which generates nothing", wanted)
+
+    def check_is_base(self) -> None:
+        """Refuses an adapter, for vectors."""
+        if self.adapter is not None:
+            raise InvalidInput("model", f"{self.name!r} is an adapter", f"vectors are of its base, {self.parent!r}")
+
+    def adapters(self) -> list[ServedModel]:
+        """Returns the adapters over this model."""
+        names = self.llm.llm.engine.list_loras() if self.llm.llm.generates else ()
+        return [ServedModel(name, self.llm, self._config, self.name) for name in names]
 
     def chat(self, generation: Generation) -> tuple[list[Any], Reading | None, SamplingParams]:
         """Returns the prompt of a chat, the reading of its answers, and its parameters."""
@@ -118,6 +134,7 @@ class ModelList:
         if not llms:
             raise InvalidInput("models", "is empty", "a server has at least one")
         self._models = {name: ServedModel(name, llm, config) for name, llm in llms.items()}
+        self._may_load = config.allow_runtime_lora_updating
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
@@ -130,11 +147,50 @@ class ModelList:
         """
         if name is None:
             return next(iter(self))
-        if name not in self._models:
-            known = ", ".join(repr(each) for each in self._models)
-            problem = f"model {name[:80]!r} is not served; {known} {'is' if len(self._models) == 1 else 'are'}."
+        known = {model.name: model for model in self.listed()}
+        if name not in known:
+            names = ", ".join(repr(each) for each in known)
+            problem = f"model {name[:80]!r} is not served; {names} {'is' if len(known) == 1 else 'are'}."
             raise RequestError(404, problem, param="model", code="model_not_found")
-        return self._models[name]
+        return known[name]
+
+    def listed(self) -> list[ServedModel]:
+        """Returns the models, and the adapters over each."""
+        return [each for model in self for each in (model, *model.adapters())]
+
+    def load_adapter(self, asked: LoadLoraBody) -> str:
+        """Loads an adapter of the body's model from a folder of the server; returns a sentence that says so.
+
+        Raises:
+            RequestError: 404, requests may not load any, or there is no such model.
+            InvalidInput, Unsupported: as `Engine.add_lora`; or the name is another model's.
+        """
+        model, name = self._open_to_loading(asked.model), _given("lora_name", asked.lora_name)
+        if any(each.name == name and each.llm is not model.llm for each in self.listed()) or name in self._models:
+            raise InvalidInput("lora_name", f"{name!r} is another model's name", "names differ")
+        request = LoRARequest(name, 0, _given("lora_path", asked.lora_path), load_inplace=asked.load_inplace)
+        model.llm.llm.engine.add_lora(request)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def unload_adapter(self, asked: UnloadLoraBody) -> str:
+        """Forgets an adapter; returns a sentence that says so.
+
+        Raises:
+            RequestError: 404, requests may not unload any, or there is none of the name.
+            InvalidInput: the name is missing, or a base model's.
+        """
+        self._open_to_loading(asked.model)
+        name = _given("lora_name", asked.lora_name)
+        model = self.find(name)
+        if model.adapter is None:
+            raise InvalidInput("lora_name", f"{name!r} is no adapter's name")
+        model.llm.llm.engine.remove_lora(name)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _open_to_loading(self, name: str | None) -> ServedModel:
+        if not self._may_load:
+            raise RequestError(404, "this server loads no adapters; start it with --allow-runtime-lora-updating.")
+        return self.find(name)
 
     @property
     def num_unfinished(self) -> int:
@@ -155,3 +211,9 @@ class ModelList:
         """Closes all."""
         for model in self:
             model.llm.close()
+
+
+def _given(name: str, value: str | None) -> str:
+    if not value:
+        raise InvalidInput(name, "is missing", "it must be a string")
+    return value

@@ -25,7 +25,7 @@ from jattn.llm.arguments import (
     join_processes,
     loading_options,
 )
-from jattn.llm.engine import LLM
+from jattn.llm.engine import LLM, LoRARequest
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given
@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of its reasoning (auto)")
     add_flag("--tool-instruction", help="describe tools in the system message if the template leaves them out")
     add_flag("--matryoshka", help="serve dimensions of embeddings: the model was trained for shorter vectors")
+    about = "adapters over the first model, by the names that requests choose"
+    add("--lora-modules", nargs="+", metavar="NAME=FOLDER", default=[], help=about)
+    add_flag("--allow-runtime-lora-updating", help="requests may load adapters from folders here, and unload them")
     add_flag("--no-access-log", help="do not write a line of JSON to stdout for each request")
     add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
     add("--max-body-bytes", type=int, default=4 << 20, help="largest body of a request (4 MiB)")
@@ -93,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
         ChatTemplate(template)  # Refused before anything is loaded.
     folders = _folders(arguments)
+    loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(map(named_path, arguments.lora_modules), 1)]
     config = ServeConfig(
         model_name=next(iter(folders)),
         api_keys=keys,
@@ -106,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
         reasoning_parser=arguments.reasoning_parser,
         tool_instruction=arguments.tool_instruction,
         matryoshka=arguments.matryoshka,
+        allow_runtime_lora_updating=arguments.allow_runtime_lora_updating,
     )
     engine = engine_config(arguments, **serving_sizes())
     # The host also writes a stream for each sequence, for a model of any size.
@@ -115,6 +120,8 @@ def main(argv: Sequence[str]) -> int:
     first = next(iter(llms.values()))
     if first.generates and first.engine.follow():
         return 0
+    for lora in loras:
+        first.engine.add_lora(lora)
     for name, llm in llms.items():
         if llm.generates and not arguments.no_warmup:
             tell = functools.partial(_tell_progress, llm, f"{name}: " if len(llms) > 1 else "")

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jattn.llm.engine.benchmark_fill import assume_computed
+from jattn.llm.engine.clients.adapters import AdapterRegistry, ServesAdapters
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.device.device import check_types, open_device
@@ -22,7 +23,8 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
-from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.request.lora import LoRARequest
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta, checked_outbox
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.request.validation import Validator
 from jattn.llm.engine.thread import EngineThread, Listener, Outcome
@@ -35,7 +37,7 @@ from torch_core.base.owners import Owner
 from torch_core.cache import CacheStats
 
 
-class Engine(Owner, contextlib.AbstractContextManager):
+class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a
@@ -89,6 +91,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
                 "open_engine gives a DataParallelEngine, and LLM has one."
             )
         self._validator = validator = Validator(model.paged_spec, config, tokenizer)
+        self.adapters = AdapterRegistry(model, config)
         plans: list[PoolPlan] = []
 
         def build() -> EngineCore:
@@ -245,6 +248,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
         salt: bytes | None = None,
         priority: int = 0,
         inputs: Mapping[str, int | float] | None = None,
+        lora: str | LoRARequest | None = None,
         outbox: Outbox | None = None,
         first_number: int = 0,
     ) -> Request:
@@ -260,22 +264,25 @@ class Engine(Owner, contextlib.AbstractContextManager):
                 requests can overtake a request, so none waits for ever.
             inputs: numbers for the model, as its `PagedSpec.inputs` declares: {"adapter": 3}. Only requests with equal
                 inputs share cached prefixes.
+            lora: the low-rank adapter: the name of one that `add_lora` loaded, or a request that loads it. Only
+                requests with the same version of it share cached prefixes.
             outbox: queue of its outputs, for a caller that reads them with `wait`; None for callers of `step`.
             first_number: minimum of `num_added`; for engines that number their requests together.
 
         Raises:
             InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, salt or outbox,
-                inputs that are missing or undeclared.
+                inputs that are missing or undeclared, an unknown adapter.
             RequestTooLong: the request can never fit the model or the pool; the message has the numbers.
             Unsupported: structured output without its library.
 
         Returns:
             The request; with n above 1 its first sample, whose `samples` are all of them, each with its own id.
         """
-        outbox = self._outbox if outbox is None else _checked(outbox)
+        outbox = self._outbox if outbox is None else checked_outbox(outbox)
         if self.spans_processes and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
         options: dict[str, Any] = {"prompt": prompt, "salt": salt, "priority": priority, "inputs": inputs}
+        options["adapter"] = self.adapters.of(lora)
         samples = self._validator.requests(prompt_token_ids, params, request_id=request_id, outbox=outbox, **options)
         try:
             return self._thread.call(EngineCore.add, samples, first_number)
@@ -330,7 +337,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
             PoolLost: as `step`.
             InvalidInput: no outbox, or the engine is closed.
         """
-        while not _checked(outbox):
+        while not checked_outbox(outbox):
             self.check_model()
             self._thread.wait(outbox)
             if not outbox and not self._core.runs_for(outbox):
@@ -469,7 +476,7 @@ class Engine(Owner, contextlib.AbstractContextManager):
 
     def abandon(self, outbox: Outbox) -> None:
         """Cancels the unfinished requests of an outbox without waiting; safe in a finalizer."""
-        self._abandon(_checked(outbox))
+        self._abandon(checked_outbox(outbox))
 
     def follow(self) -> bool:
         """Repeats process 0's operations until its engine sleeps (call again then) or closes; False in process 0."""
@@ -492,9 +499,3 @@ class Engine(Owner, contextlib.AbstractContextManager):
     def _abandon(self, unread: Outbox | Request) -> None:
         self._core.abandoned.append(unread)
         self._thread.post(EngineCore.drop_abandoned)
-
-
-def _checked(outbox: object) -> Outbox:
-    if not isinstance(outbox, Outbox):
-        raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
-    return outbox

@@ -22,6 +22,7 @@ from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
+from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
 from jattn.llm.load import ChatTemplate, embedded_model_folder, load_generation_defaults, load_model
 from jattn.llm.load.calibrate import calibrate_kv_cache
@@ -39,6 +40,7 @@ from torch_core.base.specs import LARGEST_CODE
 
 Conversation = Sequence[Mapping[str, Any]]
 Inputs = Mapping[str, int | float]
+Lora = str | LoRARequest | None
 
 
 class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
@@ -68,8 +70,8 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             disable_hybrid_kv_cache_manager, scrub_on_free, batch_invariant, fixed_shapes, enable_cascade_attention,
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
             logical_axis_rules, kv_cache_dtype, quantize_queries, kv_cache_scales, step_timeout_seconds, seed,
-            max_logprobs, logprobs_mode, enable_return_routed_experts, enable_return_sampling_mask,
-            non_finite_weights, logits_processors.
+            max_logprobs, logprobs_mode, enable_return_routed_experts, enable_lora, max_loras, max_lora_rank,
+            enable_return_sampling_mask, non_finite_weights, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.
@@ -205,6 +207,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         *,
         rng: int | jax.Array | None = None,
         inputs: Inputs | Sequence[Inputs] | None = None,
+        lora_request: Lora | Sequence[Lora] = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generates for all prompts at once and returns their results in order.
@@ -216,6 +219,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             rng: an int or a jax key, from which parameters without a seed get one.
             inputs: numbers for a model that declares some, one mapping for all prompts or one for each; see
                 `Engine.add`.
+            lora_request: the low-rank adapter, one for all prompts or one for each; None for none. See `Engine.add`.
             use_tqdm: show the progress (finished prompts and generated tokens) on stderr.
 
         Raises:
@@ -225,8 +229,9 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         listed = as_prompts(prompts)
         num_tokens = 0
         finished: dict[int, RequestOutput] = {}
+        options: dict[str, Any] = {"rng": rng, "inputs": inputs, "lora_request": lora_request}
         with (
-            contextlib.closing(self.stream(listed, sampling_params, rng=rng, inputs=inputs)) as stream,
+            contextlib.closing(self.stream(listed, sampling_params, **options)) as stream,
             tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
         ):
             for delta in stream:
@@ -247,13 +252,14 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         rng: int | jax.Array | None = None,
+        lora_request: Lora | Sequence[Lora] = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
         Args:
             messages: the conversation, or a list of them.
-            sampling_params, rng, use_tqdm: as in `generate`.
+            sampling_params, rng, lora_request, use_tqdm: as in `generate`.
             chat_template: instead of the model's own.
             tools: JSON schemas of functions, for templates that know of them.
             add_generation_prompt: end the prompt with the template's start of an answer.
@@ -281,7 +287,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             )
             for each in conversations
         ]
-        return self.generate(prompts, sampling_params, rng=rng, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, rng=rng, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
         """Replaces the weights between two steps.
@@ -327,6 +333,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         *,
         rng: int | jax.Array | None = None,
         inputs: Inputs | Sequence[Inputs] | None = None,
+        lora_request: Lora | Sequence[Lora] = None,
     ) -> TextStream:
         """Like `generate`, but yields the text of each prompt as it is generated.
 
@@ -338,14 +345,15 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _params_of(sampling_params, len(listed), rng)
-        numbers = of_each(inputs, len(listed))
+        numbers, loras = of_each(inputs, len(listed)), of_each(lora_request, len(listed), "lora_request")
         outbox = Outbox()
         try:
             requests = []
-            for index, (prompt, each, own) in enumerate(zip(listed, params, numbers, strict=True)):
+            for index, (prompt, each, own, lora) in enumerate(zip(listed, params, numbers, loras, strict=True)):
                 with naming(index, listed):
                     token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt, cut=cuts_prompt(each))
-                    requests.append(self.engine.add(token_ids, each, prompt=text, inputs=own, outbox=outbox))
+                    options = {"prompt": text, "inputs": own, "lora": lora}
+                    requests.append(self.engine.add(token_ids, each, **options, outbox=outbox))
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

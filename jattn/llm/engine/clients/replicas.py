@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 import jax
 from flax import nnx
 
+from jattn.llm.engine.clients.adapters import ServesAdapters
 from jattn.llm.engine.clients.engine import Engine
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.device.placement import replica_meshes
@@ -20,6 +21,7 @@ from jattn.llm.engine.device.weights import check_version
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
+from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.thread import Listener, Outcome
@@ -33,7 +35,7 @@ from torch_core.base.owners import Owner
 from torch_core.cache import CacheStats
 
 
-class DataParallelEngine(Owner, contextlib.AbstractContextManager):
+class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManager):
     """Several engines with the interface of one. Any thread may call any method.
 
     Each copy has its own thread. A request stays with its first copy: the one with the fewest tokens to compute before
@@ -67,6 +69,9 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
             Engine(model, dataclasses.replace(config, **of_one, mesh=mesh), tokenizer=tokenizer, follow=None)
             for mesh in replica_meshes(config)
         )
+        self.adapters = self.engines[0].adapters
+        for engine in self.engines:
+            engine.adapters = self.adapters
         self._follower = Follower(cast(nnx.Module, model), follow)
         self._router = _Router(config.tokens_per_block, [engine.pool_plan.num_blocks for engine in self.engines])
         # Held while a request is routed and numbered.
@@ -163,6 +168,7 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
         request_id: str | None = None,
         salt: bytes | None = None,
         inputs: Mapping[str, Any] | None = None,
+        lora: str | LoRARequest | None = None,
         outbox: Outbox | None = None,
         **options: Any,
     ) -> Request:
@@ -172,7 +178,8 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
                 raise InvalidInput(
                     "request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique"
                 )
-            apart = salt if not inputs else (salt, str(inputs))
+            adapter = self.adapters.of(lora)
+            apart = salt if not inputs and adapter is None else (salt, str(inputs), adapter and adapter.key)
             index = self._router.choose(prompt_token_ids, apart, [engine.load for engine in self.engines])
             request = self.engines[index].add(
                 prompt_token_ids,
@@ -180,6 +187,7 @@ class DataParallelEngine(Owner, contextlib.AbstractContextManager):
                 request_id=request_id,
                 salt=salt,
                 inputs=inputs,
+                lora=lora,
                 outbox=self._outbox if outbox is None else outbox,
                 first_number=max(engine.num_added for engine in self.engines),
                 **options,

@@ -29,7 +29,13 @@ from torch_core.metadata import (
 )
 
 #: A step's int32 arrays of each sequence, in addition to the metadata: `Rows`, and two that change.
-PER_SEQUENCE = (("sampling", (len(Rows._fields),)), ("sample_index", ()), ("slot", ()), ("state_slots", ()))
+PER_SEQUENCE = (
+    ("sampling", (len(Rows._fields),)),
+    ("sample_index", ()),
+    ("slot", ()),
+    ("adapter", ()),
+    ("state_slots", ()),
+)
 # XLA's CPU backend sums a matrix product in one order for 2 to 32 rows and in another for one row and for 64 or more:
 # prefill stays on one side, so that a prompt's bits do not depend on other prompts.
 _SMALLEST_PREFILL = 64
@@ -56,6 +62,7 @@ class Bucket:
         piece_tokens: sequences of a piece at most; 0 for a step that attends each sequence on its own.
         num_encoder_blocks: blocks of an encoder's input at most; 0 without an encoder.
         encodes: the tokens are inputs of the encoder; nothing is sampled.
+        adapters: sequences have low-rank adapters.
     """
 
     num_seqs: int
@@ -68,6 +75,7 @@ class Bucket:
     piece_tokens: int = 0
     num_encoder_blocks: int = 0
     encodes: bool = False
+    adapters: bool = False
 
     @property
     def num_inputs(self) -> int:
@@ -95,6 +103,7 @@ class Bucket:
             and self.num_tokens >= other.num_tokens
             and self.max_query_len >= other.max_query_len
             and self.sampler.kind >= other.sampler.kind
+            and self.adapters >= other.adapters
         )
 
     def layout(self, max_blocks: int, num_groups: int, num_request_inputs: int) -> PackedLayout:
@@ -108,6 +117,7 @@ class Bucket:
         steps = f"{self.num_steps} steps, " if self.num_steps > 1 else ""
         steps += f"{self.num_guesses} guesses, " if self.num_guesses else ""
         steps += "shared prefixes, " if self.piece_tokens else ""
+        steps += "adapters, " if self.adapters else ""
         kind = "encoder" if self.encodes else self.sampler.kind.label
         return f"{self.num_seqs} sequences, {self.num_inputs} tokens, queries up to {self.max_query_len}, {steps}{kind}"
 
@@ -229,7 +239,7 @@ class StepBuckets:
             SamplingKind.SCORED: full if on_cpu else Sampler(SamplingKind.SCORED, **shared),
             SamplingKind.FULL: full,
         }
-        self._decoding: dict[tuple[int, SamplingKind, int], tuple[Bucket, PackedLayout]] = {}
+        self._decoding: dict[tuple[int, SamplingKind, int, bool], tuple[Bucket, PackedLayout]] = {}
 
     def layout(self, bucket: Bucket) -> PackedLayout:
         """Returns the places of a step's arrays in the buffer that is uploaded."""
@@ -239,9 +249,10 @@ class StepBuckets:
         """Returns the smallest bucket that serves a step, and its layout."""
         kind, decodes, longest = _facts(step.rows)
         if (decodes and not step.encodes) or step.num_decode_steps > 1:
-            key = len(step.rows), kind, step.num_decode_steps
+            key = len(step.rows), kind, step.num_decode_steps, _have_adapters(step.rows)
             if key not in self._decoding:
                 bucket = self.decode(self._num_seqs.pad(len(step.rows)), self.samplers[kind], step.num_decode_steps)
+                bucket = replace(bucket, adapters=key[-1])
                 self._decoding[key] = bucket, self.layout(bucket)
             return self._decoding[key]
         bucket = self._of_prompts(step.rows, kind, longest)
@@ -256,7 +267,8 @@ class StepBuckets:
         num_tokens = self._num_tokens.pad(sum(row.num_new_tokens for row in rows))
         encodes = rows[-1].start < 0
         sampler = self.samplers[SamplingKind.PLAIN if encodes else max(kind, SamplingKind.PLAIN)]
-        return replace(self._prefill(len(rows), num_tokens, longest, sampler), encodes=encodes)
+        bucket = self._prefill(len(rows), num_tokens, longest, sampler)
+        return replace(bucket, encodes=encodes, adapters=_have_adapters(rows))
 
     def decode(self, num_seqs: int, sampler: Sampler, num_steps: int) -> Bucket:
         """Returns the bucket of steps that decode `num_steps` tokens of each of `num_seqs` sequences."""
@@ -267,6 +279,12 @@ class StepBuckets:
 
     def all(self) -> Iterator[Bucket]:
         """Yields every bucket that a step can have."""
+        for bucket in self._without_adapters():
+            yield bucket
+            if self._config.enable_lora:
+                yield replace(bucket, adapters=True)
+
+    def _without_adapters(self) -> Iterator[Bucket]:
         for sampler in dict.fromkeys(self.samplers.values()):
             for bucket in () if sampler.kind is SamplingKind.GREEDY else self._prompts(sampler):
                 yield bucket
@@ -282,7 +300,8 @@ class StepBuckets:
     def largest(self) -> Iterator[Bucket]:
         """Yields the buckets of the largest steps, with the whole sampler."""
         full = self.samplers[SamplingKind.FULL]
-        yield max(self._prompts(full), key=lambda each: each.num_tokens * each.num_seqs)
+        prompts = max(self._prompts(full), key=lambda each: each.num_tokens * each.num_seqs)
+        yield replace(prompts, adapters=self._config.enable_lora)
         if self._num_guesses:
             # Each guess has logits.
             yield self.decode(self._num_seqs.largest, full, 1)
@@ -336,6 +355,10 @@ def _facts(rows: Sequence[ScheduledRow]) -> tuple[SamplingKind, bool, int]:
         decodes = decodes and row.num_new_tokens == 1 + len(row.guesses)
         longest = max(longest, row.num_new_tokens)
     return kind, decodes, longest
+
+
+def _have_adapters(rows: Sequence[ScheduledRow]) -> bool:
+    return any(row.request.adapter is not None for row in rows)
 
 
 def bucket_sizes(config: EngineConfig) -> tuple[Buckets, Buckets]:

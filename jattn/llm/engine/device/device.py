@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jattn.llm.engine.device.adapters import AdapterMemory
 from jattn.llm.engine.device.draft import WithDraft, with_draft
 from jattn.llm.engine.device.placement import Placement, outlasts_the_host
 from jattn.llm.engine.device.routing import check_routes
@@ -226,6 +227,7 @@ class _Placed:
         spec: layout of a layer's cache.
         implementations: of the attention ops in its layers.
         batch_invariant: attention takes each query on its own.
+        adapters: the memory of adapters; None without.
     """
 
     model: PagedModel
@@ -234,6 +236,7 @@ class _Placed:
     spec: CacheSpec
     implementations: tuple[str, ...]
     batch_invariant: bool = False
+    adapters: AdapterMemory | None = None
 
     @property
     def draft(self) -> PagedSpec | None:
@@ -295,7 +298,9 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     spec = shape.cache_spec(config.block_size)
     chosen = {choose_for_cache(name, spec, model.paged_spec.dtype) for name in (asked - {""}) or {None}}
-    return _Placed(model, placement, shape, spec, tuple(sorted(chosen)), config.batch_invariant)
+    # Before the free memory is measured.
+    adapters = AdapterMemory(model, config, placement) if config.enable_lora else None
+    return _Placed(model, placement, shape, spec, tuple(sorted(chosen)), config.batch_invariant, adapters)
 
 
 def _plan_cache(
@@ -354,6 +359,9 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
     host_slots = cache.states.num_host_slots if cache.states else 0
     host = HostBlocks(pool, config.num_host_blocks, host_slots) if config.num_host_blocks else None
     channel = shared_channel(mesh, facts, num_host_blocks=config.num_host_blocks)
+    if channel is not None and placed.adapters is not None:
+        wanted = "one process serves adapters, on any number of its devices"
+        raise Unsupported("enable_lora", "is True and several processes hold the model", wanted)
     num_scheduler_steps = config.most_scheduler_steps
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
@@ -394,6 +402,7 @@ def _runner(
         cache.layers,
         max_blocks=cache.max_blocks,
         ragged=placed.ragged,
+        adapters=placed.adapters,
         announce=announce,
     )
 

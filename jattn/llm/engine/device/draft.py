@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import jax
@@ -45,7 +46,8 @@ class WithDraft(nnx.Module):
         """Runs both over the same tokens; returns the base's hidden states, and its caches before the draft's."""
         own, drafts = self.split(kv_caches)
         hidden, own = self.base(token_ids, positions, own, metadata)
-        _, drafts = self.draft(token_ids, positions, drafts, metadata)
+        # Adapters are the base's: with others the draft guesses as well, or worse.
+        _, drafts = self.draft(token_ids, positions, drafts, replace(metadata, adapters=None))
         return hidden, (*own, *drafts)
 
     def with_routed_experts(
@@ -54,7 +56,7 @@ class WithDraft(nnx.Module):
         """Returns the results of a call and the experts of the base."""
         own, drafts = self.split(kv_caches)
         hidden, own, experts = cast(RoutedModel, self.base).with_routed_experts(token_ids, positions, own, metadata)
-        _, drafts = self.draft(token_ids, positions, drafts, metadata)
+        _, drafts = self.draft(token_ids, positions, drafts, replace(metadata, adapters=None))
         return hidden, (*own, *drafts), experts
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jattn.llm.engine.device.adapters import AdapterLayout
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.engine.device.placement import Placement
@@ -49,6 +50,7 @@ class _Batch:
         peers: see `AttentionMetadata`.
         routes: report the experts of each token.
         inputs: names and dtypes of the numbers of each request.
+        adapters: the memory of adapters, for a bucket with adapters, and its layout.
     """
 
     model: Model
@@ -61,6 +63,7 @@ class _Batch:
     peers: jax.Array | None
     routes: bool
     inputs: InputDtypes = ()
+    adapters: tuple[tuple[jax.Array, ...], AdapterLayout] | None = None
 
     @property
     def metadata(self) -> Any:
@@ -78,6 +81,13 @@ class _Batch:
             )
             for index in range(len(layers.groups))
         )
+        if self.adapters is not None:
+            (arrays, layout), first = self.adapters, groups[0]
+            num_tokens = self.token_ids.size
+            slots = first.of_tokens(fields["adapter"] - 1, num_tokens)
+            is_token = jnp.arange(num_tokens, dtype=jnp.int32) < first.query_start_loc[-1]
+            adapters = layout.batch(arrays, jnp.where(is_token, slots, -1))
+            groups = tuple(replace(group, adapters=adapters) for group in groups)
         if len(groups) == 1:
             return groups[0]
         return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
@@ -109,11 +119,12 @@ def jitted_step(
     leaf_specs: Any,
     *,
     routes: bool = False,
+    adapters: AdapterLayout | None = None,
 ) -> Any:
     """Returns the jitted step of one kind of model and of its cache groups.
 
-    The step is `step(kv_caches, leaves, last_tokens, state, buffer, peers, *, bucket, max_blocks)` and returns
-    `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
+    The step is `step(kv_caches, leaves, last_tokens, state, buffer, peers, adapters, *, bucket, max_blocks)`, and its
+    result `((Sampled, last_tokens int32[max_num_seqs], state), kv_caches)`. It consumes kv_caches. An input token of
     `-1 - row` is for `last_tokens[row]`.
 
     Args:
@@ -123,13 +134,15 @@ def jitted_step(
         cache_spec: partition spec of a layer's cache.
         leaf_specs: partition specs of the leaves.
         routes: report the experts of each token.
+        adapters: layout of the adapters' memory, which steps of buckets with adapters are given, and others not.
     """
     whole = PartitionSpec()
 
     def step(*operands: Any, **sizes: Any) -> Any:
+        split = whole if adapters is None or operands[-1] is None else adapters.specs
         return placement.mapped(
-            functools.partial(_step, structure, layers, routes, **sizes),
-            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp")),
+            functools.partial(_step, structure, layers, routes, adapters, **sizes),
+            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp"), split),
             out_specs=(whole, cache_spec),
         )(*operands)
 
@@ -160,12 +173,14 @@ def _step(
     structure: Structure,
     layers: LayerGroups,
     routes: bool,
+    adapter_layout: AdapterLayout | None,
     kv_caches: KVCaches,
     leaves: list[jax.Array],
     last_tokens: jax.Array,
     state: SamplerState,
     buffer: jax.Array,
     peers: jax.Array | None,
+    adapters: tuple[jax.Array, ...] | None,
     *,
     bucket: Bucket,
     max_blocks: int,
@@ -181,7 +196,8 @@ def _step(
     token_ids = jnp.where(token_ids < 0, last_tokens[jnp.maximum(-1 - token_ids, 0)], token_ids)
     if not model().paged_spec.states:
         del fields["state_slots"]
-    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes, inputs)
+    held = None if adapters is None or adapter_layout is None else (adapters, adapter_layout)
+    batch = _Batch(model, layers, bucket, fields, token_ids, state, kv_caches, peers, routes, inputs, held)
     # A setting for the user's own code; the model's is written with NumPy's rules in mind.
     with jax.numpy_rank_promotion("allow"):
         if bucket.encodes:
@@ -267,7 +283,15 @@ def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
     fields = batch.fields | {"slot": jnp.full_like(batch.fields["slot"], batch.state.neutral_slot)}
     own, drafts = model().split(batch.kv_caches)
     sampled, _, drafts = _decoded(
-        replace(batch, model=lambda: model().draft, bucket=alone, fields=fields, kv_caches=drafts, routes=False)
+        replace(
+            batch,
+            model=lambda: model().draft,
+            bucket=alone,
+            fields=fields,
+            kv_caches=drafts,
+            routes=False,
+            adapters=None,
+        )
     )
     return sampled.tokens, (*own, *drafts)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+from jattn.llm.engine.device.adapters import AdapterLayout, AdapterMemory
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import jitted_step
@@ -55,6 +56,7 @@ class Programs:
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
         routes: steps report the experts of each token.
         num_request_inputs: numbers that each request brings.
+        adapters: the memory of adapters; None without.
 
     Attributes:
         compiled: the programs so far, by bucket.
@@ -77,6 +79,7 @@ class Programs:
         multiplies_fp8: bool,
         routes: bool = False,
         num_request_inputs: int = 0,
+        adapters: AdapterMemory | None = None,
     ) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -97,14 +100,20 @@ class Programs:
         self._peers = jax.tree.map(
             lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=table.sharding), peers
         )
-        operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs))))
+        self._adapters: Any = None
+        if adapters is not None:
+            self._adapters = tuple(
+                jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in adapters.arrays
+            )
+        operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs), self._adapters)))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
         self._has_cublas = is_wide and self._on_gpu
         self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
         cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
-        self._step, self.compiled = _shared(weights.structure, *cut, operands, max_blocks, routes)
+        layout = None if adapters is None else adapters.layout
+        self._step, self.compiled = _shared(weights.structure, *cut, operands, max_blocks, routes, layout)
 
     @property
     def compiling(self) -> Compiling:
@@ -195,7 +204,7 @@ class Programs:
         buffer = self._on_all((layout.num_elements,))
         is_full = bucket.sampler.kind is SamplingKind.FULL
         state = self._state_of(bucket.num_seqs) if is_full else SamplerState(None, None)
-        operands = (*self._operands, state, buffer, self._peers)
+        operands = (*self._operands, state, buffer, self._peers, self._adapters if bucket.adapters else None)
         return self._step.trace(*operands, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
@@ -260,5 +269,6 @@ def _shared(
     operands: tuple[Any, ...],
     max_blocks: int,
     routes: bool,
+    adapters: AdapterLayout | None,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(structure, placement, layers, cache_spec, leaf_specs, routes=routes), {}
+    return jitted_step(structure, placement, layers, cache_spec, leaf_specs, routes=routes, adapters=adapters), {}

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.llm.engine.adapter_slots import AdapterSlots
+from jattn.llm.engine.device.adapters import AdapterMemory
 from jattn.llm.engine.device.buckets import Bucket, Cascade, StepBuckets
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import Sampled, jitted_prompt_logprobs
@@ -113,9 +115,11 @@ class ModelRunner:
         layers: the model's cache groups.
         max_blocks: columns of a block table.
         ragged: attention costs by the tokens of a step, and not by its longest row times its rows.
+        adapters: the memory of adapters; None without.
         announce: called with each operation before it runs; None in a single process.
 
     Attributes:
+        adapter_slots: which adapter each slot of that memory holds; None without.
         programs: the compiled programs.
         weights: their weights.
         warming: compiles the programs in the background; None without.
@@ -132,8 +136,11 @@ class ModelRunner:
         *,
         max_blocks: int,
         ragged: bool,
+        adapters: AdapterMemory | None = None,
         announce: Announce | None = None,
     ) -> None:
+        self._adapters = adapters
+        self.adapter_slots = None if adapters is None else AdapterSlots(config.max_loras, adapters.load)
         self._pool = pool
         self._announce = announce
         self._placement = placement
@@ -198,6 +205,7 @@ class ModelRunner:
             ),
             routes=config.enable_return_routed_experts,
             num_request_inputs=len(model.paged_spec.inputs),
+            adapters=adapters,
         )
 
     def dispatch(self, step: ScheduledStep) -> StepResult:
@@ -216,6 +224,8 @@ class ModelRunner:
         _fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
         if self._has_inputs:
             layout["inputs"].of(buffer)[: len(step.rows)] = [row.request.inputs for row in step.rows]
+        if self.adapter_slots is not None and bucket.adapters:
+            _fill_adapters(step, self.adapter_slots, layout["adapter"].of(buffer))
         state = _NO_STATE
         if bucket.sampler.kind is SamplingKind.FULL:
             state = self._sampler_state(step.rows, layout, buffer)
@@ -265,6 +275,7 @@ class ModelRunner:
             state,
             buffer,
             self._peers_table,
+            self._adapters.arrays if self._adapters is not None and bucket.adapters else None,
         )
         if state.tables is not None:
             self._slots.tables = state.tables
@@ -439,6 +450,13 @@ class ModelRunner:
 @jax.jit
 def _cut(hidden: jax.Array, rows: jax.Array) -> jax.Array:
     return hidden[rows]
+
+
+def _fill_adapters(step: ScheduledStep, slots: AdapterSlots, adapters: np.ndarray) -> None:
+    """Writes the slot of each row's adapter, counted from 1; rows without one, and padding, have 0."""
+    for index, row in enumerate(step.rows):
+        if row.request.adapter is not None:
+            adapters[index] = slots.slot_of(row.request.adapter) + 1
 
 
 def _fill_requests(step: ScheduledStep, token_ids: np.ndarray, sampling: np.ndarray, sample_index: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load.kv_scales import KVCacheScales
+from torch_core.adapters.call import MAX_RANK
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices, Limits, check_fields
@@ -95,6 +96,11 @@ class EngineConfig:
             Trainers that take them for the sampler's probabilities need "processed_logprobs".
         enable_return_routed_experts: steps record the experts of each token, for models that have experts; see
             `CompletionOutput.routed_experts`.
+        enable_lora: serve low-rank adapters (LoRA) by `Engine.add(lora=...)`. Steps without an adapter run the programs
+            that they run without this option.
+        max_loras: number of adapters whose requests run at the same time: slots of device memory, each of
+            max_lora_rank. Requests of further adapters wait for a slot.
+        max_lora_rank: largest rank of an adapter, up to 256.
         enable_return_sampling_mask: steps record the tokens that filters keep; see `CompletionOutput.sampling_mask`.
         non_finite_weights: what `update_weights` does with NaN and infinite numbers: "refuse" raises, and the weights
             stay; "report" logs a warning; "accept" does not read the numbers.
@@ -145,6 +151,9 @@ class EngineConfig:
     max_logprobs: Annotated[int, Limits(-1, 1 << 10, also=" (-1 for the whole vocabulary)")] = 20
     logprobs_mode: Annotated[str, Choices(*LOGPROBS_MODES)] = LOGPROBS_MODES[0]
     enable_return_routed_experts: bool = False
+    enable_lora: bool = False
+    max_loras: Annotated[int, Limits(1, 1 << 12)] = 1
+    max_lora_rank: Annotated[int, Limits(1, MAX_RANK)] = 16
     enable_return_sampling_mask: bool = False
     non_finite_weights: Annotated[str, Choices("refuse", "report", "accept")] = "refuse"
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from torch_core.base.errors import InvalidInput
+
 #: From a token id to the token's text; None without a tokenizer.
 TextOf: TypeAlias = Callable[[int], str] | None
 
@@ -97,6 +99,13 @@ class Outbox:
         # Each of the two statements is atomic: the engine's thread may append between them, an interrupt loses nothing.
         del self.deltas[: len(taken)]
         return taken
+
+
+def checked_outbox(outbox: object) -> Outbox:
+    """Returns an outbox, and raises InvalidInput for anything else."""
+    if not isinstance(outbox, Outbox):
+        raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
+    return outbox
 
 
 @dataclass(frozen=True, slots=True)

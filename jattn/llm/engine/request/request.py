@@ -13,6 +13,7 @@ import numpy as np
 from jattn.llm.engine.options.params import PACKED_SEED, SamplingKind, SamplingParams
 from jattn.llm.engine.request.bad_words import BadWords
 from jattn.llm.engine.request.grammar import Grammar, mask_of
+from jattn.llm.engine.request.lora import LoadedAdapter
 from jattn.llm.engine.request.outputs import (
     CompletionOutput,
     Logprob,
@@ -69,9 +70,11 @@ class Request:
         followers: for the first sample, the samples that wait to fork its prompt's blocks.
         encoder_token_ids: the encoder's input; empty without an encoder.
         num_encoder_slots: number of cache slots, in whole blocks, before the first token's, for the encoder's output.
-        salt: only requests of equal salt share cached prefixes; None for the engine's own. It contains the inputs.
+        salt: only requests of equal salt share cached prefixes; None for the engine's own. It contains the inputs and
+            the adapter.
         inputs: int32[...], the numbers that it brings for the model; see `PagedSpec.inputs`.
         keeps_mask: whether its outputs have a `sampling_mask`.
+        adapter: its low-rank adapter, or None.
         output_token_ids: generated tokens that the host has seen.
         outbox: queue of its outputs.
         num_delivered: generated tokens that were put there.
@@ -106,6 +109,7 @@ class Request:
     salt: bytes | None = None
     inputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     keeps_mask: bool = False
+    adapter: LoadedAdapter | None = None
     outbox: Outbox = field(default_factory=Outbox)
     num_delivered: int = 0
     end_is_delivered: bool = False

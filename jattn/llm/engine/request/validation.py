@@ -14,6 +14,7 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import LIMITS, SamplingParams, needs_slot, pack_sampling, sampling_kind
 from jattn.llm.engine.request.bad_words import BadWords, BadWordsFinder
 from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
+from jattn.llm.engine.request.lora import LoadedAdapter
 from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
 from jattn.llm.engine.request.request import AUTOMATIC, Request
 from jattn.llm.load import TextTokenizer
@@ -84,6 +85,7 @@ class Validator:
         salt: bytes | None = None,
         priority: int = 0,
         inputs: Mapping[str, Any] | None = None,
+        adapter: LoadedAdapter | None = None,
         outbox: Outbox,
     ) -> tuple[Request, ...]:
         """Returns the n samples of a prompt as requests; see `Engine.add` for the arguments.
@@ -104,9 +106,10 @@ class Validator:
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput("salt", f"must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None")
         numbers = packed(inputs, self._inputs)
-        if numbers.size:
+        if numbers.size or adapter is not None:
             # The same tokens have other keys and values.
-            salt = hashlib.sha256(numbers.tobytes() + (b"" if salt is None else b"+" + salt)).digest()
+            own = numbers.tobytes() + (b"" if adapter is None else adapter.key)
+            salt = hashlib.sha256(own + (b"" if salt is None else b"+" + salt)).digest()
         given = self._kept(_of(request_id), prompt_token_ids, params)
         num_slots = self._encoder_slots(_of(request_id), len(given), params) if self._decoder_start else 0
         max_tokens = self._max_tokens(request_id, len(self._decoder_start or given), params)
@@ -141,6 +144,7 @@ class Validator:
                 salt=salt,
                 inputs=numbers,
                 keeps_mask=self._keeps_mask(params),
+                adapter=adapter,
                 order=priority * _ARRIVALS_OF_A_PRIORITY,
                 outbox=outbox,
                 encoder_token_ids=encoder_tokens,

@@ -1,0 +1,158 @@
+"""The memory of adapters on the device: slots of a fixed size, for every linear layer that may have adapters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jattn.llm.engine.device.draft import WithDraft
+from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.request.lora import LoadedAdapter
+from jattn.llm.models import (
+    AdapterTarget,
+    BatchAdapters,
+    Decoder,
+    LoraWeights,
+    PagedModel,
+    ParameterShards,
+    adapter_targets,
+    parameter_shards,
+    put_whole,
+)
+from jattn.ops import AdapterRows
+from jattn.pool import check_room
+from torch_core.base.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """The order of the memory's arrays, two for each target, and how devices split them.
+
+    Attributes:
+        num_layers: layers of the decoder.
+        targets: the linear layers.
+        specs: partition spec of each array.
+    """
+
+    num_layers: int
+    targets: tuple[AdapterTarget, ...]
+    specs: tuple[PartitionSpec, ...]
+
+    def batch(self, arrays: Sequence[jax.Array], slots: jax.Array) -> BatchAdapters:
+        """Returns the adapters of a batch.
+
+        Args:
+            arrays: the memory, or a device's part of it.
+            slots: int32[num_tokens], the slot of each token; -1 for none.
+        """
+        layers: tuple[dict[str, LoraWeights], ...] = tuple({} for _ in range(self.num_layers))
+        for index, target in enumerate(self.targets):
+            layers[target.layer][target.module] = LoraWeights(*arrays[2 * index : 2 * index + 2])
+        return BatchAdapters(layers, AdapterRows.of(slots, arrays[0].shape[0]))
+
+
+class AdapterMemory:
+    """The slots of an engine's adapters.
+
+    Args:
+        model: the engine's model, on its devices.
+        config: number of slots, and the largest rank.
+        placement: the devices.
+
+    Attributes:
+        layout: the order of the arrays.
+        arrays: the matrices of all slots.
+
+    Raises:
+        Unsupported: the model is no decoder of `jattn.llm.models`.
+        OutOfMemory: the devices lack the memory.
+    """
+
+    def __init__(self, model: PagedModel, config: EngineConfig, placement: Placement) -> None:
+        base = model.base if isinstance(model, WithDraft) else model
+        if not isinstance(base, Decoder):
+            wanted = "a model of your own takes an adapter's number as an input: declare it in PagedSpec.inputs"
+            raise Unsupported("enable_lora", f"is True and the model is a {type(base).__name__}", wanted)
+        self._config, self._dtype = config, jnp.dtype(base.config.dtype)
+        self._placement = placement
+        shards = {} if base.parallel is None else parameter_shards(base.config, base.parallel)
+        targets = adapter_targets(base.config)
+        self._shards = [self._shards_of(target, shards.get(target.kernel)) for target in targets]
+        specs = tuple(PartitionSpec(None, *each.spec) for pair in self._shards for each in pair)
+        self.layout = AdapterLayout(base.config.num_hidden_layers, targets, specs)
+        self.arrays = self._allocated()
+
+    def load(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Uploads an adapter; what it does not change is 0."""
+        new: list[jax.Array] = []
+        for target, shards in zip(self.layout.targets, self._shards, strict=True):
+            for part, each in zip(self._padded(target, adapter), shards, strict=True):
+                new.append(self._placed(part, each))
+        try:
+            self.arrays = _loaded(self.arrays, slot, tuple(new))
+        except BaseException:
+            # The old ones were given away.
+            self.arrays = self._allocated()
+            raise
+
+    def _allocated(self) -> tuple[jax.Array, ...]:
+        shapes = [(self._config.max_loras, *each.cut_shape) for pair in self._shards for each in pair]
+        size = 1 if self._placement.mesh is None else self._placement.mesh.size
+        check_room(sum(int(np.prod(shape)) for shape in shapes) * self._dtype.itemsize // size)
+        shardings = [self._sharding(spec) for spec in self.layout.specs]
+        return tuple(
+            jnp.zeros(shape, self._dtype, device=sharding) for shape, sharding in zip(shapes, shardings, strict=True)
+        )
+
+    def _sharding(self, spec: PartitionSpec) -> Any:
+        mesh = self._placement.mesh
+        return None if mesh is None else NamedSharding(mesh, spec)
+
+    def _padded(self, target: AdapterTarget, adapter: LoadedAdapter) -> tuple[Any, Any]:
+        """Returns the matrices of a layer with the ranks of a slot: [slices * rank, in] and [out, rank]."""
+        shapes = self._shapes(target)
+        found = adapter.weights.get(target)
+        if found is None:
+            return np.zeros(shapes[0], self._dtype), np.zeros(shapes[1], self._dtype)
+        xp: Any = jnp if isinstance(found.lora_a, jax.Array) else np
+        more = self._config.max_lora_rank - adapter.rank
+        first = xp.asarray(found.lora_a).reshape(target.num_slices, adapter.rank, target.in_size)
+        first = xp.pad(first.astype(self._dtype), ((0, 0), (0, more), (0, 0)))
+        second = xp.pad(xp.asarray(found.lora_b).astype(self._dtype), ((0, 0), (0, more)))
+        return first.reshape(shapes[0]), second
+
+    def _shapes(self, target: AdapterTarget) -> list[tuple[int, ...]]:
+        return [shape[1:] for shape in target.shapes(1, self._config.max_lora_rank)]
+
+    def _shards_of(
+        self, target: AdapterTarget, kernel: ParameterShards | None
+    ) -> tuple[ParameterShards, ParameterShards]:
+        """Returns how the matrices of a slot are split: the first as the kernel's inputs, the second as its outputs.
+
+        With inputs split, each device has the product of its own, and the sum over devices that follows adds them.
+        """
+        first, second = self._shapes(target)
+        if kernel is None or kernel.axis is None:
+            return ParameterShards(first), ParameterShards(second)
+        if kernel.axis == 0:
+            return ParameterShards(first, 1, kernel.order, kernel.mesh_axis), ParameterShards(second)
+        return ParameterShards(first), ParameterShards(second, 0, kernel.order, kernel.mesh_axis)
+
+    def _placed(self, part: Any, shards: ParameterShards) -> jax.Array:
+        mesh = self._placement.mesh
+        if mesh is not None:
+            return shards.placed(part, mesh)
+        return put_whole(part, jnp.zeros(()).sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _loaded(arrays: tuple[jax.Array, ...], slot: int, new: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(array.at[slot].set(each) for array, each in zip(arrays, new, strict=True))

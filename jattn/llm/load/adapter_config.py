@@ -1,0 +1,113 @@
+"""PEFT's adapter_config.json: ranks and scales of an adapter; what this build does not compute is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jattn.llm.load.folder import read_object
+from torch_core.adapters.call import MAX_RANK
+from torch_core.base.checks import check_int, shown
+from torch_core.base.errors import InvalidInput, Unsupported
+
+_NAME = "adapter_config.json"
+# Keys that change the results, and the values with which they do not.
+_INERT: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None, {}),
+}
+# Ways to initialise that also change the base's weights.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_PATTERN = re.compile(r"\^?[\w.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The ranks and scales of an adapter.
+
+    Attributes:
+        r: rank.
+        lora_alpha: the products are scaled by lora_alpha / r.
+        use_rslora: by lora_alpha / sqrt(r) instead.
+        rank_pattern, alpha_pattern: other values by the last parts of modules' names.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def of_module(self, name: str) -> tuple[int, float]:
+        """Returns rank and alpha of a module."""
+        return _of(self.rank_pattern, name, self.r), _of(self.alpha_pattern, name, self.lora_alpha)
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Reads adapter_config.json.
+
+    Raises:
+        InvalidInput: it is missing or broken, or a value is of the wrong type or out of range.
+        Unsupported: another method than LoRA, DoRA, biases, saved modules, a changed base.
+    """
+    raw = read_object(folder, _NAME)
+    if raw.get("peft_type") != "LORA":
+        raise Unsupported("peft_type", value=raw.get("peft_type"), wanted="this build reads LORA").under(_NAME)
+    for key, values in _INERT.items():
+        if key in raw and raw[key] not in values:
+            wanted = f"this build reads adapters with {shown(values[0])} there"
+            raise Unsupported(key, value=raw[key], wanted=wanted).under(_NAME)
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
+        wanted = "it changes the base's weights. Convert the adapter as PEFT's documentation of it says"
+        raise Unsupported("init_lora_weights", value=start, wanted=wanted).under(_NAME)
+    rank, alpha, use_rslora = raw.get("r", 8), raw.get("lora_alpha", 8), raw.get("use_rslora", False)
+    try:
+        check_int("r", rank, 1, MAX_RANK)
+        _check_alpha("lora_alpha", alpha)
+        if not isinstance(use_rslora, bool):
+            raise InvalidInput("use_rslora", value=use_rslora, wanted="it must be true or false")
+        ranks, alphas = _pattern(raw, "rank_pattern"), _pattern(raw, "alpha_pattern")
+        for name, value in ranks.items():
+            check_int(f"rank_pattern[{name!r}]", value, 1, MAX_RANK)
+        for name, value in alphas.items():
+            _check_alpha(f"alpha_pattern[{name!r}]", value)
+    except InvalidInput as error:
+        raise error.under(_NAME) from None
+    return PeftConfig(rank, alpha, use_rslora, ranks, alphas)
+
+
+def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    pattern = raw.get(name) or {}
+    if not isinstance(pattern, dict):
+        raise InvalidInput(name, value=pattern, wanted="it must be an object")
+    for key in pattern:
+        # A regular expression of someone else's can run for hours.
+        if not _PATTERN.fullmatch(key):
+            wanted = "this build reads names of modules, and no other regular expression"
+            raise Unsupported(name, f"has {shown(key)}", wanted).under(_NAME)
+    return pattern
+
+
+def _of(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value of the first name that a module has, as a whole or at its end."""
+    for key, value in pattern.items():
+        if name == key.removeprefix("^") or (not key.startswith("^") and name.endswith(f".{key}")):
+            return value
+    return default
+
+
+def _check_alpha(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < abs(value) < 1e6:
+        raise InvalidInput(name, value=value, wanted="it must be a number other than 0 and below 1e6")

@@ -1,0 +1,263 @@
+"""Low-rank adapters in an engine: several in a step, slots of memory, versions, and adapters that are trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.llm.engine import Engine, EngineConfig, LoRARequest, SamplingParams
+from jattn.llm.engine.adapter_slots import AdapterSlots
+from jattn.llm.engine.request.lora import LoadedAdapter
+from jattn.llm.models import Adapters
+from tests.support.devices import on_four_devices
+from tests.support.lora_models import merged_model, peft_folder, peft_tensors, tiny_adapters
+from tests.support.tiny_models import tiny_config, tiny_model
+
+CONFIG = tiny_config(num_hidden_layers=1)
+NUM_ADAPTERS, NUM_SLOTS = 200, 16
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+class Running(Engine):
+    """An engine with adapters of one module, and that module."""
+
+    def __init__(self) -> None:
+        self.model, self.trained = tiny_model(CONFIG, 3), tiny_adapters(CONFIG, 5, rank=2, num_adapters=NUM_ADAPTERS)
+        super().__init__(
+            self.model,
+            EngineConfig(
+                max_num_seqs=24,
+                max_num_batched_tokens=128,
+                max_model_len=64,
+                num_blocks=128,
+                batch_invariant=True,
+                num_scheduler_steps=1,
+                enable_lora=True,
+                max_loras=NUM_SLOTS,
+                max_lora_rank=4,
+            ),
+        )
+
+    @property
+    def slots(self) -> AdapterSlots:
+        slots = self._core.device.runner.adapter_slots
+        assert slots is not None
+        return slots
+
+    def finish_all(self) -> None:
+        while self.num_unfinished:
+            self.step()
+
+    def logits(self, tokens: list[list[int]], ids: list[int]) -> jax.Array:
+        """The logits of whole sequences, each with its adapter, by the dense forward pass."""
+        longest = max(map(len, tokens))
+        padded = jnp.array([[*row, *[0] * (longest - len(row))] for row in tokens])
+        return _logits(self.model, self.trained, padded, jnp.array(ids))
+
+
+@nnx.jit
+def _logits(model, adapters, tokens, ids):
+    return model.forward_dense(tokens, adapters=adapters.batch(ids, tokens.shape[1]))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Running]:
+    with Running() as engine:
+        yield engine
+
+
+@pytest.fixture
+def named(engine: Running) -> Iterator[Running]:
+    """The engine with two adapters by name."""
+    for index in range(2):
+        engine.add_lora(f"a{index}", engine.trained, index=index)
+    yield engine
+    engine.finish_all()
+    for name in list(engine.list_loras()):
+        engine.remove_lora(name)
+
+
+def test_tokens_and_logprobs_of_a_mixed_batch_are_those_of_merged_models(named):
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    loras = ["a1", None, "a0"]
+    params = SamplingParams(max_tokens=5, logprobs=0, **GREEDY)
+    requests = [named.add(prompt, params, lora=lora) for prompt, lora in zip(prompts, loras, strict=True)]
+    named.finish_all()
+    models = [merged_model(named.model, named.trained, 1), named.model, merged_model(named.model, named.trained, 0)]
+    for request, prompt, model in zip(requests, prompts, models, strict=True):
+        tokens = request.output_token_ids
+        logprobs = jax.nn.log_softmax(model.forward_dense(jnp.array([prompt + tokens])))[0, len(prompt) - 1 : -1]
+        assert tokens == logprobs.argmax(-1).tolist()
+        found = [each[token].logprob for each, token in zip(request.output().outputs[0].logprobs, tokens, strict=True)]
+        np.testing.assert_allclose(found, logprobs.max(-1), atol=1e-5)
+
+
+def test_only_requests_with_the_same_version_share_a_prefix(named):
+    prompt, params = list(range(1, 35)), SamplingParams(max_tokens=1, **GREEDY)
+    cached = []
+    for lora in ("a0", "a1", None, "a0"):
+        request = named.add(prompt, params, lora=lora)
+        named.finish_all()
+        cached.append(request.num_cached_tokens)
+    named.add_lora("a0", named.trained, index=0)
+    request = named.add(prompt, params, lora="a0")
+    named.finish_all()
+    assert [*cached, request.num_cached_tokens] == [0, 0, 0, 32, 0]
+
+
+def test_another_adapter_compiles_nothing(named):
+    params = SamplingParams(max_tokens=2, **GREEDY)
+    named.add([1, 2], params, lora="a0")
+    named.finish_all()
+    before = named.num_compilations
+    named.add_lora("later", named.trained, index=7)
+    named.add([1, 2], params, lora="later")
+    named.finish_all()
+    assert named.num_compilations == before
+
+
+def test_a_running_request_keeps_its_version_and_a_new_one_has_the_trained(named):
+    prompt, params = [9, 8, 7], SamplingParams(max_tokens=6, **GREEDY)
+    module = tiny_adapters(CONFIG, 11, rank=2, num_adapters=1)
+    before = Adapters(CONFIG, rank=2, rngs=nnx.Rngs(0))
+    nnx.update(before, nnx.state(module))
+    named.add_lora("trained", module)
+    first = named.add(prompt, params, lora="trained")
+    while not first.output_token_ids:
+        named.step()
+    nnx.update(module, jax.tree.map(lambda x: -2.0 * x, nnx.state(module)))
+    second = named.add(prompt, params, lora="trained")
+    named.finish_all()
+    for request, adapters in ((first, before), (second, module)):
+        tokens = prompt + request.output_token_ids
+        logits = _logits(named.model, adapters, jnp.array([tokens]), jnp.zeros(1, jnp.int32))
+        assert request.output_token_ids == logits[0, 2:-1].argmax(-1).tolist()
+
+
+def test_200_adapters_share_16_slots_with_random_requests_and_cancels(engine, seed):
+    choose = random.Random(seed)
+    for index in range(NUM_ADAPTERS):
+        engine.add_lora(f"r{index}", engine.trained, index=index, follow=False)
+    jobs, cancelled, loads = [], set(), engine.slots.num_loads
+    for number in range(180):
+        index = choose.randrange(-6, NUM_ADAPTERS)
+        prompt = [choose.randrange(1, 257) for _ in range(choose.randrange(1, 6))]
+        params = SamplingParams(max_tokens=choose.randrange(1, 4), **GREEDY)
+        jobs.append((index, engine.add(prompt, params, lora=f"r{index}" if index >= 0 else None)))
+        if choose.random() < 0.5:
+            engine.step()
+        if choose.random() < 0.1:
+            request = jobs[choose.randrange(number + 1)][1]
+            if request.finish_reason is None:
+                engine.cancel(request.request_id)
+                cancelled.add(request.request_id)
+    engine.finish_all()
+    texts = [[*request.prompt_token_ids, *request.output_token_ids] for _, request in jobs]
+    logits = engine.logits(texts, [index for index, _ in jobs])
+    wrong = [
+        request.request_id
+        for row, (_, request) in enumerate(jobs)
+        for place, token in enumerate(request.output_token_ids, len(request.prompt_token_ids) - 1)
+        if logits[row, place, token] < logits[row, place].max() - 1e-3
+    ]
+    short = [request for _, request in jobs if len(request.output_token_ids) < request.max_tokens]
+    assert wrong == []
+    assert {request.request_id for request in short} <= cancelled
+    assert engine.cache_stats().used == 0
+    assert engine.slots.num_loads - loads > 2 * NUM_SLOTS
+    for index in range(NUM_ADAPTERS):
+        engine.remove_lora(f"r{index}")
+
+
+def test_a_folder_is_loaded_by_the_first_request_that_names_it(named, tmp_path):
+    folder = peft_folder(tmp_path, peft_tensors(CONFIG, 1, r=3), r=3)
+    params = SamplingParams(max_tokens=1, **GREEDY)
+    for _ in range(2):
+        named.add([1, 2], params, lora=LoRARequest("a folder", 1, str(folder)))
+    assert named.list_loras()["a folder"].lora_path == str(folder)
+    with pytest.raises(jattn.InvalidInput, match="lora_name 'a folder' was loaded from"):
+        named.add([1, 2], params, lora=LoRARequest("a folder", 1, "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        ("unknown", "lora 'unknown' is not loaded; the engine has 'a0', 'a1'"),
+        (LoRARequest("unknown"), "lora_path is empty; name the adapter's folder"),
+        (LoRARequest("unknown", 1, "/no/folder"), "/no/folder"),
+        (3, "lora 3 is not loaded"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_is_not_there_is_refused(lora, text, named):
+    with pytest.raises(jattn.InvalidInput, match=text):
+        named.add([1], lora=lora)
+    assert named.num_unfinished == 0
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(named):
+    with pytest.raises(jattn.InvalidInput, match="the rank of 'a0' is 5; the engine's max_lora_rank is 4"):
+        named.add_lora("a0", Adapters(CONFIG, rank=5, rngs=nnx.Rngs(0)))
+    with pytest.raises(jattn.InvalidInput, match="is not of the model"):
+        named.add_lora("a0", Adapters(tiny_config(hidden_size=32), rank=2, rngs=nnx.Rngs(0)))
+    with pytest.raises(jattn.InvalidInput, match="adapter has no arrays named lora_a"):
+        named.add_lora("a0", {"x": jnp.ones(2)})
+    named.add([1], SamplingParams(max_tokens=1, **GREEDY), lora="a0")
+
+
+def test_without_enable_lora_an_adapter_is_refused():
+    with Engine(tiny_model(CONFIG, 0), EngineConfig(num_blocks=8)) as engine:
+        for call in (lambda: engine.add([1], lora="x"), lambda: engine.add_lora("x", {})):
+            with pytest.raises(jattn.InvalidInput, match=r"lora is given; the engine needs EngineConfig\(enable_lora"):
+                call()
+
+
+@on_four_devices
+def test_devices_share_adapters_as_they_share_the_products(seed):
+    model, adapters = tiny_model(CONFIG, seed), tiny_adapters(CONFIG, seed, num_adapters=1)
+    config = EngineConfig(
+        tensor_parallel_size=4, num_blocks=16, max_num_seqs=2, enable_lora=True, max_lora_rank=8, num_scheduler_steps=1
+    )
+    with Engine(model, config) as engine:
+        engine.add_lora("a", adapters)
+        request = engine.add([3, 1, 4], SamplingParams(max_tokens=3, **GREEDY), lora="a")
+        while engine.num_unfinished:
+            engine.step()
+    tokens = [3, 1, 4, *request.output_token_ids]
+    logits = _logits(model, adapters, jnp.array([tokens]), jnp.zeros(1, jnp.int32))
+    assert request.output_token_ids == logits[0, 2:-1].argmax(-1).tolist()
+
+
+def loaded(name: str) -> LoadedAdapter:
+    return LoadedAdapter(name, 1, 1, {})
+
+
+def test_the_adapter_that_was_unused_for_longest_gives_way():
+    loads = []
+    slots = AdapterSlots(2, lambda slot, adapter: loads.append((slot, adapter.name)))
+    first, second, third = map(loaded, "abc")
+    for adapter in (first, second, first):
+        slots.begin([])
+        assert slots.take(adapter)
+    slots.begin([first])
+    assert slots.take(third)
+    assert not slots.take(second)
+    assert loads == [(0, "a"), (1, "b"), (1, "c")]
+
+
+def test_a_slot_whose_upload_failed_is_free():
+    def fail(slot: int, adapter: LoadedAdapter) -> None:
+        raise MemoryError
+
+    slots, adapter = AdapterSlots(1, fail), loaded("a")
+    with pytest.raises(MemoryError):
+        slots.take(adapter)
+    slots.begin([])
+    assert slots.num_loads == 0

@@ -1,0 +1,175 @@
+"""Adapters from folders of PEFT and from memory: the products are PEFT's, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import jattn
+from jattn.llm.load import load_model, save_model
+from jattn.llm.load.adapters import adapter_of, load_adapter
+from jattn.llm.models import BatchAdapters, LoraWeights, MoEConfig
+from jattn.ops import AdapterRows
+from tests.support.lora_models import PROJECTIONS, merged_model, peft_folder, peft_tensors, tiny_adapters
+from tests.support.tiny_models import tiny_config, tiny_model
+
+CONFIG = tiny_config(num_hidden_layers=1)
+TOKENS = jnp.arange(1, 9, dtype=jnp.int32)[None]
+
+
+def logits_with(model, found):
+    """The logits of a batch of one sequence with an adapter."""
+    layers = tuple({} for _ in range(model.config.num_hidden_layers))
+    for target, (first, second) in found.weights.items():
+        layers[target.layer][target.module] = LoraWeights(jnp.asarray(first)[None], jnp.asarray(second)[None])
+    rows = AdapterRows.of(jnp.zeros(TOKENS.size, jnp.int32), 1)
+    return model.forward_dense(TOKENS, adapters=BatchAdapters(layers, rows))
+
+
+def test_a_folder_of_peft_has_the_logits_of_pefts_merged_weights(tmp_path, seed):
+    model = tiny_model(CONFIG, seed)
+    save_model(tmp_path / "base", model, CONFIG)
+    tensors = peft_tensors(CONFIG, seed, ranks={"v_proj": 2, "mlp.up_proj": 7})
+    options = {"rank_pattern": {"v_proj": 2, "mlp.up_proj": 7}, "alpha_pattern": {"o_proj": 3}, "use_rslora": True}
+    found = load_adapter(peft_folder(tmp_path / "lora", tensors, **options), CONFIG)
+    weights = {
+        name: torch.tensor(each).double() for name, each in load_file(tmp_path / "base/model.safetensors").items()
+    }
+    for name in weights:
+        module = name.removesuffix(".weight")
+        if f"base_model.model.{module}.lora_A.weight" in tensors:
+            lora_a, lora_b = (
+                torch.tensor(tensors[f"base_model.model.{module}.lora_{part}.weight"]).double() for part in "AB"
+            )
+            # As peft.tuners.lora.Linear.get_delta_weight computes it.
+            scaling = (3 if module.endswith("o_proj") else 8) / lora_a.shape[0] ** 0.5
+            weights[name] += (lora_b @ lora_a) * scaling
+    save_file({name: each.float().numpy() for name, each in weights.items()}, tmp_path / "base/model.safetensors")
+    merged, *_ = load_model(tmp_path / "base", with_tokenizer=False)
+    np.testing.assert_allclose(
+        jax.nn.log_softmax(logits_with(model, found)), jax.nn.log_softmax(merged.forward_dense(TOKENS)), atol=1e-5
+    )
+    assert found.rank == 7
+
+
+def test_layers_that_a_folder_leaves_out_stay_as_they_are(tmp_path, seed):
+    found = load_adapter(peft_folder(tmp_path, peft_tensors(CONFIG, seed, modules=("q_proj", "v_proj"))), CONFIG)
+    (target,), (weights,) = found.weights, found.weights.values()
+    assert target.module == "self_attn.qkv_proj"
+    keys = slice(CONFIG.query_size, CONFIG.query_size + CONFIG.key_value_size)
+    assert not weights.lora_b[keys].any()
+    assert weights.lora_b[keys.stop :].any()
+
+
+def test_adapters_in_memory_have_the_logits_of_their_merged_model(seed):
+    model, adapters = tiny_model(CONFIG, seed), tiny_adapters(CONFIG, seed, alpha=2.0)
+    merged = merged_model(model, adapters, 1).forward_dense(TOKENS)
+    found = logits_with(model, adapter_of(adapters, CONFIG, index=1))
+    np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(merged), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "heads", "leading"),
+    [
+        # nnx.LoRA around a projection; qwix on an einsum of tunix's; SkyRL-tx's, for several adapters.
+        (("model", "layers", 0, "self_attn", "q_proj"), ("lora_a", "lora_b"), False, ()),
+        (("layers", 0, "attn", "q_proj"), ("w_lora_a", "w_lora_b"), True, ()),
+        (("model", "layers", 0, "self_attn", "q_proj"), ("lora_A", "lora_B"), False, (3,)),
+    ],
+    ids=["nnx", "qwix", "skyrl"],
+)
+def test_states_of_other_projects_are_read_by_name_and_shape(path, names, heads, leading, seed):
+    generator = np.random.default_rng(seed)
+    first = generator.normal(size=(*leading, CONFIG.hidden_size, 2)).astype(np.float32)
+    second = generator.normal(size=(*leading, 2, CONFIG.query_size)).astype(np.float32)
+    given = second.reshape(*leading, 2, CONFIG.num_attention_heads, CONFIG.head_dim) if heads else second
+    state = {names[0]: jnp.asarray(first), names[1]: jnp.asarray(given)}
+    for key in reversed(path):
+        state = {key: state}
+    found = adapter_of(state, CONFIG, alpha=4.0, index=len(leading))
+    ((target, weights),) = found.weights.items()
+    own = (first[1], second[1]) if leading else (first, second)
+    assert target.module == "self_attn.qkv_proj"
+    np.testing.assert_array_equal(weights.lora_a[:2], own[0].T)
+    np.testing.assert_array_equal(weights.lora_b[: CONFIG.query_size], 2 * own[1].T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"peft_type": "LOHA"}, "adapter_config.json: peft_type is 'LOHA'; this build reads LORA"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; it changes the base"),
+        ({"rank_pattern": {"(a+)+$": 3}}, "rank_pattern has "),
+        ({"r": 0}, "adapter_config.json: r is 0; it must be"),
+        ({"r": 257}, "r is 257"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"r": 3}, r"q_proj.lora_A.weight' has shape \(4, 48\); the model and r = 3 ask for \(3, 48\)"),
+    ],
+)
+def test_configs_that_are_not_computed_are_refused_by_name(changes, text, tmp_path, seed):
+    folder = peft_folder(tmp_path, peft_tensors(CONFIG, seed, modules=("q_proj",)), **changes)
+    with pytest.raises((jattn.InvalidInput, jattn.Unsupported), match=text):
+        load_adapter(folder, CONFIG)
+
+
+ROW = np.zeros((4, 48), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight", "is of layer 1; the model has 1"),
+        ("base_model.model.lm_head.lora_A.weight", "is an embedding or a head, which has no adapters here"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "is an embedding or a head"),
+        ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", "belongs to experts"),
+        (
+            "base_model.model.model.layers.0.mlp.c_fc.lora_A.weight",
+            "is no linear layer of the model; it has down_",
+        ),
+        ("model.layers.0.self_attn.q_proj.weight", "is none of an adapter's"),
+    ],
+)
+def test_tensors_of_other_layers_are_refused_by_name(name, text, tmp_path):
+    tensors = {name: ROW, name.replace("_A", "_B"): ROW}
+    with pytest.raises((jattn.InvalidInput, jattn.Unsupported), match=text):
+        load_adapter(peft_folder(tmp_path, tensors), CONFIG)
+
+
+def test_half_an_adapter_numbers_that_are_not_finite_and_pickles_are_refused(tmp_path, seed):
+    tensors = peft_tensors(CONFIG, seed, modules=("o_proj",))
+    first, second = sorted(tensors)
+    with pytest.raises(jattn.InvalidInput, match="has lora_A alone"):
+        load_adapter(peft_folder(tmp_path / "half", {first: tensors[first]}), CONFIG)
+    broken = tensors | {second: np.full_like(tensors[second], np.nan)}
+    with pytest.raises(jattn.InvalidInput, match=r"has NaN or infinite numbers in .*o_proj\.lora_B"):
+        load_adapter(peft_folder(tmp_path / "nan", broken), CONFIG)
+    folder = peft_folder(tmp_path / "pickle", tensors)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(jattn.InvalidInput, match=r"adapter_model\.bin is a pickle"):
+        load_adapter(folder, CONFIG)
+    (folder / "adapter_model.bin").unlink()
+    with pytest.raises(jattn.InvalidInput, match=r"the folder has no adapter_model\.safetensors"):
+        load_adapter(folder, CONFIG)
+
+
+def test_an_adapter_of_a_wider_model_is_refused(tmp_path, seed):
+    folder = peft_folder(tmp_path, peft_tensors(tiny_config(hidden_size=64), seed))
+    with pytest.raises(jattn.InvalidInput, match=r"has shape .*; the model and r = 4 ask for"):
+        load_adapter(folder, CONFIG)
+
+
+def test_experts_of_a_model_are_refused_by_name(tmp_path, seed):
+    moe = tiny_config(num_hidden_layers=1, moe=MoEConfig(num_experts=2, num_experts_per_tok=1, intermediate_size=16))
+    tensors = peft_tensors(moe, seed, modules=("experts.0.up_proj", *PROJECTIONS[:1]))
+    if len(tensors) == 2:
+        pytest.skip("this family joins its experts' tensors")
+    with pytest.raises(jattn.Unsupported, match="belongs to experts or their router"):
+        load_adapter(peft_folder(tmp_path, tensors), moe)
