@@ -36,6 +36,8 @@ class Running(BackgroundServer):
                     max_model_len=256,
                     num_scheduler_steps=1,
                     fixed_shapes=True,
+                    enable_lora=True,
+                    max_lora_rank=4,
                 )
             )
         )
@@ -46,6 +48,7 @@ class Running(BackgroundServer):
             max_unfinished=MAX_UNFINISHED,
             chat_template=TEMPLATE,
             trust_request_chat_template=True,
+            allow_runtime_lora_updating=True,
         )
         super().__init__(self.llm, config)
 

@@ -1,0 +1,73 @@
+"""Adapters over HTTP: loaded and unloaded while the server runs, and named as a request's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from jattn.llm.engine import SamplingParams
+from jattn.llm.serve.server import main
+from tests.serve.conftest import KEY, MODEL, Running
+from tests.support.lora_models import peft_folder, peft_tensors
+
+
+@pytest.fixture
+def folder(server: Running, tmp_path: Path) -> Iterator[str]:
+    """A folder whose adapter answers unlike the base."""
+    tensors = peft_tensors(server.llm.llm.model.config, 1)
+    yield str(peft_folder(tmp_path / "lora", tensors, lora_alpha=40))
+    for name in server.llm.llm.engine.list_loras():
+        server.llm.llm.engine.remove_lora(name)
+
+
+def post(server: Running, path: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=600)
+
+
+def test_an_adapter_is_a_model_from_its_loading_to_its_unloading(server, client, folder):
+    found = post(server, "load_lora_adapter", lora_name="tuned", lora_path=folder)
+    assert (found.status_code, found.text) == (200, "Success: LoRA adapter 'tuned' added successfully.")
+    cards = {card.id: card for card in client.models.list()}
+    assert cards.keys() == {MODEL, "tuned"}
+    assert cards["tuned"].model_extra["parent"] == MODEL
+    options = {"prompt": "The list", "max_tokens": 4, "temperature": 0}
+    base, tuned = (client.completions.create(model=name, **options) for name in (MODEL, "tuned"))
+    assert (base.model, tuned.model) == (MODEL, "tuned")
+    assert base.choices[0].text != tuned.choices[0].text
+    direct = server.llm.llm.generate("The list", SamplingParams(temperature=0.0, max_tokens=4), lora_request="tuned")[0]
+    assert tuned.choices[0].text == direct.outputs[0].text
+    assert post(server, "unload_lora_adapter", lora_name="tuned").status_code == 200
+    with pytest.raises(openai.NotFoundError, match="model 'tuned' is not served; 'embedded' is"):
+        client.completions.create(model="tuned", **options)
+
+
+def test_folders_and_names_that_do_not_fit_are_refused_by_name(server, folder, tmp_path):
+    load = lambda **body: post(server, "load_lora_adapter", **body)  # noqa: E731
+    assert load(lora_name="x").json()["error"]["param"] == "lora_path"
+    assert load(lora_path=folder).json()["error"]["param"] == "lora_name"
+    assert "is the base model's name" in load(lora_name=MODEL, lora_path=folder).json()["error"]["message"]
+    missing = load(lora_name="x", lora_path=str(tmp_path / "none"))
+    assert missing.status_code == 400
+    tensor = peft_tensors(server.llm.llm.model.config, 1, modules=("q_proj",)).popitem()[1]
+    wrong = peft_folder(tmp_path / "wrong", {"model.lora_C.weight": tensor})
+    refused = load(lora_name="x", lora_path=str(wrong))
+    assert (refused.status_code, "is none of an adapter's" in refused.text) == (400, True)
+    assert load(lora_name="x", lora_path=folder).status_code == 200
+    assert "load_inplace=True" in load(lora_name="x", lora_path=folder).json()["error"]["message"]
+    assert load(lora_name="x", lora_path=folder, load_inplace=True).status_code == 200
+    assert post(server, "unload_lora_adapter", lora_name="y").status_code == 404
+
+
+def test_vectors_are_the_base_models(server, folder):
+    post(server, "load_lora_adapter", lora_name="tuned", lora_path=folder)
+    found = post(server, "embeddings", model="tuned", input="text").json()
+    assert found["error"]["message"] == "model 'tuned' is an adapter; vectors are the base model's."
+
+
+def test_modules_of_the_command_line_are_names_and_folders():
+    with pytest.raises(ValueError, match="--lora-modules is 'folder'; it must be NAME=FOLDER"):
+        main(["--lora-modules", "folder", "--port", "0"])
