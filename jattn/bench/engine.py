@@ -7,6 +7,7 @@ for the prompts'. A row therefore compiles only the programs that it measures.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jattn.bench.measure import profiled
@@ -28,7 +30,9 @@ from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.options.defaults import default_config
+from jattn.llm.engine.request.lora import prefix_salt
 from jattn.llm.models import (
+    Adapters,
     Decoder,
     ModelConfig,
     TensorParallel,
@@ -105,6 +109,8 @@ def run(
     settings: Sequence[str] = ("",),
     cut: int = 1,
     fp8_weights: bool = False,
+    adapters: int = 0,
+    rank: int = 16,
     profile: Path | None = None,
 ) -> Iterator[EngineRow]:
     """Yields a row for each load and each group of settings, with random weights.
@@ -124,6 +130,8 @@ def run(
         settings: fields of EngineConfig with values in JSON, a group of rows for each: kv_cache_dtype="fp8",seed=1.
         cut: devices that the weights are sharded over.
         fp8_weights: linear layers multiply in fp8.
+        adapters: low-rank adapters, which sequences have in turns: each decode and prompt row once more, with them.
+        rank: their rank.
         profile: a folder for traces; adds the kernels' times of decode rows.
     """
     fields_of = {text: _fields(text) for text in settings}
@@ -133,14 +141,23 @@ def run(
         quantize_fp8(model)
     batched_tokens = batched_tokens or default_config().max_num_batched_tokens
     bench = _Bench(model, batched_tokens, new_tokens, rounds, profile)
+    tuned = replace(bench, adapters=random_adapters(model.config, rank) if adapters else None)
+    of_tuned = {"enable_lora": True, "max_lora_rank": rank}
     for number, (text, fields) in enumerate(fields_of.items()):
         chosen = fields | ({} if mesh is None else {"mesh": mesh})
         alone = chosen | {"enable_cascade_attention": False}
         rows: list[tuple[str, Callable[..., _Measured], dict[str, Any], list[int]]] = []
         rows += [("start-up", bench.startup, chosen, [])] if startup and not number else []
-        rows += [(f"decode {load}", bench.decode, chosen, sizes(load)) for load in decode]
+        for load in decode:
+            rows += [(f"decode {load}", bench.decode, chosen, sizes(load))]
+            count = min(adapters, sizes(load)[0])
+            options = chosen | of_tuned | {"max_loras": count}
+            rows += [(f"decode {load}, {count} adapters", tuned.decode, options, sizes(load))] if count else []
         rows += [(f"hit {load}", bench.hit, chosen, sizes(load)) for load in hits]
-        rows += [(f"prompt {num_tokens}", bench.hit, chosen, [0, num_tokens]) for num_tokens in prompt]
+        for num_tokens in prompt:
+            rows += [(f"prompt {num_tokens}", bench.hit, chosen, [0, num_tokens])]
+            if adapters:
+                rows += [(f"prompt {num_tokens}, 1 adapter", tuned.hit, chosen | of_tuned, [0, num_tokens])]
         for load in groups:
             rows += [(f"groups {load}", bench.groups, chosen, sizes(load))]
             rows += [(f"groups {load}, each alone", bench.groups, alone, sizes(load))]
@@ -194,6 +211,7 @@ class _Bench:
     new_tokens: int
     rounds: int
     profile: Path | None
+    adapters: Adapters | None = None
 
     def startup(self, settings: dict[str, Any]) -> _Measured:
         """Returns the seconds of this process until a first answer, after `warmup`, and the seconds of compilation."""
@@ -220,11 +238,12 @@ class _Bench:
         sizes, params = {"max_num_batched_tokens": max(new, _BLOCK_SIZE)}, _greedy(1)
         rounds = self._prompts(self.rounds + _UNCOUNTED, cached + new)
         with self._engine(1, cached + new + 1, len(rounds) * _blocks(cached + new + 1), sizes | settings) as engine:
+            names = self._loaded(engine)
             engine.assume_computed([prompt[:cached] for prompt in rounds if cached])
             times = []
             for prompt in rounds:
                 started = time.perf_counter()
-                _run(engine, [prompt], params)
+                _run(engine, [prompt], params, names)
                 times.append((time.perf_counter() - started) * 1e3)
             return times[_UNCOUNTED:], "ms", engine.compile_seconds, 0.0, None
 
@@ -252,17 +271,20 @@ class _Bench:
         with self._engine(batch, len(prompts[0]) + self.new_tokens, blocks, settings) as engine:
             shared = params.n > 1 and settings.get("enable_cascade_attention") is not False
             kind = "greedy" if params.temperature == 0 else "plain"
-            engine.warmup(lambda *_: None, wanted=_names(str(batch), kind, shared=shared))
+            wanted, is_tuned = _names(str(batch), kind, shared=shared), self.adapters is not None
+            engine.warmup(lambda *_: None, wanted=lambda name: wanted(name) and ("adapters" in name) == is_tuned)
+            names = self._loaded(engine)
             # All but one token of each prompt: the rest is one more step of decoding.
-            engine.assume_computed([prompt[:-1] for prompt in prompts])
-            _step_ms(engine, prompts, params)
+            salts = [prefix_salt(None, adapter=engine.adapters.of(name)) for name in names]
+            engine.assume_computed([prompt[:-1] for prompt in prompts], salts)
+            _step_ms(engine, prompts, params, names)
             before = engine.compile_seconds
-            times = [_step_ms(engine, prompts, params) for _ in range(self.rounds)]
+            times = [_step_ms(engine, prompts, params, names) for _ in range(self.rounds)]
             late = engine.compile_seconds - before
             kernels = None
             if self.profile is not None:
                 folder = self.profile / f"{batch}x{len(prompts[0]) - 1}"
-                _start(engine, prompts, params)
+                _start(engine, prompts, params, names)
                 # With steps already in flight the device has no pause at the beginning.
                 kernels = f"\n{profiled(folder, lambda: [engine.step() for _ in range(3)])}"
                 _drain(engine)
@@ -279,23 +301,44 @@ class _Bench:
         }
         return open_engine(self.model, EngineConfig(**(sizes | settings)))
 
+    def _loaded(self, engine: AnyEngine) -> list[str | None]:
+        """Loads as many adapters as have room, which differ in their memory alone; returns their names, or None."""
+        if self.adapters is None:
+            return [None]
+        names: list[str | None] = [f"adapter {index}" for index in range(engine.adapters.max_loras)]
+        for name in filter(None, names):
+            engine.add_lora(name, self.adapters, follow=False)
+        return names
+
     def _prompts(self, count: int, length: int) -> list[list[int]]:
         return (
             np.random.default_rng((count, length)).integers(0, self.model.config.vocab_size, (count, length)).tolist()
         )
 
 
-def _start(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+def random_adapters(config: ModelConfig, rank: int) -> Adapters:
+    """Returns an adapter with random numbers."""
+    adapters = Adapters(config, rank=rank, rngs=nnx.Rngs(0))
+    for layer in adapters.layers:
+        for module in layer.values():
+            module["lora_b"][...] = _normal(module["lora_b"].shape, config.dtype, None)(jax.random.key(0))
+    return adapters
+
+
+def _start(
+    engine: AnyEngine, prompts: list[list[int]], params: SamplingParams, names: Sequence[str | None]
+) -> list[Any]:
     """Adds a request for each prompt and returns all samples, each with a token at least."""
-    requests = [sample for prompt in prompts for sample in engine.add(prompt, params).samples]
+    added = zip(prompts, itertools.cycle(names), strict=False)
+    requests = [sample for prompt, name in added for sample in engine.add(prompt, params, lora=name).samples]
     while not all(request.output_token_ids for request in requests):
         engine.step()
     return requests
 
 
-def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> float:
+def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams, names: Sequence[str | None]) -> float:
     """Returns the milliseconds of a step from where all decode to where the first one ends."""
-    requests = _start(engine, prompts, params)
+    requests = _start(engine, prompts, params, names)
     started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
     while all(request.finish_reason is None for request in requests):
         engine.step()
@@ -312,11 +355,13 @@ def _process_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _run(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams) -> None:
+def _run(
+    engine: AnyEngine, prompts: list[list[int]], params: SamplingParams, names: Sequence[str | None] = (None,)
+) -> None:
     """Runs requests to their end, as `LLM` does."""
     outbox = Outbox()
-    for prompt in prompts:
-        engine.add(prompt, params, outbox=outbox)
+    for prompt, name in zip(prompts, itertools.cycle(names), strict=False):
+        engine.add(prompt, params, lora=name, outbox=outbox)
     while engine.wait(outbox):
         pass
 

@@ -20,7 +20,7 @@ _MOST_TOKENS = 1 << 16
 _Caches = tuple[jax.Array, ...]
 
 
-def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
+def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]], salts: Sequence[bytes | None] = ()) -> None:
     """Fills the pool with random contents; the prefix cache then holds these prompts, as far as they fill blocks.
 
     Random contents, because a device draws less power for operands of zeros and runs faster.
@@ -28,6 +28,7 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
     Args:
         core: core of an engine with a prefix cache; the contents of its pool are lost.
         prompts: token ids.
+        salts: salt of each prompt's keys, in turns; those of the engine without any.
 
     Raises:
         InvalidInput: requests are unfinished.
@@ -46,7 +47,7 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]]) -> None:
     longest = cache.config.max_step_tokens or _MOST_TOKENS
     for index, prompt in enumerate(prompts):
         name = f"filled {index}"
-        first = cache.add(name, prompt)
+        first = cache.add(name, prompt, salt=salts[index % len(salts)] if salts else None)
         while first < len(prompt):
             count = min(len(prompt) - first, longest)
             cache.retire(cache.step([(name, count)]).step_id)

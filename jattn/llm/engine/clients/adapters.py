@@ -36,11 +36,14 @@ class AdapterRegistry:
     Args:
         model: the engine's model.
         config: whether there are adapters, and the largest rank.
+
+    Attributes:
+        max_loras: number of adapters on the device at the same time.
     """
 
     def __init__(self, model: object, config: EngineConfig) -> None:
         self._model = model.config if isinstance(model, Decoder) else None
-        self._config = config
+        self._config, self.max_loras = config, config.max_loras
         self._loaded: dict[str, tuple[LoadedAdapter, LoRARequest]] = {}
         self._sources: dict[str, _Source] = {}
         self._num_loaded = 0

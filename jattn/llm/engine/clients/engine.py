@@ -218,13 +218,13 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
         """Returns a frozen snapshot of the block allocator."""
         return self._thread.call(EngineCore.cache_stats)
 
-    def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
+    def assume_computed(self, prompts: Sequence[Sequence[int]], salts: Sequence[bytes | None] = ()) -> None:
         """Fills the pool with random contents and takes prompts for computed, for benchmarks; see `jattn.bench`.
 
         Raises:
             InvalidInput, Unsupported, OutOfBlocks: requests are unfinished; several processes; too small a pool.
         """
-        self._thread.call(assume_computed, prompts)
+        self._thread.call(assume_computed, prompts, salts)
 
     def speculation_stats(self) -> SpeculationStats:
         """Returns the counts of proposals since the engine was built; see `EngineConfig.speculative_config`."""

@@ -143,9 +143,9 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
         """Compiles every program of every copy; see `Engine.warmup`."""
         self._each(lambda engine: engine.warmup(report, wanted=wanted, background=background))
 
-    def assume_computed(self, prompts: Sequence[Sequence[int]]) -> None:
+    def assume_computed(self, prompts: Sequence[Sequence[int]], salts: Sequence[bytes | None] = ()) -> None:
         """`Engine.assume_computed` in every copy."""
-        self._each(lambda engine: engine.assume_computed(prompts))
+        self._each(lambda engine: engine.assume_computed(prompts, salts))
 
     def cache_stats(self) -> CacheStats:
         """Returns the sums over the block allocators."""

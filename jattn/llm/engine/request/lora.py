@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class LoadedAdapter:
     def key(self) -> bytes:
         """Its part of prefix keys."""
         return f"lora {self.version} {self.name}".encode()
+
+
+def prefix_salt(salt: bytes | None, inputs: bytes = b"", adapter: LoadedAdapter | None = None) -> bytes | None:
+    """Returns the salt of a request's prefix keys: with other inputs or another adapter, tokens have other keys."""
+    own = inputs + (b"" if adapter is None else adapter.key)
+    return hashlib.sha256(own + (b"" if salt is None else b"+" + salt)).digest() if own else salt
 
 
 def check_lora_name(name: Any) -> None:

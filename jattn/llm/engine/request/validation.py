@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import LIMITS, SamplingParams, needs_slot, pack_sampling, sampling_kind
 from jattn.llm.engine.request.bad_words import BadWords, BadWordsFinder
 from jattn.llm.engine.request.grammar import Grammar, GrammarCompiler
-from jattn.llm.engine.request.lora import LoadedAdapter
+from jattn.llm.engine.request.lora import LoadedAdapter, prefix_salt
 from jattn.llm.engine.request.outputs import Outbox, RequestMetrics
 from jattn.llm.engine.request.request import AUTOMATIC, Request
 from jattn.llm.load import TextTokenizer
@@ -106,10 +105,7 @@ class Validator:
         if salt is not None and not (isinstance(salt, bytes) and 1 <= len(salt) <= _MAX_SALT_BYTES):
             raise InvalidInput("salt", f"must be bytes, 1 to {_MAX_SALT_BYTES} of them, or None")
         numbers = packed(inputs, self._inputs)
-        if numbers.size or adapter is not None:
-            # The same tokens have other keys and values.
-            own = numbers.tobytes() + (b"" if adapter is None else adapter.key)
-            salt = hashlib.sha256(own + (b"" if salt is None else b"+" + salt)).digest()
+        salt = prefix_salt(salt, numbers.tobytes(), adapter)
         given = self._kept(_of(request_id), prompt_token_ids, params)
         num_slots = self._encoder_slots(_of(request_id), len(given), params) if self._decoder_start else 0
         max_tokens = self._max_tokens(request_id, len(self._decoder_start or given), params)
