@@ -37,7 +37,7 @@ class Running(Engine):
                 max_num_batched_tokens=128,
                 max_model_len=64,
                 num_blocks=128,
-                batch_invariant=True,
+                fixed_shapes=True,
                 num_scheduler_steps=1,
                 enable_lora=True,
                 max_loras=NUM_SLOTS,
@@ -233,6 +233,11 @@ def test_devices_share_adapters_as_they_share_the_products(seed):
     tokens = [3, 1, 4, *request.output_token_ids]
     logits = _logits(model, adapters, jnp.array([tokens]), jnp.zeros(1, jnp.int32))
     assert request.output_token_ids == logits[0, 2:-1].argmax(-1).tolist()
+
+
+def test_adapters_and_batch_invariance_are_refused_together():
+    with pytest.raises(jattn.Unsupported, match="batch_invariant is True and so is enable_lora"):
+        EngineConfig(enable_lora=True, batch_invariant=True)
 
 
 def loaded(name: str) -> LoadedAdapter:

@@ -92,6 +92,7 @@ ARROWS: dict[str, set[str]] = {
         "jattn.llm.models",
         "jattn.metadata",
         "jattn.nn",
+        "torch_core.adapters",
         "torch_core.metadata",
     },
     "jattn.llm.text": {"jattn.llm.load", "jattn.llm.models"},

@@ -12,7 +12,7 @@ from jattn.llm.engine.options.speculation import SpeculativeConfig
 from jattn.llm.load.kv_scales import KVCacheScales
 from torch_core.adapters.call import MAX_RANK
 from torch_core.base.checks import shown
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields
 
 #: Sizes and slots are int32.
@@ -97,7 +97,7 @@ class EngineConfig:
         enable_return_routed_experts: steps record the experts of each token, for models that have experts; see
             `CompletionOutput.routed_experts`.
         enable_lora: serve low-rank adapters (LoRA) by `Engine.add(lora=...)`. Steps without an adapter run the programs
-            that they run without this option.
+            that they run without this option. Not with batch_invariant.
         max_loras: number of adapters whose requests run at the same time: slots of device memory, each of
             max_lora_rank. Requests of further adapters wait for a slot.
         max_lora_rank: largest rank of an adapter, up to 256.
@@ -110,6 +110,7 @@ class EngineConfig:
 
     Raises:
         InvalidInput: a size out of range.
+        Unsupported: batch_invariant together with enable_lora.
 
     Example:
         >>> EngineConfig(max_num_seqs=4).block_size
@@ -178,6 +179,9 @@ class EngineConfig:
             raise InvalidInput(
                 "num_scheduler_steps", value=self.num_scheduler_steps, wanted=f"it must not be above {of_one}"
             )
+        if self.enable_lora and self.batch_invariant:
+            wanted = "the bits of adapters' products depend on the program of a step: leave one of the two out"
+            raise Unsupported("batch_invariant", "is True and so is enable_lora", wanted)
         if self.num_speculative_tokens >= tokens:
             raise InvalidInput(
                 "num_speculative_tokens", value=self.num_speculative_tokens, wanted=f"it must be below {of_one}"
