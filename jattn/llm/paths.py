@@ -16,11 +16,11 @@ def check_exists(path: str) -> None:
         raise missing(path)
 
 
-def named_path(given: str) -> tuple[str, str]:
+def named_path(given: str, argument: str = "model") -> tuple[str, str]:
     """Returns the name and the path of `NAME=PATH`."""
     name, sign, path = given.partition("=")
     if not sign or not name or not path:
-        raise InvalidInput("model", f"is {given!r}", "it must be NAME=PATH, such as small=models/small")
+        raise InvalidInput(argument, f"is {given!r}", "it must be NAME=PATH, such as small=models/small")
     return name, path
 
 

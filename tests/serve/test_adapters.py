@@ -10,15 +10,22 @@ import openai
 import pytest
 
 from jattn.llm.engine import SamplingParams
+from jattn.llm.models import Decoder, ModelConfig
 from jattn.llm.serve.server import main
 from tests.serve.conftest import KEY, MODEL, Running
 from tests.support.lora_models import peft_folder, peft_tensors
 
 
+def config_of(server: Running) -> ModelConfig:
+    model = server.llm.llm.model
+    assert isinstance(model, Decoder)
+    return model.config
+
+
 @pytest.fixture
 def folder(server: Running, tmp_path: Path) -> Iterator[str]:
     """A folder whose adapter answers unlike the base."""
-    tensors = peft_tensors(server.llm.llm.model.config, 1)
+    tensors = peft_tensors(config_of(server), 1)
     yield str(peft_folder(tmp_path / "lora", tensors, lora_alpha=40))
     for name in server.llm.llm.engine.list_loras():
         server.llm.llm.engine.remove_lora(name)
@@ -49,10 +56,10 @@ def test_folders_and_names_that_do_not_fit_are_refused_by_name(server, folder, t
     load = lambda **body: post(server, "load_lora_adapter", **body)  # noqa: E731
     assert load(lora_name="x").json()["error"]["param"] == "lora_path"
     assert load(lora_path=folder).json()["error"]["param"] == "lora_name"
-    assert "is the base model's name" in load(lora_name=MODEL, lora_path=folder).json()["error"]["message"]
+    assert "is another model's name" in load(lora_name=MODEL, lora_path=folder).json()["error"]["message"]
     missing = load(lora_name="x", lora_path=str(tmp_path / "none"))
     assert missing.status_code == 400
-    tensor = peft_tensors(server.llm.llm.model.config, 1, modules=("q_proj",)).popitem()[1]
+    tensor = peft_tensors(config_of(server), 1, modules=("q_proj",)).popitem()[1]
     wrong = peft_folder(tmp_path / "wrong", {"model.lora_C.weight": tensor})
     refused = load(lora_name="x", lora_path=str(wrong))
     assert (refused.status_code, "is none of an adapter's" in refused.text) == (400, True)
@@ -65,9 +72,9 @@ def test_folders_and_names_that_do_not_fit_are_refused_by_name(server, folder, t
 def test_vectors_are_the_base_models(server, folder):
     post(server, "load_lora_adapter", lora_name="tuned", lora_path=folder)
     found = post(server, "embeddings", model="tuned", input="text").json()
-    assert found["error"]["message"] == "model 'tuned' is an adapter; vectors are the base model's."
+    assert found["error"]["message"] == "model 'tuned' is an adapter; vectors are of its base, 'embedded'."
 
 
 def test_modules_of_the_command_line_are_names_and_folders():
-    with pytest.raises(ValueError, match="--lora-modules is 'folder'; it must be NAME=FOLDER"):
+    with pytest.raises(ValueError, match="lora_modules is 'folder'; it must be NAME=PATH"):
         main(["--lora-modules", "folder", "--port", "0"])

@@ -96,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
         ChatTemplate(template)  # Refused before anything is loaded.
     folders = _folders(arguments)
-    loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(map(named_path, arguments.lora_modules), 1)]
+    named = [named_path(text, "lora_modules") for text in arguments.lora_modules]
+    loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
     config = ServeConfig(
         model_name=next(iter(folders)),
         api_keys=keys,

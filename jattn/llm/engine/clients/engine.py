@@ -96,11 +96,7 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
 
         def build() -> EngineCore:
             device, cache_config, plan = open_device(
-                model,
-                config,
-                mesh=mesh,
-                max_model_len=validator.max_model_len,
-                model_fingerprint=model_fingerprint,
+                model, config, mesh=mesh, max_model_len=validator.max_model_len, model_fingerprint=model_fingerprint
             )
             plans.append(plan)
             return EngineCore(config, cache_config, device)
