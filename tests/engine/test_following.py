@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import random
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ import pytest
 from flax import nnx
 
 from jattn.llm.engine import LLM, Engine, Outbox, SamplingParams
+from jattn.llm.engine.clients.follower import Follower
+from jattn.llm.engine.device.weights import Weights
 from jattn.llm.models import Decoder
 from jattn.llm.models.changes import ModuleWatch
 from tests.engine.conftest import tiny_decoder
@@ -22,6 +26,31 @@ from tests.engine.test_weights import CONFIG, other_decoder
 from torch_core.base.errors import InvalidInput
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+
+class Leaf(nnx.Module):
+    """A variable, and an array that is none."""
+
+    def __init__(self, number: float) -> None:
+        self.kernel, self.plain = nnx.Param(jnp.full((2, 2), number)), nnx.data(jnp.full(2, number))
+
+
+class Tree(nnx.Module):
+    def __init__(self) -> None:
+        self.listed, self.top = nnx.List([Leaf(0.0), Leaf(1.0)]), Leaf(2.0)
+
+
+class Updated:
+    """The part of an engine that a follower knows: its weights."""
+
+    spans_processes = False
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.weights, self.num_updates = Weights(model), 0
+
+    def update_weights(self, state: Any, **options: Any) -> None:
+        self.weights.leaves = self.weights.brought(self.weights.checked(state, **options))
+        self.num_updates += 1
 
 
 class Wrapper(nnx.Module):
@@ -203,3 +232,53 @@ def test_a_partial_state_that_does_not_fit_is_refused(
     with pytest.raises(InvalidInput, match=message):
         theirs.update_weights(state, **options)
     assert theirs.weights_version == 0
+
+
+def test_whatever_is_replaced_in_a_model_is_in_the_engine_after_a_check(seed: int) -> None:
+    choose, numbers = random.Random(seed), itertools.count(10.0)
+    model = Tree()
+    engine, follower = Updated(model), Follower(model, True)
+
+    def fresh(x: jax.Array) -> jax.Array:
+        return jnp.full(x.shape, next(numbers))
+
+    def leaf() -> Leaf:
+        return choose.choice([*model.listed, model.top])
+
+    changes: list[Any] = [
+        lambda: leaf().kernel.set_value(fresh(jnp.ones((2, 2)))),
+        lambda: setattr(leaf(), "kernel", nnx.Param(fresh(jnp.ones((2, 2))))),
+        lambda: setattr(leaf(), "plain", nnx.data(fresh(jnp.ones(2)))),
+        lambda: nnx.update(model, jax.tree.map(fresh, nnx.state(model))),
+        lambda: setattr(model, "top", Leaf(next(numbers))),
+        lambda: model.listed.__setitem__(choose.randrange(2), Leaf(next(numbers))),
+        lambda: setattr(model, "listed", nnx.List(list(model.listed)[::-1])),
+    ]
+    for _ in range(40):
+        made = choose.sample(range(len(changes)), choose.randrange(3))
+        for index in made:
+            changes[index]()
+        # Arrays alone are found by every step, modules by the next call of an LLM.
+        follower.check(engine, modules=any(index > 3 for index in made))
+
+        jax.tree.map(np.testing.assert_array_equal, engine.weights.leaves, jax.tree.leaves(nnx.state(model)))
+        before = engine.num_updates
+        follower.check(engine, modules=True)
+        assert engine.num_updates == before
+
+
+def test_any_part_of_a_state_replaces_that_part(seed: int) -> None:
+    choose, numbers = random.Random(seed), itertools.count(10.0)
+    engine = Updated(nnx.Dict({"model": Tree()}))
+    flat: Any = nnx.to_flat_state(nnx.state(nnx.Dict({"model": Tree()})))
+    names = [".".join(map(str, path)) for path, _ in flat]
+    for _ in range(30):
+        part, expected = {}, list(map(np.asarray, engine.weights.leaves))
+        for index in choose.sample(range(len(names)), choose.randrange(1, 4)):
+            _, *path = names[index].split(".")
+            expected[index] = np.full(expected[index].shape, next(numbers))
+            array = choose.choice([jnp.asarray, np.float32, lambda x: jnp.asarray(x, jnp.bfloat16)])(expected[index])
+            part[tuple(int(key) if key.isdigit() else key for key in path)] = array
+        engine.update_weights(nnx.from_flat_state(part), partial=True, prefix="model", cast=True)
+
+        jax.tree.map(np.testing.assert_array_equal, engine.weights.leaves, expected)

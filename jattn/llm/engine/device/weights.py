@@ -87,7 +87,8 @@ class Weights:
             for name, leaf in zip(map(_name, numbered.paths), numbered.leaves, strict=True)
             if name.startswith(prefix)
         }
-        self._places = {name: variable.get_value() for name, variable in variables.items()}
+        # A module may have plain arrays, too.
+        self._places: dict[str, int] = {name: nnx.as_pure(variable) for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 
     def checked(
