@@ -34,8 +34,8 @@ def fused_experts(
     """Sends each token to the experts that a router chose, and returns the weighted sum of their outputs.
 
     `out[t] = sum over k of topk_weights[t, k] * down(act(gate(x[t])) * up(x[t]))` (Shazeer et al. 2017,
-    arXiv:1701.06538). No token is dropped, for any number of tokens per expert, and an expert without tokens is not
-    read. Differentiable with implementation None or "xla", by jnp.
+    arXiv:1701.06538), or of `down(act(up(x[t])))` without a gate. No token is dropped, for any number of tokens per
+    expert, and an expert without tokens is not read. Differentiable with implementation None or "xla", by jnp.
 
     Args:
         out_dtype: that of hidden_states when None, or "float32".
@@ -111,8 +111,9 @@ def _fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
     gate_up = ExpertKernels(call.gate_up_kernel, call.gate_up_bias)
     down = ExpertKernels(call.down_kernel, call.down_bias)
     out = routed_experts(
-        gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts
-    )
+        gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts,
+        is_gated=call.is_gated,
+    )  # fmt: skip
     return {"out": out.astype(call.result_dtype)}
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jattn.ops.activations import gated
+from jattn.ops.activations import activated, gated
+
+_Activate: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class ExpertProduct(Protocol):
@@ -81,31 +85,33 @@ def chosen_experts(
 
 def routed_experts(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
-    experts: jax.Array, num_experts: int, in_rows: bool = False,
+    experts: jax.Array, num_experts: int, in_rows: bool = False, is_gated: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sums of the outputs of each row's experts, `[rows, hidden]` in the dtype of the weights.
 
     Args:
         gate_up, down: the experts.
-        activation: activation of the gate.
+        activation: activation of the gate, or of up alone.
         rows: `[rows, hidden]`.
         weights: `[rows, top_k]`.
         experts: int32 `[rows, top_k]`; ids outside the experts add nothing.
         num_experts: number of experts.
         in_rows: multiply row by row; else only if rows are fewer than experts.
+        is_gated: `gate_up` is gate and up, not up alone.
     """
+    act = functools.partial(gated if is_gated else activated, activation)
     is_expert = (experts >= 0) & (experts < num_experts)
     # After the last expert comes a group of rows without an expert.
     experts = jnp.where(is_expert, experts, num_experts)
     routed = by_rows if in_rows or experts.size < num_experts else by_groups
-    found = routed(gate_up, down, activation, rows, experts, num_experts)
+    found = routed(gate_up, down, act, rows, experts, num_experts)
     # Values without an expert are undefined there.
     found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)
     return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype)
 
 
 def by_groups(
-    gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, experts: jax.Array, num_experts: int
+    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int
 ) -> jax.Array:
     """Returns the outputs of each row's experts, `[rows, top_k, hidden]`, by grouped products."""
     flat = experts.reshape(-1)
@@ -113,15 +119,15 @@ def by_groups(
     chosen = flat[order]
     sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     inner = gate_up.grouped(rows[order // experts.shape[-1]], chosen, sizes)
-    out = down.grouped(gated(activation, inner), chosen, sizes)
+    out = down.grouped(act(inner), chosen, sizes)
     # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
     return out[jnp.argsort(order)].reshape(*experts.shape, -1)
 
 
 def by_rows(
-    gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, experts: jax.Array, num_experts: int
+    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int
 ) -> jax.Array:
     """Returns the same as `by_groups`, row by row."""
     flat = experts.reshape(-1)
     inner = gate_up.gathered(jnp.repeat(rows, experts.shape[-1], axis=0), flat)
-    return down.gathered(gated(activation, inner), flat).reshape(*experts.shape, -1)
+    return down.gathered(act(inner), flat).reshape(*experts.shape, -1)

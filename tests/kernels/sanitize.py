@@ -21,6 +21,7 @@ from tests.support.conv_cases import conv_call
 from tests.support.delta_cases import delta_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
+from tests.support.mamba_cases import mamba_call
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
@@ -107,7 +108,11 @@ def state_calls() -> list[Call[torch.Tensor]]:
     convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4)]
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
-    return [*convolutions, conv_call(1, (1,) * 40), *deltas, delta_call(1, (1,) * 40, **sizes)]
+    # In spans and token by token.
+    lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
+    mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
+    decoded = [delta_call(1, (1,) * 40, **sizes), mamba_call(1, (1,) * 40)]
+    return [*convolutions, conv_call(1, (1,) * 40), *deltas, *mambas, *decoded]
 
 
 def _long_shapes() -> list[AttentionCase]:

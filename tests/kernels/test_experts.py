@@ -29,6 +29,12 @@ def test_every_activation_and_biases(activation, num_tokens, seed):
     assert_as_exact_as_torch(call, run_triton(call)["out"])
 
 
+@pytest.mark.parametrize(("num_tokens", "activation"), [(1, "relu2"), (5, "silu"), (66, "relu2")])
+def test_experts_without_a_gate(num_tokens, activation, seed):
+    call = experts_call(seed, num_tokens, activation=activation, gated=False, bias=True, unused=0.2)
+    assert_as_exact_as_torch(call, run_triton(call)["out"])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("num_tokens", [1, 4, 66])
 def test_sixteen_bits_are_as_exact_as_torchs(dtype, num_tokens, seed):

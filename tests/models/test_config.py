@@ -105,7 +105,6 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         (CONV | {"layer_types": ("conv", "conv")}, "layer_types is ('conv', 'conv'); a layer of this build's decoders"),
         (CONV | {"is_encoder": True}, "layer_types is ('attention', 'conv'); encoders and their decoders attend."),
         ({"single_branch": True}, "single_branch is True; such layers have layer_types and a norm before them."),
-        ({"moe": MOE, "gated_mlp": False}, "gated_mlp is False; experts are gated in this build."),
         ({"latent": LATENT}, "num_key_value_heads is 2; attention over latents has 4."),
         ({**LATENTS, "sliding_window": 8}, "sliding_window is 8; attention over latents has None."),
         ({**LATENTS, "attention_bias": True}, "attention_output_bias is False; attention over latents has True."),

@@ -26,10 +26,10 @@ def to_jax(x):
 
 
 # Fewer rows than experts, and more.
-@pytest.mark.parametrize("num_tokens", [3, 9])
+@pytest.mark.parametrize(("num_tokens", "gated"), [(3, True), (9, True), (9, False)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(implementation, num_tokens, seed):
-    call = experts_call(seed, num_tokens, unused=0.2, bias=True, dtype="bfloat16", out_dtype="float32")
+def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(implementation, num_tokens, gated, seed):
+    call = experts_call(seed, num_tokens, gated=gated, unused=0.2, bias=True, dtype="bfloat16", out_dtype="float32")
     arrays, options = in_jax(call)
     out = jax.jit(lambda arrays: fused_experts(**arrays, **options, implementation=implementation))(arrays)
     assert_as_exact_as_torch(call, to_torch(out))

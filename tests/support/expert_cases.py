@@ -15,22 +15,23 @@ __all__ = ["assert_as_exact_as_torch", "assert_routed_as_exactly_as_torch", "exp
 
 def experts_call(
     seed: int, num_tokens: int, *, num_experts: int = 8, top_k: int = 2, hidden: int = 48, inner: int = 40,
-    dtype: str = "float32", activation: str = "silu", bias: bool = False, unused: float = 0.0, **options: Any,
+    dtype: str = "float32", activation: str = "silu", bias: bool = False, unused: float = 0.0, gated: bool = True,
+    **options: Any,
 ) -> ExpertsCall[torch.Tensor]:  # fmt: skip
     """Draws a call; `unused` is the share of ids that are no expert's, on both sides of those that are."""
     torch.manual_seed(seed)
-    kind = getattr(torch, dtype)
+    kind, first = getattr(torch, dtype), inner * (1 + gated)
     topk_ids = torch.rand(num_tokens, num_experts).topk(top_k).indices.int()
     nobody = torch.where(torch.rand(topk_ids.shape) < 0.5, -1, num_experts).int()
     biases = {
-        "gate_up_bias": torch.randn(num_experts, 2 * inner, dtype=kind),
+        "gate_up_bias": torch.randn(num_experts, first, dtype=kind),
         "down_bias": torch.randn(num_experts, hidden, dtype=kind),
     }
     return ExpertsCall(
         hidden_states=torch.randn(num_tokens, hidden, dtype=kind),
         topk_weights=torch.rand(num_tokens, top_k),
         topk_ids=torch.where(torch.rand(topk_ids.shape) < unused, nobody, topk_ids),
-        gate_up_kernel=(torch.randn(num_experts, hidden, 2 * inner) / hidden**0.5).to(kind),
+        gate_up_kernel=(torch.randn(num_experts, hidden, first) / hidden**0.5).to(kind),
         down_kernel=(torch.randn(num_experts, inner, hidden) / inner**0.5).to(kind),
         activation=activation,
         **(biases if bias else {}),

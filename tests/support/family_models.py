@@ -265,6 +265,10 @@ CASES |= {
         "NemotronHConfig",
         [
             _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+            _NEMOTRON
+            | {"layers_block_type": ["full_attention", "moe", "linear_attention", "mlp"], "n_routed_experts": 6}
+            | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
+            | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "mlp_bias": False, "use_conv_bias": False},
         ],
     ),
 }

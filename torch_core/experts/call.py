@@ -18,19 +18,19 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2",
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCall(Call[A]):
-    """A gated feed-forward layer for each expert (Shazeer et al. 2017, arXiv:1701.06538), no token dropped.
+    """A feed-forward layer for each expert (Shazeer et al. 2017, arXiv:1701.06538), no token dropped.
 
     `out[t] = sum over k of topk_weights[t, k] * down(act(gate(hidden_states[t])) * up(hidden_states[t]))` with the
-    kernels of expert `topk_ids[t, k]`. An id outside the experts adds nothing: it belongs to another device, or the
-    row is padding.
+    kernels of expert `topk_ids[t, k]`, or of `down(act(up(hidden_states[t])))` without a gate. An id outside the
+    experts adds nothing: it belongs to another device, or the row is padding.
 
     Attributes:
         hidden_states: one row for each token.
         topk_weights, topk_ids: weights and ids of each token's experts.
-        gate_up_kernel: weights `[in, gate | up]` of each expert.
+        gate_up_kernel: weights `[in, gate | up]` of each expert, or up alone, as many columns as `down_kernel` rows.
         down_kernel: weights `[in, out]` of each expert.
         gate_up_bias, down_bias: biases added after the kernels; None for none.
-        activation: activation of the gate, one of ACTIVATIONS.
+        activation: activation of the gate, or of up alone; one of ACTIVATIONS, "swigluoai" with a gate.
         out_dtype: element type of the result; that of `hidden_states` when None, or float32.
     """
 
@@ -45,6 +45,11 @@ class ExpertsCall(Call[A]):
     down_bias: Float[A, "num_experts hidden_size"] | None = None
     activation: str = "silu"
     out_dtype: str | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Experts have a gate."""
+        return self.gate_up_kernel.shape[2] == 2 * self.down_kernel.shape[1]
 
     @property
     def num_experts(self) -> int:
@@ -73,10 +78,10 @@ class ExpertsCall(Call[A]):
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""
         inner, gate_up = self.down_kernel.shape[1], self.gate_up_kernel.shape[2]
-        if gate_up != 2 * inner:
+        if gate_up not in (inner, 2 * inner):
             raise InvalidInput(
                 f"gate_up_kernel has {gate_up} columns; they must be gate and up of down_kernel's {inner} rows, "
-                f"{2 * inner}."
+                f"{2 * inner}, or up alone."
             )
         if 0 in (*self.gate_up_kernel.shape, *self.down_kernel.shape):
             raise InvalidInput(
@@ -93,5 +98,7 @@ class ExpertsCall(Call[A]):
                 raise InvalidInput(name, f"is {dtype_name(array)}", f"beside hidden_states of {dtype} it is {wanted}")
         if self.activation not in ACTIVATIONS:
             raise InvalidInput("activation", value=self.activation, wanted=f"use one of {', '.join(ACTIVATIONS)}")
+        if self.activation == "swigluoai" and not self.is_gated:
+            raise InvalidInput("activation", value=self.activation, wanted="experts without a gate have another one")
         if self.result_dtype not in (dtype, "float32"):
             raise InvalidInput("out_dtype", value=self.out_dtype, wanted=f"it must be None, {dtype!r} or 'float32'")

@@ -21,7 +21,8 @@ def fused_experts(call: ExpertsCall[Tensor]) -> dict[str, Tensor]:
         inner = x[tokens] @ call.gate_up_kernel[expert]
         if call.gate_up_bias is not None:
             inner = inner + call.gate_up_bias[expert]
-        rows = gated(call.activation, inner) @ call.down_kernel[expert]
+        gate, up = inner.chunk(2, -1) if call.is_gated else (inner, torch.ones((), dtype=inner.dtype))
+        rows = gated(call.activation, gate, up) @ call.down_kernel[expert]
         if call.down_bias is not None:
             rows = rows + call.down_bias[expert]
         out.index_add_(0, tokens, rows.float() * call.topk_weights[tokens, places, None])
@@ -48,9 +49,8 @@ def route_experts(call: RouteCall[Tensor]) -> dict[str, Tensor]:
     return {"topk_weights": weights * call.routed_scaling_factor, "topk_ids": experts.int()}
 
 
-def gated(activation: str, gate_up: Tensor) -> Tensor:
-    """Returns `act(gate) * up` of `[..., gate | up]`."""
-    gate, up = gate_up.chunk(2, -1)
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns `act(gate) * up`."""
     if activation == "swigluoai":
         gate = gate.clamp(max=7)
         return gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch_core.base.specs import ArraySpec
 from torch_core.experts.call import ExpertsCall
@@ -20,9 +21,7 @@ register(
         serves=(
             compute_dtype("hidden_states"),
             strides(contiguous=("topk_weights", "topk_ids", "gate_up_bias", "down_bias")),
-            Served(
-                "layers of experts (fused_experts): every activation of ACTIVATIONS, biases, ids of other devices", ALL
-            ),
+            Served("layers of experts (fused_experts): gated or not, activations, biases, ids of other devices", ALL),
         ),
     ),
     Op(
@@ -50,20 +49,25 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "experts some": _experts(1024),
         "experts many": _experts(4096),
         "experts float32": _experts(4096, dtype="float32"),
+        "experts few without a gate": _experts(1, columns=768, activation="relu2"),
+        "experts many without a gate": _experts(4096, columns=768, activation="relu2"),
         "route": _route(4096),
         "route one": _route(1),
         "route some in groups": replace(_route(16), scoring_func="sigmoid", n_group=8, topk_group=4),
     }
 
 
-def _experts(num_tokens: int, *, dtype: str = "bfloat16") -> ExpertsCall[ArraySpec]:
+def _experts(
+    num_tokens: int, *, dtype: str = "bfloat16", columns: int = 1536, **options: Any
+) -> ExpertsCall[ArraySpec]:
     """Qwen3-30B-A3B's: 8 of 128 experts of 768 columns."""
     return ExpertsCall(
         hidden_states=ArraySpec((num_tokens, 2048), dtype),
         topk_weights=ArraySpec((num_tokens, 8), "float32"),
         topk_ids=ArraySpec((num_tokens, 8), "int32"),
-        gate_up_kernel=ArraySpec((128, 2048, 1536), dtype),
+        gate_up_kernel=ArraySpec((128, 2048, columns), dtype),
         down_kernel=ArraySpec((128, 768, 2048), dtype),
+        **options,
     )
 
 

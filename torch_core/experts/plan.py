@@ -135,7 +135,7 @@ def _product(
 ) -> LaunchPlan:
     kernel, bias = ("gate_up_kernel", "gate_up_bias") if gated else ("down_kernel", "down_bias")
     spec = call.arrays()[kernel]
-    in_size, out_size = spec.shape[1], spec.shape[2] // (2 if gated else 1)
+    in_size, out_size = spec.shape[1], call.down_kernel.shape[1 if gated else 2]
     x_stride = call.hidden_states.element_strides[0] if gated else in_size
     sorted_before = num_tiles > 0
     arguments: dict[str, Argument] = {
@@ -158,6 +158,7 @@ def _product(
         "IN": in_size,
         "OUT": out_size,
         "ACTIVATION": call.activation if gated else None,
+        "GATED": gated and call.is_gated,
         "BLOCK_P": 0 if sorted_before else power_of_two(call.num_pairs),
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,

@@ -21,7 +21,7 @@ from torch_core.base.errors import Unsupported
 
 #: Old writers' names of a norm's parameters.
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
-_EXPERTS = ("moe.gate_up_proj", "moe.down_proj")
+_EXPERTS = ("moe.gate_up_proj", "moe.up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
 _BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "D", "dt_bias")
 #: Ends of names of a weight of 4 bits: uint8[in / 2, out], the number of an even input in the lower four bits; and

@@ -208,8 +208,6 @@ class ModelConfig:
         self._check_positions()
         self._check_layers()
         self._check_mixers()
-        if self.moe is not None and not self.gated_mlp:
-            raise Unsupported("gated_mlp", value=False, wanted="experts are gated in this build")
         self._check_latent()
         self._check_encoder()
         self._check_tokens()

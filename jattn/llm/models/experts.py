@@ -50,7 +50,12 @@ class SparseMLP(nnx.Module):
         self.router = linear(width, moe.num_experts, **router, **one)
         # float32 in every model: in fewer bits it would choose other experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
-        self.gate_up_proj = ExpertLinear(self.num_local_experts, width, 2 * moe.intermediate_size, **options)
+        self.is_gated = config.gated_mlp
+        # One or the other, and their names in a checkpoint.
+        if self.is_gated:
+            self.gate_up_proj = ExpertLinear(self.num_local_experts, width, 2 * moe.intermediate_size, **options)
+        else:
+            self.up_proj = ExpertLinear(self.num_local_experts, width, moe.intermediate_size, **options)
         self.down_proj = ExpertLinear(self.num_local_experts, moe.intermediate_size, width, **options)
         shared = moe.shared_width // (1 if parallel is None else parallel.parts("mlp"))
         self.shared_expert = MLP(config, rngs=rngs, intermediate_size=shared) if shared else None
@@ -92,10 +97,11 @@ class SparseMLP(nnx.Module):
 
         `weights` and `experts` are as `route` returns them; ids that are none of this device's add nothing.
         """
-        gate_up, down, act = _product(self.gate_up_proj), _product(self.down_proj), self.hidden_act
+        gate_up = _product(self.gate_up_proj if self.is_gated else self.up_proj)
+        down, act = _product(self.down_proj), self.hidden_act
         if self.batch_invariant or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
             # Kernels in fewer bits become numbers where jnp multiplies them.
-            sizes = self.num_local_experts, self.batch_invariant
+            sizes = self.num_local_experts, self.batch_invariant, self.is_gated
             return routed_experts(gate_up, down, act, rows, weights, experts, *sizes)
         return fused_experts(
             rows,

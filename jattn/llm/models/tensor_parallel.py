@@ -43,7 +43,11 @@ _LINEAR: dict[str, tuple[str | None, str | None]] = {
     "in_proj_ba": ("embed", "heads"),
     "out_proj": ("heads", "embed"),
 }
-_EXPERTS = {"gate_up_proj": ("embed", "expert_mlp"), "down_proj": ("expert_mlp", "embed")}
+_EXPERTS = {
+    "gate_up_proj": ("embed", "expert_mlp"),
+    "up_proj": ("embed", "expert_mlp"),
+    "down_proj": ("expert_mlp", "embed"),
+}
 # Modules of flax's MultiHeadAttention, whose heads have an axis of their own.
 _HEADS = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
 

@@ -23,7 +23,7 @@ def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = tor
             if not 0 <= expert < call.num_experts:
                 continue
             inner = _linear(call.hidden_states[token], call.gate_up_kernel, call.gate_up_bias, expert, compute_dtype)
-            gate, up = inner.chunk(2)
+            gate, up = inner.chunk(2) if call.is_gated else (inner, torch.ones_like(inner))
             inner = _activated(call.activation, gate, up)
             out[token] += weight * _linear(inner, call.down_kernel, call.down_bias, expert, compute_dtype)
     return out

@@ -26,13 +26,14 @@ def one_token_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (slices of BLOCK_N columns of gate and of up, experts of the token).
+    """Grid: (slices of BLOCK_N columns of gate and, if GATED, of up; experts of the token).
 
     The result of a slice is multiplied by its own rows of the second kernel: no program waits for another. `partials`
     is [experts of the token times slices, HIDDEN], already times the experts' weights.
@@ -60,20 +61,25 @@ def one_token_kernel(
             following = start + BLOCK_K + steps
             ahead = tl.load(x + following, mask=following < HIDDEN, other=0.0)
             if HIDDEN % BLOCK_K == 0:
-                left, right = tl.load(weights), tl.load(weights + INNER)
+                left = tl.load(weights)
+                if GATED:
+                    right = tl.load(weights + INNER)
             else:
                 live = start + steps < HIDDEN
                 left = tl.load(weights, mask=live[:, None], other=0.0)
-                right = tl.load(weights + INNER, mask=live[:, None], other=0.0)
+                if GATED:
+                    right = tl.load(weights + INNER, mask=live[:, None], other=0.0)
             gate += value * left.to(tl.float32)
-            up += value * right.to(tl.float32)
+            if GATED:
+                up += value * right.to(tl.float32)
             weights += BLOCK_K * gate_up_row_stride
         gate_sum, up_sum = tl.sum(gate, 0), tl.sum(up, 0)
         if gate_up_bias is not None:
-            added = gate_up_bias + own * (2 * INNER) + read
+            added = gate_up_bias + own * (2 * INNER if GATED else INNER) + read
             gate_sum += tl.load(added).to(tl.float32)
-            up_sum += tl.load(added + INNER).to(tl.float32)
-        factor = gated(gate_sum, up_sum, ACTIVATION) * weight
+            if GATED:
+                up_sum += tl.load(added + INNER).to(tl.float32)
+        factor = gated(gate_sum, up_sum if GATED else 1.0, ACTIVATION) * weight
         if INNER % BLOCK_N:
             factor = tl.where(inside, factor, 0.0)
         few, slice_rows = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)

@@ -47,6 +47,7 @@ def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operat
         "HIDDEN": hidden,
         "INNER": inner,
         "ACTIVATION": call.activation,
+        "GATED": call.is_gated,
         "BLOCK_N": columns,
         "BLOCK_K": _TILE // columns,
         "BLOCK_R": max(1, min(columns, _DOWN_TILE // power_of_two(hidden))),

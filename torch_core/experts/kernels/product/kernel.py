@@ -27,6 +27,7 @@ def expert_product_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,9 +41,9 @@ def expert_product_kernel(
 
     Grid: tiles of rows times tiles of BLOCK_N columns. With `topk_ids` a program has all rows of one expert, which it
     looks up among at most BLOCK_P pairs; with `sorted_ids` and `tile_experts` a tile of rows was made before, and if
-    SORTED `out` has the rows of `sorted_ids`, those of padding too, which hold anything. With an ACTIVATION the
-    kernel's columns are gate and up, and the result is `act(gate) * up`. If COPIED the kernel is a descriptor of the
-    rows of all experts, whose tiles the copy engine brings.
+    SORTED `out` has the rows of `sorted_ids`, those of padding too, which hold anything. With an ACTIVATION the result
+    is that of the product or, if GATED, `act(gate) * up`: the kernel has the columns of both, one after the other. If
+    COPIED the kernel is a descriptor of the rows of all experts, whose tiles the copy engine brings.
     """
     COLUMN_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -71,7 +72,7 @@ def expert_product_kernel(
             _product_tile(
                 x, kernel, bias, out, places, places, rows < count, expert, column,
                 x_stride, kernel_expert_stride, kernel_row_stride,
-                PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
+                PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
             )  # fmt: skip
     else:
         # Programs that run together share rows and columns: GROUP_M tiles of rows for each tile of columns.
@@ -91,13 +92,13 @@ def expert_product_kernel(
                     x, kernel, bias, out, tl.maximum(upper, 0), upper_slots if SORTED else upper,
                     upper >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
-                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M // 2, BLOCK_N, BLOCK_K, COPIED,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M // 2, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
             else:
                 _product_tile(
                     x, kernel, bias, out, tl.maximum(ids, 0), slots if SORTED else ids, ids >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
-                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
+                    PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
 
 
@@ -129,8 +130,8 @@ def combine_experts_kernel(
 @triton.jit
 def _product_tile(
     x, kernel, bias, out, pairs, places, live, expert, column, x_stride, kernel_expert_stride, kernel_row_stride,
-    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COPIED: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     # A row that is not live reads pair 0's: no row of a product depends on another, and this one is not stored.
     steps = tl.arange(0, BLOCK_K)
@@ -155,7 +156,7 @@ def _product_tile(
             left = tl.load(rows, mask=(start + steps < IN)[None, :], other=0.0)
             right = tl.load(weights, mask=(start + steps < IN)[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-        if ACTIVATION is not None:
+        if GATED:
             if COPIED:
                 right = kernel.load([expert * IN + start, column + OUT])
             elif IN % BLOCK_K == 0:
@@ -167,11 +168,11 @@ def _product_tile(
         if not COPIED:
             weights += BLOCK_K * kernel_row_stride
     if bias is not None:
-        added = bias + expert.to(tl.int64) * (OUT if ACTIVATION is None else 2 * OUT) + read
+        added = bias + expert.to(tl.int64) * (2 * OUT if GATED else OUT) + read
         total += tl.load(added).to(tl.float32)[None, :]
-        if ACTIVATION is not None:
+        if GATED:
             total_up += tl.load(added + OUT).to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        total = gated(total, total_up, ACTIVATION)
+        total = gated(total, total_up if GATED else 1.0, ACTIVATION)
     target = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
