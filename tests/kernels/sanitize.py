@@ -2,7 +2,7 @@
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
 
-Names of groups (forward, backward, dropout, latent, state) after it run those alone.
+Names of groups (forward, backward, dropout, latent, state, adapters) after it run those alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.support.conv_cases import conv_call
 from tests.support.delta_cases import delta_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
+from tests.support.lora_cases import lora_call
 from tests.support.mamba_cases import mamba_call
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
@@ -28,7 +29,7 @@ from torch_core import ops
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.call import Call
 
-__all__ = ["backward_shapes", "dropout_shapes", "latent_shapes", "shapes", "state_calls"]
+__all__ = ["adapter_calls", "backward_shapes", "dropout_shapes", "latent_shapes", "shapes", "state_calls"]
 
 _INDEXED: dict[str, Any] = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 9], "num_heads": 64, "head_size": 128}
 _LENGTHS = (
@@ -113,6 +114,13 @@ def state_calls() -> list[Call[torch.Tensor]]:
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
     decoded = [delta_call(1, (1,) * 40, **sizes), mamba_call(1, (1,) * 40)]
     return [*convolutions, conv_call(1, (1,) * 40), *deltas, *mambas, *decoded]
+
+
+def adapter_calls() -> list[Call[torch.Tensor]]:
+    """Returns calls of low-rank adapters: few rows, decoded tokens, prompts; sizes that fill no tile."""
+    slots = ((1, 0), (0, 2, -1, 2, 1), (0,) * 150 + (2,) * 70)
+    sizes: dict[str, Any] = {"num_slots": 3, "in_size": 300, "slices": (130, 20, 7), "rank": 5}
+    return [lora_call(1, each, dtype=dtype, **sizes) for each in slots for dtype in ("bfloat16", "float32")]
 
 
 def _long_shapes() -> list[AttentionCase]:
@@ -202,6 +210,7 @@ _GROUPS: dict[str, Callable[[], Sequence[AttentionCase | Call[torch.Tensor]]]] =
     "dropout": dropout_shapes,
     "latent": latent_shapes,
     "state": state_calls,
+    "adapters": adapter_calls,
 }
 
 

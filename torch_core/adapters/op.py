@@ -31,6 +31,8 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
     return {
         "adapters": _lora(64),
         "adapters one row": _lora(1),
+        "adapters one row gate and up": _lora(1, output_slices=(12288, 12288)),
+        "adapters one row down": _lora(1, in_size=12288, output_slices=(4096,)),
         "adapters down": _lora(64, in_size=12288, output_slices=(4096,)),
         "adapters prompts": _lora(2048),
         "adapters prompts gate and up": _lora(2048, output_slices=(12288, 12288)),

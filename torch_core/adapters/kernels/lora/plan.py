@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_core.adapters.call import LoraCall
-from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_shrink_kernel
+from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_few_rows_kernel, lora_shrink_kernel
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
@@ -21,6 +21,8 @@ _STEP, _MOST_INPUTS = 1 << 13, 256
 _TILE = 1 << 13
 # Ranks that a step of the second product multiplies.
 _RANKS = 64
+# Up to these sizes one launch does both: rows, elements of a slice's first matrix, and about as many programs.
+_ONE_LAUNCH_ROWS, _ONE_LAUNCH_SIZE, _ONE_LAUNCH_PROGRAMS = 2, 1 << 17, 64
 
 
 def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -61,6 +63,8 @@ def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
         "BLOCK_N": block_n,
         "PART": part,
     }
+    if num_rows <= _ONE_LAUNCH_ROWS and block_r * in_size <= _ONE_LAUNCH_SIZE and not is_wide:
+        return _in_one_launch(call, arguments, constants)
     columns = sum(ceil_div(size, block_n) for size in slices)
     shrink = named_launch(
         lora_shrink_kernel, (tiles, len(slices), num_parts), arguments, constants, writes=("inner",), num_stages=3,
@@ -77,3 +81,17 @@ def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
         scratch=(("inner", ArraySpec((num_parts, len(slices), num_rows, rank), "float32")),),
         launches=(shrink, expand),
     )
+
+
+def _in_one_launch(
+    call: LoraCall[ArraySpec], arguments: dict[str, Argument], constants: dict[str, int]
+) -> OperationPlan:
+    wanted = power_of_two(ceil_div(call.y.shape[1], _ONE_LAUNCH_PROGRAMS))
+    block_n = max(64, min(512, wanted, _TILE * 2 // constants["BLOCK_R"]))
+    constants |= {"BLOCK_N": block_n, "PART": ceil_div(call.x.shape[1], constants["BLOCK_K"]) * constants["BLOCK_K"]}
+    columns = sum(ceil_div(size, block_n) for size in call.output_slices)
+    launch = named_launch(
+        lora_few_rows_kernel, (columns, call.x.shape[0]), arguments, constants, writes=("y",), num_stages=4, hot=True
+    )
+    inputs = tuple(call.arrays().items())
+    return OperationPlan(name=call.name, inputs=inputs, in_place=("y",), launches=(launch,))

@@ -1,0 +1,55 @@
+"""Low-rank adapters on a CUDA device: against the reference, from JAX, in a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+from jattn.bridge import to_jax
+from jattn.ops import add_lora_linear
+from tests.support.lora_cases import allowed_error, lora_call
+from torch_core import ops, reference
+
+pytestmark = pytest.mark.gpu
+# One launch for few rows; small tiles; tiles of 64 rows.
+SLOTS = {
+    "few": (2, 0),
+    "decode": tuple(row % 5 - 1 for row in range(64)),
+    "prompts": (0,) * 700 + (-1,) * 9 + (3,) * 300,
+}
+OPTIONS: dict[str, Any] = {"in_size": 1024, "slices": (512, 128, 128), "rank": 16, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rank": 5, "in_size": 333, "slices": (190,)}, {"dtype": "float32"}, {"rank": 256}], ids=str
+)
+@pytest.mark.parametrize("rows", SLOTS)
+def test_rows_get_their_slots_products(rows, options, seed):
+    call = lora_call(seed, SLOTS[rows], **{**OPTIONS, **options})
+    exact = reference.add_lora_linear(call)["y"]
+    found = ops.run(call.map(torch.Tensor.cuda))["y"].cpu()
+    assert (found.double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+@pytest.mark.parametrize("rows", SLOTS)
+def test_bits_are_those_of_the_same_kernels_in_jax(rows, seed):
+    call = lora_call(seed, SLOTS[rows], **OPTIONS)
+    arrays = call.map(lambda x: to_jax(x.cuda())).arrays()
+    found = jax.jit(lambda arrays: add_lora_linear(**arrays, output_slices=call.output_slices))(arrays)
+    assert torch.equal(torch.from_dlpack(found).cpu(), ops.run(call.map(torch.Tensor.cuda))["y"].cpu())
+
+
+def test_one_captured_graph_serves_other_adapters(seed):
+    first, second = (lora_call(seed + each, SLOTS["decode"], **OPTIONS).map(torch.Tensor.cuda) for each in (0, 1))
+    wanted = ops.run(second.map(torch.clone))["y"]
+    ops.run(first.map(torch.clone))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.run(first)
+    for name, array in first.arrays().items():
+        array.copy_(second.arrays()[name])
+    graph.replay()
+    assert torch.equal(first.y, wanted)
