@@ -1,6 +1,7 @@
 """Flax modules around the ops; the linen twin is `jattn.nn.linen`."""
 
 from jattn.nn.dense import attention_fn
+from jattn.nn.kimi_delta import KimiDeltaAttention
 from jattn.nn.latent import MultiHeadLatentAttention
 from jattn.nn.lora import LoRA
 from jattn.nn.mamba import Mamba2
@@ -15,6 +16,7 @@ from jattn.nn.yarn import DeepSeekRoPE
 __all__ = [
     "DeepSeekRoPE",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "LatentIndexer",
     "LoRA",
     "Mamba2",

@@ -32,8 +32,9 @@ class GatedDeltaNet(nnx.Module):
         key_dim, value_dim: elements of a key and of a value head.
         conv_size: tokens that the convolution sees, 2 to 4.
         out_features: width of the output; in_features by default.
+        allow_neg_eigval: step sizes are from 0 to 2 instead of 0 to 1 (Grazzi et al. 2024, arXiv:2411.12537).
         epsilon: term that the norm of the results adds to the mean square.
-        dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
+        dtype, param_dtype, kernel_init, dot_general: as in flax's modules; `A_log` and `dt_bias` are float32.
         implementation: as in `jattn.ops.gated_delta_rule`.
         rngs: source of the initial values.
 
@@ -57,6 +58,7 @@ class GatedDeltaNet(nnx.Module):
         value_dim: Size,
         conv_size: Size = 4,
         out_features: Size | None = None,
+        allow_neg_eigval: bool = False,
         epsilon: float = 1e-6,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -71,6 +73,7 @@ class GatedDeltaNet(nnx.Module):
             )
         self.num_heads, self.num_kv_heads, self.in_features = num_heads, num_kv_heads, in_features
         self.key_dim, self.value_dim, self.epsilon = key_dim, value_dim, epsilon
+        self.allow_neg_eigval = allow_neg_eigval
         self.dtype, self.implementation = dtype, implementation
         keys, values = num_kv_heads * key_dim, num_heads * value_dim
 
@@ -81,9 +84,9 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
         self.in_proj_ba = linear(in_features, 2 * num_heads)
         self.conv1d = ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
-        self.dt_bias = nnx.Param(jnp.ones(num_heads, param_dtype))
+        self.dt_bias = nnx.Param(jnp.ones(num_heads))
         decays = jax.random.uniform(rngs.params(), (num_heads,), minval=0.01, maxval=16.0)
-        self.A_log = nnx.Param(jnp.log(decays).astype(param_dtype))
+        self.A_log = nnx.Param(jnp.log(decays))
         self.norm = nnx.RMSNorm(value_dim, epsilon=epsilon, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
         self.out_proj = linear(values, out_features or in_features)
 
@@ -161,9 +164,9 @@ class GatedDeltaNet(nnx.Module):
         value, z = (each.reshape(-1, self.num_heads, self.value_dim) for each in (value, z))
         steps = self.in_proj_ba(x).reshape(-1, self.num_kv_heads, 2, group).astype(jnp.float32)
         beta, decay = (steps[:, :, index].reshape(-1, self.num_heads) for index in range(2))
-        rate, bias = (param[...].astype(jnp.float32) for param in (self.A_log, self.dt_bias))
+        rate, bias = self.A_log[...], self.dt_bias[...]
         gate = -jnp.exp(rate)[None] * jax.nn.softplus(decay + bias[None])
-        return query, key, value, z, jax.nn.sigmoid(beta), gate
+        return query, key, value, z, jax.nn.sigmoid(beta) * (1 + self.allow_neg_eigval), gate
 
 
 class ShortConv(nnx.Module):

@@ -30,7 +30,25 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 
 
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
-PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "SmolLM3", "GptOss", "Lfm2", "Bamba", "GraniteMoeHybrid")
+PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "OlmoHybrid", "SmolLM3", "GptOss", "Lfm2", "KimiLinear")
+PATTERNED += ("Exaone4", "Cohere2", "Llama4", "Bamba", "GraniteMoeHybrid")
+#: The families whose keys, values and masks are those of another one; dense sequences show the rest.
+ALIKE = (
+    "GraniteF",
+    "Olmo2",
+    "GlmF",
+    "Glm4F",
+    "SeedOss",
+    "Qwen3Moe",
+    "Qwen2Moe",
+    "Qwen3_5",
+    "Glm4Moe",
+    "MiniMax",
+    "Ernie",
+)
+ALIKE += ("HunYuan", "Olmoe", "Phi", "NemotronF", "Apertus", "Arcee", "Helium", "StableLm", "Persimmon", "InternLM")
+ALIKE += ("MiniCPM3",)
+EVERY = [pytest.param(*each, id=each[0].removesuffix("ForCausalLM")) for each in LAST]
 
 
 def test_every_family_of_the_package_is_tested():
@@ -44,15 +62,18 @@ def paged_logits(model, tokens, cuts):
     return np.concatenate([run.step([tokens[start:end]], num_tokens=16)[0] for start, end in steps])
 
 
-@pytest.mark.parametrize(("architecture", "variant"), LAST)
-def test_prefill_in_chunks_and_decoding_give_the_logits_of_transformers(architecture, variant, tmp_path, seed):
+@pytest.mark.parametrize(("architecture", "variant"), EVERY)
+def test_whole_sequences_or_chunks_and_decoding_give_the_logits_of_transformers(architecture, variant, tmp_path, seed):
     folder = write_checkpoint(
         tmp_path, architecture, variant, seed, num_hidden_layers=1 + architecture.startswith(PATTERNED)
     )
     tokens = np.random.default_rng(seed).integers(0, 99, 36)
     exact, same_dtype = reference_logits(folder, tokens[None])
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
-    found = paged_logits(model, tokens.astype(np.int32), (16, 25))
+    if architecture.startswith(ALIKE):
+        found = dense_logits(model, tokens, padded_to=36)
+    else:
+        found = paged_logits(model, tokens.astype(np.int32), (16, 25))
     assert np.abs(found - exact[0]).max() <= reference_bound(exact, same_dtype)
 
 

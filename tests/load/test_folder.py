@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jattn.llm.load.folder import check_folder, member, read_json, read_text
+from jattn.llm.load.folder import check_folder, member, read_config, read_json, read_text
 from torch_core.base.errors import InvalidInput
 
 
@@ -125,3 +125,14 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
 def test_a_number_with_too_many_digits_is_refused():
     with pytest.raises(InvalidInput, match=r"^a\.json is not valid JSON: "):
         read_json('{"a": ' + "1" * 10_000 + "}", "a.json")
+
+
+@pytest.mark.parametrize("number", ["-Infinity", '{"__float__": "-Infinity"}'])
+def test_an_infinite_number_of_config_json_is_read(number, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"time_step_limit": [0.0, {number}]}}')
+    assert read_config(tmp_path) == {"time_step_limit": [0.0, -float("inf")]}
+
+
+def test_an_infinite_number_is_refused_elsewhere():
+    with pytest.raises(InvalidInput, match=r"^the body contains Infinity, which is not JSON\.$"):
+        read_json('{"a": Infinity}', "the body")

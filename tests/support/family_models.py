@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,51 @@ _NEMOTRON = {
     # Of transformers' prompts alone.
     "time_step_min": 1e-30,
 }
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_KIMI = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "linear_num_heads": 3,
+    "linear_head_dim": 8,
+}
+_LATENT = {name: value for name, value in _DEEPSEEK.items() if name not in ("n_group", "topk_group")}
+_LATENT |= {"num_key_value_heads": 4}
+_TEMPERATURE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "rope_theta": 10000.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_GLM_EXPERTS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 0,
+}
+_ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_MINI_LATENT = {name: _DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")}
+_MINI_LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
+_SHORT = {"short_factor": [1.0, 1.2], "long_factor": [1.5, 3.0], "original_max_position_embeddings": 16}
+_ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}
+_CHUNKS = {"num_local_experts": 6, "head_dim": 8, "intermediate_size_mlp": 40, "attention_chunk_size": 8}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -226,6 +273,132 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             },
         ],
     ),
+    "Qwen3NextForCausalLM": (
+        "Qwen3NextConfig",
+        [
+            _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 16, "mlp_only_layers": [0]},
+            _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8, "attention_bias": True},
+        ],
+    ),
+    "Qwen3_5ForCausalLM": (
+        "Qwen3_5TextConfig",
+        [_DELTA | {"head_dim": 16}, _DELTA | {"head_dim": 8, "tie_word_embeddings": True}],
+    ),
+    "Qwen3_5MoeForCausalLM": (
+        "Qwen3_5MoeTextConfig",
+        [_DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8}],
+    ),
+    "OlmoHybridForCausalLM": (
+        "OlmoHybridConfig",
+        [
+            _DELTA | {"linear_num_key_heads": 4, "linear_key_head_dim": 6, "linear_allow_neg_eigval": False},
+            _DELTA | {"linear_num_key_heads": 2, "linear_key_head_dim": 12, "rope_parameters": {"rope_theta": None}},
+        ],
+    ),
+    "KimiLinearForCausalLM": (
+        "KimiLinearConfig",
+        [
+            _KIMI | {"layer_types": ["full_attention", "linear_attention"], "num_shared_experts": 2},
+            _KIMI | {"layer_types": ["linear_attention", "full_attention"], "moe_renormalize": False},
+        ],
+    ),
+    "Glm4MoeForCausalLM": (
+        "Glm4MoeConfig",
+        [_GLM_EXPERTS, _GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True, "n_group": 3, "topk_group": 2}],
+    ),
+    "MiniMaxM2ForCausalLM": (
+        "MiniMaxM2Config",
+        [{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}],
+    ),
+    "Ernie4_5ForCausalLM": ("Ernie4_5Config", [{"head_dim": 16}, {"head_dim": 8, "use_bias": True}]),
+    "Ernie4_5_MoeForCausalLM": (
+        "Ernie4_5_MoeConfig",
+        [
+            _ERNIE_EXPERTS,
+            _ERNIE_EXPERTS | {"moe_layer_start_index": 0, "use_bias": True, "tie_word_embeddings": False},
+        ],
+    ),
+    "HunYuanDenseV1ForCausalLM": (
+        "HunYuanDenseV1Config",
+        [
+            {"head_dim": 8},
+            {"head_dim": 16, "attention_bias": True, "rope_parameters": dict(_ALPHA)},
+        ],
+    ),
+    "HunYuanMoEV1ForCausalLM": ("HunYuanMoEV1Config", [{"head_dim": 8, "num_experts": 6, "moe_topk": 2}]),
+    "Ministral3ForCausalLM": (
+        "Ministral3Config",
+        [{"head_dim": 8, "rope_parameters": dict(_TEMPERATURE)} | each for each in ({}, _SMALL_WINDOW)],
+    ),
+    "Exaone4ForCausalLM": (
+        "Exaone4Config",
+        [
+            {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+            _SMALL_WINDOW | {"sliding_window_pattern": 2},
+        ],
+    ),
+    "Cohere2ForCausalLM": (
+        "Cohere2Config",
+        [_SMALL_WINDOW, _SMALL_WINDOW | {"layer_types": _ALTERNATING, "attention_bias": True, "logit_scale": 0.3}],
+    ),
+    "OlmoeForCausalLM": (
+        "OlmoeConfig",
+        [
+            {"num_experts": 6, "num_experts_per_tok": 2},
+            {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5, "norm_topk_prob": True},
+        ],
+    ),
+    "PhiForCausalLM": ("PhiConfig", [{}, {"qk_layernorm": True, "hidden_act": "gelu"}]),
+    "PhimoeForCausalLM": (
+        "PhimoeConfig",
+        [
+            {"num_local_experts": 6, "router_jitter_noise": 0.2},
+            _SMALL_WINDOW | {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True},
+        ],
+    ),
+    "NemotronForCausalLM": ("NemotronConfig", [{}, {"mlp_bias": True, "attention_bias": True, "head_dim": 16}]),
+    "ApertusForCausalLM": ("ApertusConfig", [{}, {"attention_bias": True, "rope_parameters": {"rope_theta": 1e4}}]),
+    "ArceeForCausalLM": ("ArceeConfig", [{}, {"mlp_bias": True, "attention_bias": True, "head_dim": 16}]),
+    "HeliumForCausalLM": ("HeliumConfig", [{"head_dim": 8}]),
+    "Llama4ForCausalLM": (
+        "Llama4TextConfig",
+        [
+            _CHUNKS | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [1]},
+            _CHUNKS | {"num_experts_per_tok": 2, "floor_scale": 4, "attn_scale": 0.3, "no_rope_layers": [1, 0]},
+        ],
+    ),
+    "StableLmForCausalLM": (
+        "StableLmConfig",
+        [{"use_qkv_bias": True}, {"qk_layernorm": True, "use_parallel_residual": True}],
+    ),
+    "PersimmonForCausalLM": ("PersimmonConfig", [{"qk_layernorm": False}, {}]),
+    "InternLM3ForCausalLM": ("InternLM3Config", [{"head_dim": 8}, {"head_dim": 16, "bias": True, "qkv_bias": True}]),
+    "MiniCPM3ForCausalLM": (
+        "MiniCPM3Config",
+        [
+            _MINI_LATENT | {"q_lora_rank": None, "scale_depth": None},
+            _MINI_LATENT | {"rope_parameters": _LONGROPE | _SHORT, "attention_bias": True, "mlp_bias": True},
+        ],
+    ),
+    "Mistral4ForCausalLM": (
+        "Mistral4Config",
+        [
+            _LATENT | {"rope_parameters": dict(_TEMPERATURE), "first_k_dense_replace": 1},
+            _LATENT | {"rope_parameters": dict(_TEMPERATURE), "norm_topk_prob": False},
+        ],
+    ),
+    "Glm4MoeLiteForCausalLM": (
+        "Glm4MoeLiteConfig",
+        [_LATENT, _LATENT | {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True}],
+    ),
+    "GlmMoeDsaForCausalLM": (
+        "GlmMoeDsaConfig",
+        # Of 5 tokens the last ones may be as good as others.
+        [
+            _LATENT | _INDEXER | {"first_k_dense_replace": 1},
+            _LATENT | _INDEXER | {"first_k_dense_replace": 0, "index_topk": 200, "norm_topk_prob": False},
+        ],
+    ),
 }
 CASES |= {
     "BambaForCausalLM": (
@@ -278,6 +451,13 @@ ABSENT = {
     "GPT2LMHeadModel": ("num_key_value_heads", "intermediate_size"),
     "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
     "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
+    "PersimmonForCausalLM": ("num_key_value_heads",),
+}
+#: Tensors that transformers reads under the names of published files and writes under others: a pattern, the published
+#: name, and a tensor that only layers with this name have.
+_AS_PUBLISHED = {
+    "OlmoHybridForCausalLM": ("feedforward_layer_norm", "post_attention_layernorm", "self_attn"),
+    "KimiLinearForCausalLM": (r"block_sparse_moe\.(?=\w+_proj)", "mlp.", "block_sparse_moe.gate_proj"),
 }
 _NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
@@ -297,11 +477,12 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     if "index_topk" in options:
         # Its class does not work this one out from the other.
         options["num_key_value_heads"] = options["num_attention_heads"]
-    for key in ("layer_types", "no_rope_layers"):
+    for key in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if key in options:
             options[key] = [options[key][layer % 2] for layer in range(options["num_hidden_layers"])]
     config = getattr(transformers, name)(**options)
-    model = getattr(transformers, architecture)(config)
+    # Of InternLM 3 there is a config alone; its layers are Llama's.
+    model = getattr(transformers, architecture, transformers.AutoModelForCausalLM.from_config)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = (entry for entry in model.named_buffers() if entry[0].endswith("e_score_correction_bias"))
@@ -309,7 +490,21 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
             centre = 1.0 if path.endswith(_NORMS) else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    if architecture in _AS_PUBLISHED:
+        _rename(folder / "model.safetensors", *_AS_PUBLISHED[architecture])
     return folder
+
+
+def _rename(file: Path, pattern: str, name: str, neighbour: str) -> None:
+    """Renames tensors of a file, in the layers that have a neighbour."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    layers = {each.split(neighbour)[0] for each in tensors if neighbour in each}
+    named = {each: re.sub(pattern, name, each) if each.startswith(tuple(layers)) else each for each in tensors}
+    save_file({named[each]: tensor for each, tensor in tensors.items()}, file, {"format": "pt"})
 
 
 def reference_logits(folder: Path, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

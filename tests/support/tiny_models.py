@@ -80,7 +80,9 @@ def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float
     config = transformers.AutoConfig.from_pretrained(folder)
     # The eager way of transformers 5 adds Falcon's ALiBi to the mask and to the scores, so twice.
     attend = "sdpa" if config.model_type == "falcon" else "eager"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    # Some classes have no place in the list of automatic ones, and InternLM 3 has no class.
+    kind = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
+    model = kind.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation=attend, experts_implementation="eager"
     )
     with torch.no_grad():

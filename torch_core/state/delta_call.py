@@ -30,7 +30,7 @@ class GatedDeltaCall(StateCall[A]):
         query: one row for each token; a query and key head serves as many neighbouring value heads as the group has.
         key: keys, likewise.
         value: values; their heads are those of the states.
-        beta: step size of each token and head, from 0 to 1.
+        beta: step size of each token and head, from 0 to 2.
         g: logarithm of the decay of each token and head; None for none.
         gk: logarithm of the decay of each token, head and key channel, in the place of `g`; None for none.
         states: a state in each slot, keys along the last axis; those of sequences with tokens are replaced, in place.

@@ -144,10 +144,6 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
         source = getattr(config, place) if place else config
         if source is not None:
             rendered[name] = key.write(getattr(source, attribute))
-    if config.nope_layers:
-        rendered["no_rope_layers"] = [int(index not in config.nope_layers) for index in range(config.num_hidden_layers)]
-    elif family.model_type == "smollm3":
-        rendered["no_rope_layers"] = [1] * config.num_hidden_layers
     written = rendered | write_rope(config, family) | _write_layers(config, family)
     return written if family.write is None else {**written, **family.write(config)}
 
@@ -187,6 +183,8 @@ def _derived_head_dim(options: Mapping[str, Any]) -> int:
 def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the types of layers, and the window of all or of each, from the file's keys and the family's pattern."""
     types = raw.get("layer_types")
+    if types is None and family.default_types is not None:
+        types = family.default_types(raw)
     count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
     is_used = raw.get("use_sliding_window", True)
     if not isinstance(is_used, bool):
@@ -201,7 +199,12 @@ def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
         wanted = f"it must have {', '.join(names)} or {last} for each of the {count} layers"
         raise InvalidInput("layer_types", value=types, wanted=wanted)
     mixed = tuple(known[kind] for kind in types or ())
-    own = {"layer_types": mixed} if any(kind != "attention" for kind in mixed) else {}
+    own: dict[str, Any] = {"layer_types": mixed} if any(kind != "attention" for kind in mixed) else {}
+    if (kinds := raw.get("mlp_layer_types")) is not None and family.has_experts:
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+            wanted = f"it must have 'dense' or 'sparse' for each of the {count} layers"
+            raise InvalidInput("mlp_layer_types", value=kinds, wanted=wanted)
+        own["moe.dense_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     return own | _windows(raw, family, count)
 
 

@@ -84,7 +84,11 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput("architectures", value=named, wanted="it must be a list of one name").under(FILE)
     known = known_families()
-    wholes = {family.whole.architecture: family for family in known.values() if family.whole is not None}
+    # Of several with one architecture, the one of its language model.
+    text = raw.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    parts = sorted((family for family in known.values() if family.whole), key=lambda each: each.model_type == kind)
+    wholes = {family.whole.architecture: family for family in parts if family.whole is not None}
     also = wholes | {name: family for family in known.values() for name in family.also}
     if not isinstance(named[0], str) or named[0] not in known | also:
         # No other family is named: equal keys do not say that two architectures compute the same.
@@ -96,7 +100,7 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if raw.get("auto_map") is not None and not family.brings_code:
         raise Unsupported(FILE, "has auto_map", "code from a model folder is never run")
     model_type = family.model_type if family.whole is None or named[0] not in wholes else family.whole.model_type
-    if raw.get("model_type", model_type) != model_type:
+    if raw.get("model_type", model_type) not in (model_type, *family.also_types):
         raise InvalidInput("model_type", value=raw["model_type"], wanted=f"{named[0]} needs {model_type!r}").under(FILE)
     return family
 
@@ -151,7 +155,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     for key, default in family.defaults.items():
         if callable(default) and given.get(key) is None:
             # A value that is not a number is ignored here; its check raises the error.
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError, ArithmeticError, LookupError):
                 given[key] = default(given)
         elif not callable(default):
             given.setdefault(key, default)

@@ -5,6 +5,7 @@ A tensor that is stored in fewer bits consists of several.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from jattn.llm.load.config import family_of
 from jattn.llm.load.families import Family
+from jattn.llm.load.joined import QKV, orders, output_sizes, qkv_order
 from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.quantized import group_rows
@@ -23,7 +25,18 @@ from torch_core.base.errors import Unsupported
 _OF_NORMS = {".weight": ".gamma", ".bias": ".beta"}
 _EXPERTS = ("moe.gate_up_proj", "moe.up_proj", "moe.down_proj")
 #: Parameters that are no module's kernel, weight or bias.
-_BARE = ("sinks", "e_score_correction_bias", "final_logits_bias", "A_log", "D", "dt_bias")
+_BARE = (
+    "sinks",
+    "e_score_correction_bias",
+    "final_logits_bias",
+    "A_log",
+    "D",
+    "dt_bias",
+    "alpha_p",
+    "alpha_n",
+    "beta",
+    "eps",
+)
 #: Ends of names of a weight of 4 bits: uint8[in / 2, out], the number of an even input in the lower four bits; and
 #: float32[2 x groups, out], the scales and then the zero points.
 INT4_KERNEL, INT4_SCALE = "_int4", "_int4_scales"
@@ -64,17 +77,12 @@ class ParameterPlan:
     @property
     def is_float32(self) -> bool:
         """Whether the parameter is float32 in models of every dtype."""
-        return self.path[-1] == "e_score_correction_bias" or "weights_proj" in self.path
-
-    @property
-    def is_turned_stack(self) -> bool:
-        """Whether one tensor has all experts, each as [out, in]."""
-        return self.transposed and len(self.shape) == len(self.pieces[0].shape) == 3
+        return self.path[-1] in ("e_score_correction_bias", "A_log", "dt_bias") or "weights_proj" in self.path
 
     @property
     def num_stacked(self) -> int:
         """The number of stacked groups of pieces; 0 if the pieces are only joined."""
-        return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) else 0
+        return self.shape[0] if len(self.pieces[0].shape) < len(self.shape) > 1 else 0
 
 
 def plan_parameters(
@@ -118,25 +126,26 @@ def fewest_tensors(config: ModelConfig, family: Family) -> int:
 
 
 def spelled_as_found(
-    plan: tuple[ParameterPlan, ...], names: Container[str], *, is_whole: bool = False
+    plan: tuple[ParameterPlan, ...], names: Container[str], family: Family, *, is_whole: bool = False
 ) -> tuple[ParameterPlan, ...]:
     """Returns the plan with the tensors' names as files of other writers spell them.
 
     `is_whole` says that the file has further models; see `Family.whole`.
     """
+    found = functools.partial(found_name, names=names, family=family, is_whole=is_whole)
     return tuple(
         replace(
             parameter,
-            pieces=tuple(replace(piece, name=found_name(piece.name, names, is_whole)) for piece in parameter.pieces),
+            pieces=tuple(replace(piece, name=found(piece.name)) for piece in parameter.pieces),
         )
         for parameter in plan
     )
 
 
-def found_name(name: str, names: Container[str], is_whole: bool) -> str:
+def found_name(name: str, names: Container[str], family: Family, is_whole: bool) -> str:
     """Returns how the file spells a tensor's name; the name itself if it has none of the spellings."""
     front, dot, last = name.rpartition(".")
-    others = (front + _OF_NORMS.get(dot + last, ""),)
+    others = (front + _OF_NORMS.get(dot + last, ""), *(name.replace(*each) for each in family.also_spelled.items()))
     if is_whole:
         others = (f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
     return next((each for each in (name, *others) if each in names), name)
@@ -194,9 +203,7 @@ def kernel_and_scale(
 class _Planner:
     def __init__(self, config: ModelConfig, family: Family, prefix: str, depth: int = 0) -> None:
         self._config, self._family, self._prefix, self._depth = config, family, prefix, depth
-        self._orders = {module: self._order(module) for module in ("self_attn.qkv_proj", "moe.gate_up_proj")}
-        if family.rotates_neighbours:
-            self._orders |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
+        self._orders = orders(config, family)
 
     def plan(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterPlan:
         family, leaf, inner = self._family, path[-1], path[self._depth :]
@@ -211,29 +218,33 @@ class _Planner:
         names = family.tensor_name(module, self._config)
         names = (names,) if isinstance(names, str) else names
         order = self._orders.get(module)
-        if module == "self_attn.qkv_proj" and shape[-1] == self._config.query_size:
+        if module == QKV and shape[-1] == self._config.query_size * (1 + self._config.attn_output_gate):
             # Keys and values are another layer's, and queries come first.
-            names, order = names[:1], None if order is None else order[: shape[-1]]
+            names, order = names[:1], qkv_order(self._config, family, 0)
         # Of a depthwise convolution, [channels, width].
         is_conv = leaf == "weight" and module.rpartition(".")[-1].startswith("conv") and len(shape) == 2
         transposed = is_conv or (leaf == "kernel" and not (family.in_out and where))
-        is_expert = module in _EXPERTS
+        is_expert, is_head = module in _EXPERTS, "{head}" in names[0]
         if is_expert and "{expert}" not in names[0]:
             # All experts in one tensor.
             suffix, transposed = "_bias" if leaf == "bias" else "", family.experts_out_in and leaf == "kernel"
-            pieces = [(names[0], (shape[0], *shape[:0:-1]) if transposed else shape)]
+            pieces = [(names[0], (*shape[:-2], shape[-1], shape[-2]) if transposed else shape)]
         else:
             if is_conv:
                 shape = shape[::-1]
-            front = shape[1:-1] if is_expert else shape[:-1]
-            sizes = self._output_sizes(module, shape[-1]) if len(names) > 1 else (shape[-1],)
+            front = shape[1:-1] if is_expert or is_head else shape[:-1]
+            sizes = output_sizes(module, shape[-1], len(names), self._config)
             pieces = [
                 (
-                    name.replace("{expert}", str(expert)),
+                    name.replace("{expert}", str(one)).replace("{head}", str(one)),
                     (size, *[1] * is_conv, *front) if transposed else (*front, size),
                 )
-                for expert in range(shape[0] if is_expert else 1)
+                for one in range(shape[0] if is_expert or is_head else 1)
                 for name, size in zip(names, sizes, strict=True)
+            ]
+        if module in family.shapes:
+            pieces = [
+                (name, tuple(shape[-1] if size < 0 else size for size in family.shapes[module])) for name in names
             ]
         where = where.format(layer=layer)
         planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
@@ -242,28 +253,3 @@ class _Planner:
     def _renamed(self, name: str) -> str:
         own = self._family.prefix
         return self._prefix + name.removeprefix(own) if own and name.startswith(own) else name
-
-    def _output_sizes(self, module: str, total: int) -> tuple[int, ...]:
-        if module == "self_attn.qkv_proj":
-            return self._config.query_size, self._config.key_value_size, self._config.key_value_size
-        return total // 2, total // 2
-
-    def _order(self, module: str) -> np.ndarray | None:
-        config, kind = self._config, self._family.order.get(module)
-        if kind == "alternating" and config.moe is not None:
-            return np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
-        heads, size = config.num_attention_heads + 2 * config.num_key_value_heads, config.head_dim
-        columns = np.arange(heads * size).reshape(heads, size)
-        if kind == "by_group":
-            groups = columns.reshape(config.num_key_value_heads, -1, size)
-            return np.concatenate([each.ravel() for each in (groups[:, :-2], groups[:, -2], groups[:, -1])])
-        if module == "self_attn.qkv_proj" and self._family.rotates_neighbours:
-            rotated = heads - config.num_key_value_heads
-            return np.concatenate([columns[:rotated, _halves(config)], columns[rotated:]]).ravel()
-        return None
-
-
-def _halves(config: ModelConfig) -> np.ndarray:
-    """Returns the places, among neighbours that rotate together, of the first of each pair and then of the second."""
-    rotated = np.arange(config.rotary_dim).reshape(-1, 2).T.ravel()
-    return np.concatenate([rotated, np.arange(config.rotary_dim, config.head_dim)])

@@ -13,6 +13,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
+_BETA, _ALPHA, _MSCALE = "llama_4_scaling_beta", "alpha", "short_mscale"
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 #: The name of longrope in Phi-3's first files.
 _OLD_NAMES = {"su": "longrope"}
@@ -32,20 +33,46 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
             wanted = "this build has rope_type 'default' there"
             raise Unsupported(f"{name}.sliding_attention", value=local, wanted=wanted)
-    given = {key: value for key, value in given.items() if value is not None}
+    # How positions of pictures are dealt out over the pairs; a text has one position for all of them.
+    given = {key: value for key, value in given.items() if value is not None and not key.startswith("mrope_")}
     fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
     partial = given.pop(_PARTIAL, None)
     if _PARTIAL in family.rope_keys:
         fields[_PARTIAL] = _value(raw, family, _PARTIAL, 1.0) if partial is None else partial
-    elif partial is not None and (partial != 1 or isinstance(partial, bool)):
+    elif partial is not None and _PARTIAL not in family.ignored and (partial != 1 or isinstance(partial, bool)):
         raise Unsupported(_PARTIAL, value=partial, wanted="this build has 1.0")
     if _LOCAL in family.rope_keys:
         fields["rope_local_theta"] = local.get("rope_theta", _value(raw, family, _LOCAL, 10000.0))
+    fields |= _of_some(given, fields, raw, family)
     return fields | {"rope_scaling": _scaling(given, name, raw, context)}
+
+
+def _of_some(
+    given: dict[str, Any], fields: Mapping[str, Any], raw: Mapping[str, Any], family: Family
+) -> dict[str, Any]:
+    """Takes the keys out of the object that only some families have, and returns the fields that they set."""
+    own: dict[str, Any] = {}
+    if _BETA in family.rope_keys:
+        given.pop("max_position_embeddings", None)
+        if (beta := given.pop(_BETA, None)) is not None:
+            own = {"temperature.beta": beta, "temperature.interval": given.get(_ORIGINAL)}
+    if _ALPHA in family.rope_keys and given.get(_ALPHA) is not None and given.get("rope_type", "dynamic") == "dynamic":
+        # A larger base for all lengths (HunYuan); the other keys of the object mean nothing with it.
+        size = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+        own = {"rope_theta": fields["rope_theta"] * given[_ALPHA] ** (size / (size - 2))}
+        given.clear()
+    if _MSCALE in family.rope_keys and _MSCALE in given:
+        factors = {given.pop(_MSCALE), given.pop("long_mscale", None)}
+        if len(factors) > 1:
+            raise Unsupported("short_mscale", value=factors, wanted="this build has the same as long_mscale")
+        given["attention_factor"] = factors.pop()
+    return own
 
 
 def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns the keys of config.json for these rotary embeddings."""
+    if config.position_embedding == "none" and "position_embedding" not in family.options:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     if config.position_embedding != "rope":
         return {}
     written: dict[str, Any] = {family.rope_keys.get("rope_theta", "rope_theta"): config.rope_theta}
@@ -62,7 +89,12 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
         return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.defaults else None}
     if scaling.rope_type == "longrope":
         written[_ORIGINAL] = scaling.original_max_position_embeddings
-    return written | {"rope_scaling": _scaling_values(scaling)}
+    values = _scaling_values(scaling)
+    if config.temperature is not None and _BETA in family.rope_keys:
+        values[_BETA] = config.temperature.beta
+    if _MSCALE in family.rope_keys:
+        values |= dict.fromkeys((_MSCALE, "long_mscale"), values.pop("attention_factor", None))
+    return written | {"rope_scaling": values}
 
 
 def _scaling_values(scaling: RopeScaling) -> dict[str, Any]:

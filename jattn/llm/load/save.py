@@ -163,17 +163,13 @@ def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, 
         group, place = divmod(index, size)
         first = sum(_outputs(parameter, each) for each in parameter.pieces[:place])
         part = (value[group] if parameter.num_stacked else value)[..., first : first + _outputs(parameter, piece)]
-        if parameter.is_turned_stack:
-            part = part.swapaxes(1, 2)
-        elif parameter.transposed:
-            part = part.T.reshape(piece.shape)
-        yield piece, part
+        yield piece, part.swapaxes(-1, -2).reshape(piece.shape) if parameter.transposed else part
 
 
 def _outputs(parameter: ParameterPlan, piece: TensorPlan) -> int:
-    if parameter.is_turned_stack:
-        return piece.shape[1]
-    return piece.shape[0 if parameter.transposed else -1]
+    if len(parameter.shape) == 1:
+        return math.prod(piece.shape)
+    return piece.shape[-1 if not parameter.transposed else 0 if parameter.is_conv else -2]
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -136,12 +136,14 @@ class _FolderSource:
         is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
         plan, whole = plan_parameters(config, prefix="" if is_bare else None), is_whole(raw, family)
         packing = read_packing(language_part(raw, family).get("quantization_config") or {})
-        plan = spelled_as_found(plan, tensors if packing is None else named_tensors(tensors, packing), is_whole=whole)
+        plan = spelled_as_found(
+            plan, tensors if packing is None else named_tensors(tensors, packing), family, is_whole=whole
+        )
         if packing is not None:
             tensors = unpacked_tensors(tensors, plan, packing)
         if config.tie_word_embeddings:
             names = {parameter.path: parameter.pieces[0].name for parameter in plan}
-            head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, whole)
+            head = found_name(f"{family.tensor_name('lm_head', config)}.weight", tensors, family, whole)
             tensors = with_tied_head(tensors, names["embed_tokens", "embedding"], head)
         unread = _NOT_LANGUAGE if whole else family.unread.replace("{layers}", str(config.num_hidden_layers))
         check_weights(tensors, plan, unread=unread)

@@ -205,12 +205,10 @@ def _pieces(
             yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
-            if parameter.is_turned_stack:
-                block = block.swapaxes(1, 2)
-            elif transposed:
-                # A convolution's [channels, 1, width] has an axis more.
-                block = block.reshape(len(block), -1).T
-            yield block, None
+            # A convolution's [channels, 1, width] has an axis more, and a vector may have some.
+            block = block.reshape(len(block), -1) if transposed and block.ndim > len(parameter.shape) else block
+            block = block.swapaxes(-1, -2) if transposed else block
+            yield block.reshape(-1) if len(parameter.shape) == 1 else block, None
 
 
 def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:

@@ -8,9 +8,9 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
 from jattn.llm.models.invariance import set_batch_invariant
-from jattn.llm.models.mixers import DeltaNetConfig, MambaConfig, ShortConvConfig
+from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, MambaConfig, ShortConvConfig
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
-from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, last_of_each_window
+from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, TemperatureConfig, last_of_each_window
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
 from jattn.llm.models.served import LayerCache, PagedCache, Served
 from jattn.llm.models.shapes import num_parameters
@@ -34,6 +34,7 @@ __all__ = [
     "EncoderDecoder",
     "EncoderModel",
     "Fp8Linear",
+    "KimiDeltaConfig",
     "LatentConfig",
     "LayerCache",
     "LoraWeights",
@@ -48,6 +49,7 @@ __all__ = [
     "RoutedModel",
     "Served",
     "ShortConvConfig",
+    "TemperatureConfig",
     "TensorParallel",
     "adapter_targets",
     "chosen_targets",

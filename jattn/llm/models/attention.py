@@ -23,8 +23,8 @@ from jattn.parallel import attend_spread
 from torch_core.base.errors import InvalidInput
 
 #: The attention inputs computed from positions: cosine and sine for layers with full attention, and for layers with a
-#: window; or the bias of `relative_bias`.
-Angles = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | jax.Array
+#: window, then the factors of queries, if there are some; or the bias of `relative_bias`.
+Angles = tuple[Any, ...] | jax.Array
 
 #: Keys and values of dense sequences that later layers read, by the index of their layer.
 KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
@@ -54,11 +54,13 @@ class Attention(nnx.Module):
         self.kv_sharing_target = config.kv_sharing_target(layer)
         self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
         options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        fused = (heads + 2 * self.num_kv_heads) * size
+        fused = (heads + 2 * self.num_kv_heads + heads * config.attn_output_gate) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
-        if config.qk_norm is not None:
-            shared = {"use_bias": False, "parallel": parallel if config.qk_norm == "all" else None}
+        temperature = config.temperature
+        self.has_temperature = temperature is not None and not (temperature.without_rope and self.rotates)
+        if config.qk_norm not in (None, "unweighted"):
+            shared = {"use_bias": config.qk_norm_bias, "parallel": parallel if config.qk_norm == "all" else None}
             self.q_norm, self.k_norm = (
                 norm(config, {"head": size, "per_head": (count, size), "all": count * size}[config.qk_norm], **shared)
                 if count
@@ -73,6 +75,7 @@ class Attention(nnx.Module):
             causal=not config.is_encoder,
             scale=config.attention_scale,
             sliding_window=self.window,
+            attention_chunk=config.attention_chunk_size if self.rotates else None,
             logits_soft_cap=config.attn_logit_softcapping,
             implementation=implementation,
         )
@@ -90,19 +93,20 @@ class Attention(nnx.Module):
         if parallel is not None and parallel.context_size > 1:
             options: dict[str, Any] = {**core.options, **biases, **core.scales_of(kv_cache)}
             options["group_size"] = parallel.context_size
-            qkv = self._project(x, angles)
-            output, kv_cache = attend_spread(*qkv, kv_cache, metadata, parallel.axis, **options)
-            return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
+            query, key, value, gate = self._project(x, angles)
+            output, kv_cache = attend_spread(query, key, value, kv_cache, metadata, parallel.axis, **options)
+            return self._output(output, gate), kv_cache
         # A norm comes before the rotation.
-        rotates = self.rotates and self.num_kv_heads and self.config.qk_norm is None and not self.batch_invariant
+        changes = self.config.qk_norm is not None or self.config.clip_qkv is not None or self.has_temperature
+        rotates = self.rotates and self.num_kv_heads and not changes and not self.batch_invariant
         if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
-            qkv, key, value = self._heads(x), None, None
+            (qkv, gate), key, value = self._heads(x), None, None
             query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
         else:
-            query, key, value = self._project(x, angles)
+            query, key, value, gate = self._project(x, angles)
         output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1)), kv_cache
+        return self._output(output, gate), kv_cache
 
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
@@ -111,7 +115,7 @@ class Attention(nnx.Module):
 
         Layers that share keys and values exchange them through `shared`.
         """
-        query, key, value = self._project(x, angles)
+        query, key, value, gate = self._project(x, angles)
         shared = {} if shared is None else shared
         if key is None or value is None:
             key, value = shared[self.kv_sharing_target]
@@ -119,7 +123,7 @@ class Attention(nnx.Module):
             shared[self.layer] = key, value
         options = {**self.paged_attention.options, "implementation": None, **self._biases(angles)}
         output = attention_fn(query, key, value, is_causal=not self.config.is_encoder, lengths=lengths, **options)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1))
+        return self._output(output, gate)
 
     def set_kv_scales(self, k_scale: float, v_scale: float) -> None:
         """Sets the dequantisation scales of an 8-bit cache from a checkpoint; other caches do not use them."""
@@ -139,32 +143,54 @@ class Attention(nnx.Module):
             biases["relative_bias"] = angles
         return biases
 
-    def _heads(self, x: jax.Array) -> jax.Array:
-        """Returns the heads of query, key and value, one after the other."""
+    def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the heads of query, key and value, one after the other, and those of the gate, if there is one."""
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
+        if not self.config.attn_output_gate:
+            return heads, None
         count = self.config.num_attention_heads + 2 * self.num_kv_heads
-        return self.qkv_proj(x).reshape(*x.shape[:-1], count, self.config.head_dim)
+        return heads[..., :count, :], heads[..., count:, :]
 
-    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any]:
-        """Returns query, key and value; None for keys and values that are another layer's."""
+    def _output(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
+        """Returns the layer's output of the heads' results."""
+        output = output if gate is None else output * jax.nn.sigmoid(gate)
+        return self.o_proj(output.reshape(*output.shape[:-2], -1))
+
+    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any, jax.Array | None]:
+        """Returns query, key, value and gate; None for keys and values that are another layer's, and for no gate."""
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
-        heads = self._heads(x)
+        heads, gate = self._heads(x)
         rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
-        if config.qk_norm is not None:
-            parts = ((self.q_norm, rotated[..., :num_heads, :]), (self.k_norm, rotated[..., num_heads:, :]))
-            normed = [self._normed(weight, part) for weight, part in parts if weight is not None]
-            rotated = jnp.concatenate(normed, axis=-1).reshape(rotated.shape)
+        if not config.qk_norm_after_rotation:
+            rotated = self._normed(rotated)
+        if config.clip_qkv is not None:
+            rotated, value = (jnp.clip(each, -config.clip_qkv, config.clip_qkv) for each in (rotated, value))
         if self.rotates and angles is not None:
             turn = functools.partial(rowwise, apply_rotary, trailing=2) if self.batch_invariant else apply_rotary
             rotated = turn(rotated, *angles[self.window is not None])
+        if config.qk_norm_after_rotation:
+            rotated = self._normed(rotated)
+        query = rotated[..., :num_heads, :]
+        if self.has_temperature and isinstance(angles, tuple):
+            query = (query * angles[2]).astype(query.dtype)
         if not num_kv_heads:
-            return rotated, None, None
-        return rotated[..., :num_heads, :], rotated[..., num_heads:, :], value
+            return query, None, None, gate
+        return query, rotated[..., num_heads:, :], value, gate
 
-    def _normed(self, weight: Any, part: jax.Array) -> jax.Array:
-        front = part.shape[:-2]
-        if self.config.qk_norm == "all":
-            part = part.reshape(*front, 1, -1)
-        return weight(part).reshape(*front, -1)
+    def _normed(self, heads: jax.Array) -> jax.Array:
+        """Returns the heads of queries and keys after their norms, if they have some."""
+        kind, count = self.config.qk_norm, self.config.num_attention_heads
+        if kind == "unweighted" and self.rotates:
+            wide = heads.astype(jnp.float32)
+            scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+            return (wide * scale).astype(heads.dtype)
+        if kind in (None, "unweighted"):
+            return heads
+        front = heads.shape[:-2]
+        parts = ((self.q_norm, heads[..., :count, :]), (self.k_norm, heads[..., count:, :]))
+        joined = ((norm, part.reshape(*front, 1, -1) if kind == "all" else part) for norm, part in parts)
+        normed = [norm(part).reshape(*front, -1) for norm, part in joined if norm is not None]
+        return jnp.concatenate(normed, axis=-1).reshape(heads.shape)
 
 
 class CrossAttention(nnx.Module):

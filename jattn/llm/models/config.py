@@ -6,15 +6,33 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
-from jattn.llm.models.mixers import MIXERS, STATE_CONFIGS, DeltaNetConfig, LayerType, MambaConfig, ShortConvConfig
-from jattn.llm.models.parts import MAX_CONTEXT, MAX_HEAD_DIM, MAX_INNER, Flag, LatentConfig, MoEConfig, RopeScaling
+from jattn.llm.models.mixers import (
+    MIXERS,
+    STATE_CONFIGS,
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LayerType,
+    MambaConfig,
+    ShortConvConfig,
+)
+from jattn.llm.models.parts import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_INNER,
+    Flag,
+    LatentConfig,
+    MoEConfig,
+    RopeScaling,
+    TemperatureConfig,
+)
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields, limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
 Activation: TypeAlias = Annotated[
-    str, Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", error=Unsupported)
+    str,
+    Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", "xielu", error=Unsupported),
 ]
 Scalar: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]
 Theta: TypeAlias = Annotated[float, Limits(1.0, 1e12)]
@@ -22,13 +40,15 @@ Window: TypeAlias = Annotated[int | None, Limits(1, MAX_CONTEXT, also="")]
 #: Options that attention over latents does not have, and their values where they are off.
 _NOT_LATENT = {
     "qk_norm": None,
-    "position_embedding": "rope",
+    "clip_qkv": None,
+    "attention_chunk_size": None,
     "rope_local_theta": None,
     "partial_rotary_factor": 1.0,
     "nope_layers": (),
     "attention_scale": None,
     "attn_logit_softcapping": None,
     "attention_sinks": False,
+    "attn_output_gate": False,
     "is_encoder": False,
     "sliding_window": None,
     "layer_windows": (),
@@ -53,23 +73,31 @@ class ModelConfig:
         head_dim: elements of one head; of its rotated part if attention is over latents.
         max_position_embeddings: the longest sequence that the model is meant for, in tokens.
         norm_type: "rms_norm" rounds to the model's dtype before its weight, "rms_norm_wide" after it; "gemma_rms_norm"
-            multiplies by 1 + weight; "layer_norm".
+            multiplies by 1 + weight; "layer_norm", "layer_norm_1p" with 1 + weight.
         norm_bias: a layer norm has a bias.
         norm_placement: place of the norms of each branch: "before" it, "after" it, "both", or "residual" (after the
             branch was added to the residual stream).
+        state_norm_placement: the same in layers whose mixers all keep a state, if it differs there: "before"; None for
+            no difference.
         rms_norm_eps: added to the mean square, or to the variance, before its root.
         qk_norm: norm of queries and keys before they are rotated: over each "head" with one weight for all heads
-            ("per_head": a weight for each), or over "all" heads at once; None for none.
+            ("per_head": a weight for each), or over "all" heads at once; "unweighted" over each head of layers with
+            rotary embedding, without a weight; None for none.
+        qk_norm_bias: these norms have a bias, if they are layer norms.
+        qk_norm_after_rotation: they come after the rotation.
+        clip_qkv: largest absolute value of queries, keys and values, after their norms; None for no limit.
         parallel_block: attention and feed-forward both read the layer's input, after one norm ("shared_norm") or
             one each ("two_norms"); None for one after the other.
-        hidden_act: activation of the feed-forward layer.
+        hidden_act: activation of the feed-forward layer; "xielu" has parameters of its own (Huang and Schlag 2024,
+            arXiv:2411.13010).
         gated_mlp: the activation gates a second projection.
         moe: experts instead of the feed-forward layer.
         latent: attention over latents instead of keys and values of each head.
         layer_types: how each layer mixes tokens, a key of `jattn.llm.models.mixers.MIXERS`: "attention", or with a
-            state between tokens "conv" or "linear_attention"; empty for attention in all.
+            state between tokens "conv", "linear_attention" or "kimi_delta_attention"; empty for attention in all.
         short_conv: sizes of the short convolution of "conv".
         delta_net: sizes of the gated delta rule of "linear_attention".
+        kimi_delta: sizes of "kimi_delta_attention".
         mamba: sizes of "mamba" and "attention_mamba".
         single_branch: a layer has mixers or, of type "feed_forward", a feed-forward part; not both.
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores), "relative"
@@ -91,10 +119,13 @@ class ModelConfig:
         logits_scale: factor of the logits.
         attention_multipliers: factors of the input and the output of attention.
         mlp_multipliers: factors of the activation's argument and of the feed-forward part's output.
+        temperature: a factor of the queries by their position; None for none.
         attention_scale: factor of the attention scores; None for head_dim ** -0.5.
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: cap on the logits; None for none.
         attention_sinks: whether every head has a sink, a logit without a value in its softmax.
+        attn_output_gate: attention's results are multiplied by the sigmoid of a gate for each element, which is
+            projected with the queries.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
         num_labels: labels that an encoder scores a text with, by its first token; 0 for none.
         label_activation: what makes a score of one label's logit: "sigmoid" or "identity".
@@ -105,11 +136,14 @@ class ModelConfig:
         forced_bos_token_id: the token that always follows it; None for none.
         forced_eos_token_id: the last token of a text of the largest length; None for none.
         logits_bias: the logits have a bias.
+        lm_head_bias: the output projection has one.
         tie_word_embeddings: the output projection is the embedding.
         attention_bias: the query, key and value projections have a bias.
         attention_output_bias: the output projection of attention has one.
         mlp_bias: the feed-forward projections have one.
         sliding_window: number of tokens that a query sees in every layer, including its own; None for all.
+        attention_chunk_size: tokens of a chunk, of which a query sees its own alone, in layers with rotary embedding;
+            None for all.
         layer_windows: window of each layer, if layers differ; empty otherwise.
         kv_sharing_targets: for each layer, the index of the earlier layer whose keys and values it reads, or None if it
             has its own; empty if no layer shares. `last_of_each_window` is Gemma 3n's pattern.
@@ -140,12 +174,16 @@ class ModelConfig:
     head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
     max_position_embeddings: Annotated[int, Limits(1, MAX_CONTEXT)] = 2048
     norm_type: Annotated[
-        str, Choices("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm", error=Unsupported)
+        str, Choices("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm", "layer_norm_1p", error=Unsupported)
     ] = "rms_norm"
     norm_bias: Flag = False
     norm_placement: Annotated[str, Choices("before", "after", "both", "residual", error=Unsupported)] = "before"
+    state_norm_placement: Annotated[str | None, Choices(None, "before", error=Unsupported)] = None
     rms_norm_eps: Annotated[float, Limits(1e-12, 1.0)] = 1e-6
-    qk_norm: Annotated[str | None, Choices(None, "head", "per_head", "all", error=Unsupported)] = None
+    qk_norm: Annotated[str | None, Choices(None, "head", "per_head", "all", "unweighted", error=Unsupported)] = None
+    qk_norm_bias: Flag = False
+    qk_norm_after_rotation: Flag = False
+    clip_qkv: Scalar | None = None
     parallel_block: Annotated[str | None, Choices(None, "shared_norm", "two_norms", error=Unsupported)] = None
     hidden_act: Activation = "silu"
     gated_mlp: Flag = True
@@ -154,6 +192,7 @@ class ModelConfig:
     layer_types: tuple[LayerType, ...] = ()
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    kimi_delta: KimiDeltaConfig | None = None
     mamba: MambaConfig | None = None
     single_branch: Flag = False
     position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", "none", error=Unsupported)] = (
@@ -175,10 +214,12 @@ class ModelConfig:
     logits_scale: Scalar = 1.0
     attention_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
     mlp_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
+    temperature: TemperatureConfig | None = None
     attention_scale: Scalar | None = None
     attn_logit_softcapping: Scalar | None = None
     final_logit_softcapping: Scalar | None = None
     attention_sinks: Flag = False
+    attn_output_gate: Flag = False
     is_encoder: Flag = False
     num_labels: Annotated[int, Limits(0, 1 << 16)] = 0
     label_activation: Annotated[str, Choices("sigmoid", "identity", error=Unsupported)] = "sigmoid"
@@ -188,11 +229,13 @@ class ModelConfig:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     logits_bias: Flag = False
+    lm_head_bias: Flag = False
     tie_word_embeddings: Flag = False
     attention_bias: Flag = False
     attention_output_bias: Flag = False
     mlp_bias: Flag = False
     sliding_window: Window = None
+    attention_chunk_size: Window = None
     layer_windows: tuple[Window, ...] = ()
     kv_sharing_targets: tuple[int | None, ...] = ()
     dtype: Annotated[str, Choices(*QUERY_DTYPES)] = "float32"
@@ -208,6 +251,10 @@ class ModelConfig:
         self._check_positions()
         self._check_layers()
         self._check_mixers()
+        if self.hidden_act == "xielu" and (self.gated_mlp or self.moe is not None):
+            raise Unsupported("hidden_act", value="xielu", wanted="it gates nothing, and no experts have it")
+        if self.lm_head_bias and self.tie_word_embeddings:
+            raise Unsupported("lm_head_bias", value=True, wanted="a head that is the embedding has none")
         self._check_latent()
         self._check_encoder()
         self._check_tokens()
@@ -279,13 +326,16 @@ class ModelConfig:
             wanted = f"with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})"
             raise InvalidInput("head_dim", value=self.head_dim, wanted=wanted)
         same = {"num_key_value_heads": self.num_attention_heads, "attention_output_bias": self.attention_bias}
+        if self.position_embedding not in ("rope", "none"):
+            wanted = "attention over latents has 'rope' or 'none'"
+            raise Unsupported("position_embedding", value=self.position_embedding, wanted=wanted)
         for name, value in (_NOT_LATENT | same).items():
             if (found := getattr(self, name)) != value:
                 raise Unsupported(name, value=found, wanted=f"attention over latents has {value!r}")
-        rope = {} if scaling is None else {"rope_type": "yarn", "attention_factor": None, "truncate": True}
-        for name, value in rope.items():
-            if (found := getattr(scaling, name)) != value:
-                raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
+        if scaling is not None and scaling.rope_type == "yarn":
+            for name, value in {"attention_factor": None, "truncate": True}.items():
+                if (found := getattr(scaling, name)) != value:
+                    raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
 
     def _check_encoder(self) -> None:
         encoder = self.encoder
@@ -351,6 +401,10 @@ class ModelConfig:
         """Returns whether this layer has attention."""
         return "self_attn" in self.mixers(layer)
 
+    def norm_placement_of(self, layer: int) -> str:
+        """Returns the place of this layer's norms."""
+        return (not self.attends(layer) and self.state_norm_placement) or self.norm_placement
+
     @property
     def has_states(self) -> bool:
         """Some layers keep a state between tokens."""
@@ -376,9 +430,11 @@ class ModelConfig:
 PARTS = MappingProxyType(
     {
         "moe": MoEConfig,
+        "temperature": TemperatureConfig,
         "latent": LatentConfig,
         "short_conv": ShortConvConfig,
         "delta_net": DeltaNetConfig,
+        "kimi_delta": KimiDeltaConfig,
         "mamba": MambaConfig,
     }
 )

@@ -18,7 +18,13 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, through
 from jattn.llm.models.layers import INITIALIZER, linear, norm, scaled
 from jattn.llm.models.paged_model import PagedSpec
-from jattn.llm.models.positions import attention_factor, inverse_frequencies, relative_bias, rotary_angles
+from jattn.llm.models.positions import (
+    attention_factor,
+    inverse_frequencies,
+    relative_bias,
+    rotary_angles,
+    temperature_factors,
+)
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.ops import row_product, rowwise
@@ -78,7 +84,7 @@ class Decoder(nnx.Module):
         shared: dict[str, Any] = {"rngs": rngs, "implementation": implementation, "parallel": parallel}
         self.layers = nnx.List([DecoderLayer(local, index, **shared) for index in range(config.num_hidden_layers)])
         self.norm = norm(config) if config.final_norm else None
-        head: dict[str, Any] = {"use_bias": False, "preferred_element_type": jnp.float32, **options}
+        head: dict[str, Any] = {"use_bias": config.lm_head_bias, "preferred_element_type": jnp.float32, **options}
         has_head = not (config.tie_word_embeddings or config.is_encoder)
         self.lm_head = linear(*reversed(sizes), **head) if has_head else None
         labels: dict[str, Any] = {"use_bias": True, **options}
@@ -357,10 +363,11 @@ class Decoder(nnx.Module):
         if config.position_embedding != "rope" or config.latent is not None:
             return x, None
         factor = attention_factor(config.rope_scaling)
-        angles = self._angles(positions, frequencies=inverse_frequencies(config), factor=factor)
-        if config.rope_local_theta is None:
-            return x, (angles, angles)
-        return x, (angles, self._angles(positions, frequencies=inverse_frequencies(config, local=True)))
+        angles = local = self._angles(positions, frequencies=inverse_frequencies(config), factor=factor)
+        if config.rope_local_theta is not None:
+            local = self._angles(positions, frequencies=inverse_frequencies(config, local=True))
+        factors = () if config.temperature is None else (temperature_factors(positions, config.temperature),)
+        return x, (angles, local, *factors)
 
     def _angles(self, positions: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
         angles = functools.partial(rotary_angles, **options)

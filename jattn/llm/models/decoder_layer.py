@@ -48,7 +48,8 @@ class DecoderLayer(nnx.Module):
         parallel: TensorParallel | None = None,
     ) -> None:
         self.config, self.parallel = config, parallel
-        before, after = config.norm_placement in ("before", "both"), config.norm_placement != "before"
+        self.norm_placement = config.norm_placement_of(layer)
+        before, after = self.norm_placement in ("before", "both"), self.norm_placement != "before"
         self.input_layernorm = norm(config) if before else None
         mixers, options = config.mixers(layer), {"rngs": rngs, "implementation": implementation}
         latent = LatentAttention if config.index_head_dim is None else SparseAttention
@@ -161,7 +162,7 @@ class DecoderLayer(nnx.Module):
         routed_experts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Adds the outputs of the mixers and of the following parts to the residual stream; see `__call__`."""
-        if self.config.norm_placement == "residual":
+        if self.norm_placement == "residual":
             mixed = through(dropout, self._summed(mixed, "heads", peers))
             x = through(self.attention_output_norm, self._sum(x, mixed))
             if cross is not None:

@@ -84,7 +84,8 @@ class SparseMLP(nnx.Module):
 
     def _of_rows(self, rows: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         weights, experts = self.route(rows, forced)
-        out = self.routed(rows, *self._own(weights, experts))
+        own = self._own(weights, experts)
+        out = (self._weighed_before if self.moe.apply_router_weight_on_input else self.routed)(rows, *own)
         if self.shared_expert is not None:
             shared, gate = self.shared_expert(rows), self.shared_expert_gate
             out = out + (shared if gate is None else jax.nn.sigmoid(gate(rows)) * shared)
@@ -123,6 +124,8 @@ class SparseMLP(nnx.Module):
         `forced` is as in `with_experts`.
         """
         moe, router, correction = self.moe, self.router, self.e_score_correction_bias
+        if moe.scoring_func == "sparsemixer":
+            return sparse_mixer(router(rows), moe.num_experts_per_tok, moe.sparsemixer_eps, forced)
         names = ("scoring_func", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
         options: dict[str, Any] = {name: getattr(moe, name) for name in names}
         options["top_k"] = moe.num_experts_per_tok
@@ -133,12 +136,41 @@ class SparseMLP(nnx.Module):
         bias = None if router.bias is None else router.bias[...]
         return route_experts(rows, router.kernel[...], bias=bias, **options)
 
+    def _weighed_before(self, rows: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns the sums of the outputs of each row's experts, whose inputs are the row times their weights."""
+        scaled = (rows[:, None] * weights[..., None]).astype(rows.dtype).reshape(-1, rows.shape[-1])
+        out = self.routed(scaled, jnp.ones((len(scaled), 1), jnp.float32), experts.reshape(-1, 1))
+        return out.reshape(len(rows), -1, rows.shape[-1]).sum(1)
+
     def _own(self, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the routing by this device's ids: experts of others are below 0 or behind the last."""
         count, parallel = self.num_local_experts, self.parallel
         if count == self.moe.num_experts or parallel is None:
             return weights, experts
         return weights, experts - parallel.first("experts", count)
+
+
+def sparse_mixer(
+    logits: jax.Array, top_k: int, eps: float, forced: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns weights float32 and experts int32, [rows, top_k], of logits [rows, experts] (arXiv:2409.12136).
+
+    Each expert is the best of those left; its weight is its softmax among all that are nearly as good. `forced` is as
+    in `SparseMLP.with_experts`.
+    """
+    scores, ids = logits.astype(jnp.float32), jnp.arange(logits.shape[-1])[None]
+    left, weights, experts = scores, [], []
+    for place in range(top_k):
+        best = left.max(-1, keepdims=True)
+        near = (best - scores) / jnp.maximum(jnp.abs(scores), best) <= 2 * eps
+        chosen = left.argmax(-1)
+        if forced is not None:
+            chosen = jnp.where((forced >= 0).all(-1), forced[:, place], chosen)
+        gates = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
+        weights.append(jnp.take_along_axis(gates, chosen[:, None], axis=-1)[:, 0])
+        experts.append(chosen.astype(jnp.int32))
+        left = jnp.where(ids == chosen[:, None], -jnp.inf, left)
+    return jnp.stack(weights, -1), jnp.stack(experts, -1)
 
 
 def _product(linear: Any) -> ExpertProduct:

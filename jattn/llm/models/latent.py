@@ -11,6 +11,7 @@ from flax import nnx
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER
+from jattn.llm.models.positions import attention_factor, inverse_frequencies, rotary_angles, temperature_factors
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, SparseLatentAttention
@@ -30,8 +31,17 @@ class _Layer:
         implementation: str | None = None,
         parallel: TensorParallel | None = None,
     ) -> None:
+        self.temperature = config.temperature
         options = self._options(config, rngs=rngs, implementation=implementation)
         super().__init__(config.num_attention_heads, config.hidden_size, **options)  # type: ignore[call-arg]
+
+    def _projected(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, *rest = super()._projected(inputs, positions)  # type: ignore[misc]
+        if self.temperature is not None:
+            places = jnp.arange(inputs.shape[-2]) if positions is None else positions
+            factors = jnp.broadcast_to(temperature_factors(places, self.temperature)[..., 0, 0], inputs.shape[:-1])
+            query = (query * factors.reshape(-1, 1, 1)).astype(query.dtype)
+        return query, *rest
 
     @classmethod
     def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
@@ -42,7 +52,7 @@ class _Layer:
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
         return {
             **{name: getattr(latent, name) for name in sizes},
-            "rope": _rope(config),
+            "rope": _rope(config, latent.rope_interleave) if config.position_embedding == "rope" else None,
             "use_bias": config.attention_bias,
             # The norms of latents always have epsilon 1e-6, as in transformers, not rms_norm_eps.
             "param_dtype": jnp.dtype(config.dtype),
@@ -87,7 +97,7 @@ class SparseAttention(_Layer, SparseLatentAttention):
             num_heads=latent.index_n_heads,
             head_dim=latent.index_head_dim,
             topk=latent.index_topk,
-            rope=_rope(config, interleaved=False),
+            rope=_rope(config, latent.index_rope_interleave),
             rope_dim=latent.qk_rope_head_dim,
             param_dtype=jnp.dtype(config.dtype),
             kernel_init=INITIALIZER,
@@ -96,10 +106,13 @@ class SparseAttention(_Layer, SparseLatentAttention):
         return {"indexer": indexer, **options}
 
 
-def _rope(config: ModelConfig, **options: Any) -> DeepSeekRoPE:
-    scaling, options = config.rope_scaling, {"dim": config.rotary_dim, "theta": config.rope_theta, **options}
+def _rope(config: ModelConfig, interleaved: bool) -> Any:
+    scaling = config.rope_scaling
+    options: dict[str, Any] = {"dim": config.rotary_dim, "theta": config.rope_theta, "interleaved": interleaved}
     if scaling is None:
         return DeepSeekRoPE(**options)
+    if scaling.rope_type != "yarn":
+        return _OtherRoPE(config, interleaved)
     names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     return DeepSeekRoPE(
         **options,
@@ -108,3 +121,18 @@ def _rope(config: ModelConfig, **options: Any) -> DeepSeekRoPE:
         mscale=(scaling.mscale_all_dim and scaling.mscale) or 0.0,
         mscale_all_dim=scaling.mscale_all_dim or 0.0,
     )
+
+
+class _OtherRoPE:
+    """Rotates x[heads, tokens, dim] by positions[tokens], with frequencies that are scaled otherwise."""
+
+    def __init__(self, config: ModelConfig, interleaved: bool) -> None:
+        self.dim, self.interleaved = config.rotary_dim, interleaved
+        self._frequencies, self._factor = inverse_frequencies(config), attention_factor(config.rope_scaling)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        cosine, sine = (part[:, 0] for part in rotary_angles(positions, self._frequencies, self._factor))
+        wide = x.astype(jnp.float32)
+        first, second = (wide[..., 0::2], wide[..., 1::2]) if self.interleaved else jnp.split(wide, 2, axis=-1)
+        turned = [first * cosine[None] - second * sine[None], second * cosine[None] + first * sine[None]]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -166,11 +166,12 @@ class LayerNorm(nnx.Module):
         epsilon: float,
         dtype: str,
         use_bias: bool,
+        add_one: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        self.weight = nnx.Param(jnp.ones(features, jnp.dtype(dtype)))
+        self.weight = nnx.Param(jnp.full(features, not add_one, jnp.dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros(features, jnp.dtype(dtype))) if use_bias else None
-        self.epsilon = epsilon
+        self.epsilon, self.add_one = epsilon, add_one
         self.parallel = parallel
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -181,7 +182,7 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - _mean(wide, self.parallel)
         wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
-        wide = wide * jax.lax.broadcast_to_rank(self.weight[...].astype(jnp.float32), x.ndim)
+        wide = wide * jax.lax.broadcast_to_rank(self.weight[...].astype(jnp.float32) + self.add_one, x.ndim)
         if self.bias is not None:
             wide = wide + jax.lax.broadcast_to_rank(self.bias[...].astype(jnp.float32), x.ndim)
         return wide.astype(x.dtype)
@@ -197,7 +198,8 @@ def norm(
     """Returns the model's kind of norm, over its residual stream unless `features` says otherwise."""
     features = config.hidden_size if features is None else features
     options = {"epsilon": config.rms_norm_eps, "dtype": config.dtype, "parallel": parallel}
-    if config.norm_type == "layer_norm":
+    if config.norm_type.startswith("layer_norm"):
+        options["add_one"] = config.norm_type == "layer_norm_1p"
         return LayerNorm(features, use_bias=config.norm_bias and use_bias, **options)
     return RMSNorm(features, norm_type=config.norm_type, **options)
 
@@ -220,6 +222,7 @@ class MLP(nnx.Module):
         else:
             self.up_proj = linear(width, inner, **options)
         self.is_gated = config.gated_mlp
+        self.act_fn = XIELU(config.dtype) if config.hidden_act == "xielu" else None
         self.down_proj = linear(inner, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -230,6 +233,8 @@ class MLP(nnx.Module):
 
     def _activated(self, inner: jax.Array) -> jax.Array:
         factor = self.multipliers[0]
+        if self.act_fn is not None:
+            return self.act_fn(inner)
         if not self.is_gated:
             return activated(self.hidden_act, scaled(inner, factor))
         if factor != 1:
@@ -248,6 +253,24 @@ def _by_row(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, **op
     features = x.shape[-1]
     bias = None if bias is None else bias.reshape(-1, features)
     return row_norm(x.reshape(-1, features), weight.reshape(-1, features), bias=bias, **options).reshape(x.shape)
+
+
+class XIELU(nnx.Module):
+    """The activation of Apertus (arXiv:2411.13010): a square above 0, an exponential below, with weights of a layer."""
+
+    def __init__(self, dtype: str) -> None:
+        # At first 0.8 on both sides; a weight is positive by its softplus.
+        starts = (jnp.full(1, value, dtype) for value in (0.8, 0.3))
+        self.alpha_p, self.alpha_n = (nnx.Param(jnp.log(jnp.expm1(start))) for start in starts)
+        self.beta, self.eps = (nnx.Param(jnp.full(1, value, dtype)) for value in (0.5, -1e-6))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps each element."""
+        each = (self.alpha_p, self.alpha_n, self.beta, self.eps)
+        alpha_p, alpha_n, beta, eps = (jax.lax.broadcast_to_rank(weight[...], x.ndim) for weight in each)
+        above = jax.nn.softplus(alpha_p) * x * x
+        below = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + jax.nn.softplus(alpha_n))
+        return jnp.where(x > 0, above, below) + beta * x
 
 
 def _mean(x: jax.Array, parallel: TensorParallel | None) -> jax.Array:

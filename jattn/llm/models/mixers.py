@@ -19,6 +19,7 @@ MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention": ("self_attn",),
         "conv": ("conv",),
         "linear_attention": ("linear_attn",),
+        "kimi_delta_attention": ("kda",),
         "mamba": ("mamba",),
         "attention_mamba": ("self_attn", "mamba"),
         "feed_forward": (),
@@ -26,7 +27,7 @@ MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 #: The field of `ModelConfig` with the sizes of a mixer that keeps a state.
 STATE_CONFIGS: Mapping[str, str] = MappingProxyType(
-    {"conv": "short_conv", "linear_attn": "delta_net", "mamba": "mamba"}
+    {"conv": "short_conv", "linear_attn": "delta_net", "kda": "kimi_delta", "mamba": "mamba"}
 )
 LayerType: TypeAlias = Annotated[str, Choices(*MIXERS, error=Unsupported)]
 _Width: TypeAlias = Annotated[int, Limits(2, 4)]
@@ -61,6 +62,8 @@ class DeltaNetConfig:
         key_dim: number of elements of a query or key head.
         value_dim: number of elements of a value head.
         conv_size: number of tokens that the convolution before the rule sees.
+        allow_neg_eigval: step sizes are from 0 to 2 instead of 0 to 1 (Grazzi et al. 2024, arXiv:2411.12537).
+        norm_eps: term of the norm of the results; None for the model's rms_norm_eps.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -71,6 +74,8 @@ class DeltaNetConfig:
     key_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
     value_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
     conv_size: _Width = 4
+    allow_neg_eigval: Flag = False
+    norm_eps: Annotated[float | None, Limits(1e-12, 1.0)] = None
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="delta_net.")
@@ -120,3 +125,24 @@ class MambaConfig:
         if self.num_heads % self.num_groups:
             wanted = f"it must be a multiple of num_groups ({self.num_groups})"
             raise InvalidInput("mamba.num_heads", value=self.num_heads, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaConfig:
+    """Kimi Delta Attention (arXiv:2510.26692): the gated delta rule with a gate for each channel of a key.
+
+    Attributes:
+        num_heads: number of heads.
+        head_dim: number of elements of a head of queries, keys and values, and width of the compressed gates.
+        conv_size: number of tokens that the convolution before the rule sees.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    num_heads: Annotated[int, Limits(1, 1024)]
+    head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    conv_size: _Width = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="kimi_delta.")

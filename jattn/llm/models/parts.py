@@ -40,7 +40,10 @@ class MoEConfig:
         num_experts: number of experts of a layer.
         num_experts_per_tok: number of experts of a token: those with the largest scores.
         intermediate_size: width of one expert.
-        scoring_func: a token's scores are the "softmax" of its router logits over all experts, or each one's "sigmoid".
+        scoring_func: a token's scores are the "softmax" of its router logits over all experts, or each one's "sigmoid";
+            or its experts are chosen one after the other by "sparsemixer" (Liu et al. 2024, arXiv:2409.12136).
+        sparsemixer_eps: half of the relative distance from the best logit up to which others count in its softmax.
+        apply_router_weight_on_input: the weights multiply the experts' inputs instead of their outputs.
         norm_topk_prob: normalise the weights of a token's experts to sum 1; if False, the weights are the scores.
         routed_scaling_factor: factor of those weights.
         score_correction_bias: choose experts by scores plus a bias per expert, which is not part of the weights
@@ -63,7 +66,9 @@ class MoEConfig:
     num_experts: Annotated[int, Limits(1, 4096)]
     num_experts_per_tok: int
     intermediate_size: int
-    scoring_func: Annotated[str, Choices("softmax", "sigmoid", error=Unsupported)] = "softmax"
+    scoring_func: Annotated[str, Choices("softmax", "sigmoid", "sparsemixer", error=Unsupported)] = "softmax"
+    sparsemixer_eps: Annotated[float, Limits(0.0, 1.0)] = 0.01
+    apply_router_weight_on_input: Flag = False
     norm_topk_prob: Flag = True
     routed_scaling_factor: Annotated[float, Limits(1e-6, 1e6)] = 1.0
     score_correction_bias: Flag = False
@@ -117,6 +122,8 @@ class LatentConfig:
         index_head_dim: number of elements of each of these heads; a token's index key, which all heads share, is cached
             too.
         index_topk: most tokens that a query attends to.
+        rope_interleave: pairs of the rotary embedding are neighbours; False for (element i, element i + half).
+        index_rope_interleave: likewise in the indexer.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
@@ -130,6 +137,8 @@ class LatentConfig:
     index_n_heads: Annotated[int | None, Limits(1, 1 << 16, also="")] = None
     index_head_dim: int | None = None
     index_topk: Annotated[int | None, Limits(1, 1 << 24, also="")] = None
+    rope_interleave: Flag = True
+    index_rope_interleave: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -143,6 +152,31 @@ class LatentConfig:
             raise InvalidInput("q_lora_rank", value=None, wanted="an indexer's queries come from the compressed query")
         # The rest of a key is not rotated.
         check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureConfig:
+    """A factor of the queries that grows with their position p: `1 + beta * log(1 + floor((p + offset) / interval))`.
+
+    It keeps attention over long contexts from flattening (Llama 4).
+
+    Attributes:
+        beta: weight of the logarithm.
+        interval: number of positions with the same factor.
+        offset: number that is added to a position.
+        without_rope: only in layers without rotary embedding.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    beta: Annotated[float, Limits(0.0, 1e3)]
+    interval: Annotated[int, Limits(1, MAX_CONTEXT)]
+    offset: Annotated[int, Limits(0, 1)] = 0
+    without_rope: Flag = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="temperature.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.parts import RopeScaling
+from jattn.llm.models.parts import RopeScaling, TemperatureConfig
 from jattn.nn.yarn import yarn_kept, yarn_weight
 
 
@@ -52,6 +52,12 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         above, below = (yarn_weight(scaling.factor, weight) for weight in weights)
         return above / below
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+
+
+def temperature_factors(positions: jax.Array, temperature: TemperatureConfig) -> jax.Array:
+    """Returns the factors of queries, float32[..., tokens, 1, 1], at positions int32[..., tokens]."""
+    steps = jnp.floor((positions.astype(jnp.float32) + temperature.offset) / temperature.interval)
+    return (1 + temperature.beta * jnp.log1p(steps))[..., None, None]
 
 
 def rotary_angles(positions: jax.Array, frequencies: np.ndarray, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.metadata import AttentionMetadata
-from jattn.nn import GatedDeltaNet, Mamba2, ShortConv
+from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
 
 
@@ -48,8 +48,19 @@ class DeltaNet(_Layer, GatedDeltaNet):
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         sizes = _sizes(config, "linear_attn")
-        heads = {name: getattr(sizes, name) for name in ("num_kv_heads", "key_dim", "value_dim", "conv_size")}
-        super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **heads, **options)
+        names = ("num_kv_heads", "key_dim", "value_dim", "conv_size", "allow_neg_eigval")
+        options |= {name: getattr(sizes, name) for name in names}
+        epsilon = config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        super().__init__(sizes.num_heads, config.hidden_size, epsilon=epsilon, **options)
+
+
+class KimiDelta(_Layer, KimiDeltaAttention):
+    """Kimi Delta Attention of one layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        sizes = _sizes(config, "kda")
+        options |= {"head_dim": sizes.head_dim, "conv_size": sizes.conv_size, "epsilon": config.rms_norm_eps}
+        super().__init__(sizes.num_heads, config.hidden_size, **options)
 
 
 class Mamba(_Layer, Mamba2):
@@ -63,7 +74,7 @@ class Mamba(_Layer, Mamba2):
 
 
 _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
-    {"conv": ShortConvolution, "linear_attn": DeltaNet, "mamba": Mamba}
+    {"conv": ShortConvolution, "linear_attn": DeltaNet, "kda": KimiDelta, "mamba": Mamba}
 )
 
 

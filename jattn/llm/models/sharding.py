@@ -267,10 +267,12 @@ class _Cutter:
         if module == "qkv_proj":
             query, key = config.query_size, config.key_value_size
             columns = np.arange(length)
-            by_head = [columns[:query], columns[query : query + key], columns[query + key :]]
+            by_head = np.split(columns, [query, query + key, query + 2 * key])
+            owners = (self._heads, self._kv_heads, self._kv_heads, self._heads)
             parts = [
                 part.reshape(-1, config.head_dim)[heads].reshape(len(heads), -1)
-                for part, heads in zip(by_head, (self._heads, self._kv_heads, self._kv_heads), strict=True)
+                for part, heads in zip(by_head, owners, strict=True)
+                if part.size
             ]
             return np.concatenate(parts, axis=1).ravel()
         if module == "k_norm":

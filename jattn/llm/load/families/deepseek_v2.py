@@ -17,6 +17,10 @@ def _first_layers(count: Any) -> tuple[int, ...]:
 _GROUPS = {
     name: Key(f"moe.{name}", lambda groups: 1 if groups is None else groups) for name in ("n_group", "topk_group")
 }
+LATENT_KEYS = {
+    name: f"latent.{name}"
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+}
 KEYS = {
     "attention_bias": BOTH_BIASES,
     **_GROUPS,
@@ -26,10 +30,7 @@ KEYS = {
     "n_shared_experts": "moe.n_shared_experts",
     "routed_scaling_factor": "moe.routed_scaling_factor",
     "first_k_dense_replace": Key("moe.dense_layers", _first_layers, len),
-} | {
-    name: f"latent.{name}"
-    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-}
+} | LATENT_KEYS
 DEFAULTS = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,

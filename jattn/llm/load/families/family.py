@@ -110,18 +110,24 @@ class Family:
         inert: keys with the one value that is computed here.
         ignored: keys of published files that never change the model: transformers does not read them.
         also: further architectures whose files have these weights among others.
+        also_types: further model_types of the architecture.
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window if no layer_types does.
         layer_types: the files' names of types of layers, and the types of `ModelConfig.layer_types` that they are. The
             first name of a type is written; "full_attention" is always known.
+        default_types: the files' names for each layer, from the values of a file without layer_types.
         rope_keys: the file's names of rope_theta, partial_rotary_factor and rope_local_base_freq, if they differ. Only
             families that name partial_rotary_factor and rope_local_base_freq read them; the latter is "rope_parameters"
-            if the file has it only there, by kind of layer.
+            if the file has it only there, by kind of layer. "llama_4_scaling_beta", "alpha" and "short_mscale" are read
+            from the object of the embedding if they are named.
         names: tensor names by module of the decoder, if they differ from `_NAMES`; a tuple for joined pieces. A key
             with the prefix "encoder." applies to an encoder only. "{expert}" is the expert's index; a name of experts
-            without it is one tensor of all experts, [experts, in, out] or, with `experts_out_in`, [experts, out, in].
+            without it is one tensor of all experts, [experts, in, out] or, with `experts_out_in`, [experts, out,
+            in]. "{head}" is the index of a head.
         names_of: those that depend on the model's config.
+        shapes: shapes in the file of vectors that have further axes there, by module; -1 for the vector's size.
+        also_spelled: parts of tensor names, and how another writer spells them.
         prefix: prefix of tensor names, which files of the model without its head leave out.
         order: order of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key
             head, then that key and its value), "alternating" (gate and up alternate).
@@ -146,12 +152,16 @@ class Family:
     inert: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    also_types: tuple[str, ...] = ()
     whole: Whole | None = None
     windows: str | Callable[[int, Raw], bool] | None = None
     layer_types: Mapping[str, str] = field(default_factory=dict)
+    default_types: Callable[[Raw], list[str]] | None = None
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     names_of: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    also_spelled: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
     order: Mapping[str, str] = field(default_factory=dict)
     in_out: bool = False
@@ -224,6 +234,17 @@ def stack_names(names: Mapping[str, str], prefix: str = "") -> dict[str, str]:
         for part in ("", "encoder.")
         for module, name in names.items()
     }
+
+
+def mlp_layer_types(config: ModelConfig) -> Raw:
+    """Returns which layers have experts, as newer files say it."""
+    layers = range(config.num_hidden_layers)
+    return {"mlp_layer_types": ["sparse" if config.is_sparse(layer) else "dense" for layer in layers]}
+
+
+def no_rope_layers(config: ModelConfig) -> Raw:
+    """Returns which layers rotate, by the name of those that do not."""
+    return {"no_rope_layers": [int(layer not in config.nope_layers) for layer in range(config.num_hidden_layers)]}
 
 
 def every(count: int) -> Callable[[int, Raw], bool]:

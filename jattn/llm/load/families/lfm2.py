@@ -43,7 +43,6 @@ LFM2 = Family(
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 256,
         "block_ffn_dim_multiplier": 1.0,
-        "layer_types": _layer_types,
     },
     options={"qk_norm": "head", "hidden_act": "silu"},
     derive=_feed_forward,
@@ -57,6 +56,7 @@ LFM2 = Family(
     # Of training, and sizes and a norm's number that stand elsewhere.
     ignored=(*_INIT, "block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads"),
     inert={"block_use_swiglu": True, "use_pos_enc": True},
+    default_types=_layer_types,
     layer_types={"conv": "conv"},
     names={
         "norm": "model.embedding_norm",

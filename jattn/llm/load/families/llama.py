@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Raw, Whole
+from jattn.llm.load.families.family import BOTH_BIASES, INVERSE, Family, Key, Raw, Whole, no_rope_layers
 from jattn.llm.load.families.gguf import Gguf
 
 _BIASES = {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"}
@@ -22,6 +22,28 @@ MISTRAL = Family(
     model_type="mistral",
     defaults={"sliding_window": 4096},
     windows="all",
+    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
+)
+
+#: YaRN and the factor of queries by their position, as the files of Ministral 3 have them.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+# Ministral 3: queries grow with their position.
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6, "rope_scaling": YARN, "sliding_window": None},
+    windows="all",
+    rope_keys={"llama_4_scaling_beta": "llama_4_scaling_beta"},
     whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
 
@@ -48,6 +70,7 @@ SMOLLM3 = Family(
     keys=_BIASES,
     defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "use_sliding_window": False},
     derive=_without_rope,
+    write=no_rope_layers,
     windows=lambda layer, raw: layer in _without_rope(raw)["nope_layers"],
 )
 

@@ -67,6 +67,8 @@ T5 = Family(
     | _feed_forward("", 2)
     | _feed_forward("encoder.", 1)
     | stack_names({"norm": "final_layer_norm", "relative_attention_bias": _BIASES, "layer": "block.{layer}."}),
+    # MADLAD-400's files have the decoder's alone.
+    also_spelled={"shared.weight": "decoder.embed_tokens.weight"},
     # The embedding again, and a bias of cross attention that was never used.
     unread=r"(en|de)coder\.embed_tokens\.weight|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )

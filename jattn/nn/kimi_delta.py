@@ -1,0 +1,127 @@
+"""KimiDeltaAttention: the gated delta rule with a gate for each key channel, as a Flax module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jattn import ops
+from jattn.metadata import AttentionMetadata
+from jattn.nn.options import DType, Implementation, Size
+from jattn.nn.states import ConvWeights, packed_sequences
+from torch_core.base.limits import checked
+from torch_core.base.specs import StateCacheSpec
+
+
+class KimiDeltaAttention(nnx.Module):
+    """The layer of Kimi Linear (arXiv:2510.26692). Calls are as those of `GatedDeltaNet`.
+
+    The products with the input are one: queries, keys, values, the compressed gates of channels and of results, and the
+    step sizes, in this order.
+
+    Args:
+        num_heads: number of heads.
+        in_features: width of the input and of the output.
+        head_dim: elements of a head of queries, keys and values, and width of the compressed gates.
+        conv_size: tokens that the convolution sees, 2 to 4.
+        epsilon: term that the norm of the results adds to the mean square.
+        dtype, param_dtype, kernel_init, dot_general: as in flax's modules; `A_log` and `dt_bias` are float32.
+        implementation: as in `jattn.ops.gated_delta_rule`.
+        rngs: source of the initial values.
+
+    Raises:
+        InvalidInput: an option of the wrong type or out of range.
+
+    Example:
+        >>> layer = KimiDeltaAttention(2, 12, head_dim=8, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 5, 12))).shape, layer.state_spec().shapes
+        ((3, 5, 12), ((3, 48), (2, 8, 8)))
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_heads: Size,
+        in_features: Size,
+        *,
+        head_dim: Size,
+        conv_size: Size = 4,
+        epsilon: float = 1e-5,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        dot_general: Callable[..., Any] = jax.lax.dot_general,
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_heads, self.in_features, self.head_dim = num_heads, in_features, head_dim
+        self.implementation = implementation
+        size = num_heads * head_dim
+
+        def linear(inner: int, outer: int) -> nnx.Linear:
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+            return nnx.Linear(inner, outer, use_bias=False, dot_general=dot_general, **options)
+
+        self.in_proj = linear(in_features, 3 * size + 2 * head_dim + num_heads)
+        self.f_b_proj, self.g_b_proj = linear(head_dim, size), linear(head_dim, size)
+        self.conv1d = ConvWeights(3 * size, conv_size, param_dtype=param_dtype, rngs=rngs)
+        self.dt_bias = nnx.Param(jnp.ones(size))
+        decays = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
+        self.A_log = nnx.Param(jnp.log(decays))
+        self.norm = nnx.RMSNorm(head_dim, epsilon=epsilon, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
+        self.out_proj = linear(size, in_features)
+
+    def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
+        """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
+        channels, width = self.conv1d.weight.shape
+        matrices = (self.num_heads, self.head_dim, self.head_dim)
+        return StateCacheSpec(shapes=((width - 1, channels), matrices), dtypes=(dtype, "float32"))
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        states: tuple[jax.Array, jax.Array] | None = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Any:
+        """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
+        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
+        conv_states, matrices = (None, None) if states is None else states
+        size, dim = self.num_heads * self.head_dim, self.head_dim
+        ends = [3 * size, 3 * size + dim, 3 * size + 2 * dim]
+        mixed, forget, gate, beta = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), ends, axis=-1)
+        mixed, conv_states = ops.causal_conv1d(
+            mixed,
+            self.conv1d.weight[...].astype(mixed.dtype),
+            conv_states=conv_states,
+            activation="silu",
+            implementation=self.implementation,
+            **sequences,
+        )
+        query, key, value = (self._heads(each) for each in jnp.split(mixed, 3, axis=-1))
+        rate, bias = self.A_log[...], self.dt_bias[...]
+        forget = self.f_b_proj(forget).astype(jnp.float32) + bias[None]
+        out, matrices = ops.gated_delta_rule(
+            query,
+            key,
+            value,
+            jax.nn.sigmoid(beta.astype(jnp.float32)),
+            gk=-jnp.exp(rate)[None, :, None] * jax.nn.softplus(self._heads(forget)),
+            states=matrices,
+            max_query_len=longest,
+            scale=dim**-0.5,
+            use_qk_l2norm_in_kernel=True,
+            implementation=self.implementation,
+            **sequences,
+        )
+        gate = self._heads(self.g_b_proj(gate)).astype(jnp.float32)
+        out = (self.norm(out) * jax.nn.sigmoid(gate)).astype(mixed.dtype)
+        out = self.out_proj(out.reshape(*inputs.shape[:-1], -1))
+        return out if states is None else (out, (conv_states, matrices))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], self.num_heads, self.head_dim)
