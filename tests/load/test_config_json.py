@@ -35,10 +35,10 @@ REFUSED = [
     ({"architectures": ["A", "B"]}, InvalidInput, "architectures is ['A', 'B']; it must be a list of one name."),
     (
         # A Llama by its keys; it rotates neighbours, as a Llama does not.
-        {"architectures": ["HeliumForCausalLM"]},
+        {"architectures": ["JambaForCausalLM"]},
         Unsupported,
         (
-            "architectures[0] is 'HeliumForCausalLM'; this build has those of jattn.llm.load.known_families(), and "
+            "architectures[0] is 'JambaForCausalLM'; this build has those of jattn.llm.load.known_families(), and "
             "jattn.llm.load.register_family adds another."
         ),
     ),

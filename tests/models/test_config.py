@@ -105,12 +105,17 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         (CONV | {"layer_types": ("conv", "conv")}, "layer_types is ('conv', 'conv'); a layer of this build's decoders"),
         (CONV | {"is_encoder": True}, "layer_types is ('attention', 'conv'); encoders and their decoders attend."),
         ({"single_branch": True}, "single_branch is True; such layers have layer_types and a norm before them."),
+        ({"hidden_act": "xielu"}, "hidden_act is 'xielu'; it gates nothing, and no experts have it."),
+        (
+            {"lm_head_bias": True, "tie_word_embeddings": True},
+            "lm_head_bias is True; a head that is the embedding has none.",
+        ),
         ({"latent": LATENT}, "num_key_value_heads is 2; attention over latents has 4."),
         ({**LATENTS, "sliding_window": 8}, "sliding_window is 8; attention over latents has None."),
         ({**LATENTS, "attention_bias": True}, "attention_output_bias is False; attention over latents has True."),
         (
-            {**LATENTS, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
-            "rope_scaling.rope_type is 'linear'; attention over latents has yarn.",
+            {**LATENTS, "rope_scaling": RopeScaling(rope_type="yarn", factor=2.0, attention_factor=3.0)},
+            "rope_scaling.attention_factor is 3.0; attention over latents has None.",
         ),
     ],
     ids=str,
@@ -158,7 +163,7 @@ def test_wrong_sizes_of_layers_with_a_state_are_refused(part, changes, message):
 
 
 def test_an_unknown_score_of_experts_is_unsupported():
-    with pytest.raises(Unsupported, match=r"^scoring_func is 'relu'; this build has softmax, sigmoid\.$"):
+    with pytest.raises(Unsupported, match=r"^scoring_func is 'relu'; this build has softmax, sigmoid, sparsemixer\.$"):
         dataclasses.replace(MOE, scoring_func="relu")
 
 

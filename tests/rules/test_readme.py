@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from jattn.llm.load import known_families
+from jattn.llm.load.families.table import families_table
 from torch_core.serves import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,10 @@ def test_the_readme_counts_the_architectures_that_load() -> None:
 
 def test_the_limits_are_the_table_that_the_code_reads() -> None:
     assert serves_table() in (ROOT / "docs" / "limits.md").read_text()
+
+
+def test_the_models_are_the_table_that_follows_from_the_families() -> None:
+    assert families_table() in (ROOT / "docs" / "models.md").read_text()
 
 
 def test_ci_runs_the_very_test_command_of_the_readme() -> None:

@@ -136,9 +136,8 @@ class _FolderSource:
         is_bare = f"{embedding.removeprefix(family.prefix)}.weight" in tensors
         plan, whole = plan_parameters(config, prefix="" if is_bare else None), is_whole(raw, family)
         packing = read_packing(language_part(raw, family).get("quantization_config") or {})
-        plan = spelled_as_found(
-            plan, tensors if packing is None else named_tensors(tensors, packing), family, is_whole=whole
-        )
+        named = tensors if packing is None else named_tensors(tensors, packing)
+        plan = spelled_as_found(plan, named, family, is_whole=whole)
         if packing is not None:
             tensors = unpacked_tensors(tensors, plan, packing)
         if config.tie_word_embeddings:

@@ -2,47 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jattn.llm.load.families.deepseek_v2 import LATENT_KEYS
-from jattn.llm.load.families.family import Family, Raw, expert_names, mlp_layer_types
-from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput
-
-#: Their names in the object linear_attn_config of published files.
-_OF_OBJECT = {
-    "linear_num_heads": "num_heads",
-    "linear_head_dim": "head_dim",
-    "linear_conv_kernel_dim": "short_conv_kernel_size",
-}
-
-
-def _of_object(raw: Raw, name: str) -> Any:
-    given = raw.get("linear_attn_config") or {}
-    if not isinstance(given, dict):
-        raise InvalidInput("linear_attn_config", value=given, wanted="it must be an object or null")
-    return given.get(name)
-
-
-def _layer_types(raw: Raw) -> list[str]:
-    """Returns the types of the object, whose layers are counted from 1, or every fifth with attention."""
-    count, kinds = raw["num_hidden_layers"], {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-    lists = {kind: _of_object(raw, name) for name, kind in kinds.items()}
-    if None in lists.values():
-        return ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(count)]
-    places = {place - 1: kind for kind, layers in lists.items() for place in layers}
-    if sorted(places) != list(range(count)):
-        wanted = f"its full_attn_layers and kda_layers must be those from 1 to {count}"
-        raise InvalidInput("linear_attn_config", value=raw["linear_attn_config"], wanted=wanted)
-    return [places[layer] for layer in range(count)]
-
-
-def _parts(raw: Raw) -> dict[str, Any]:
-    given = raw.get("first_k_dense_replace")
-    dense = 1 if given is None else given
-    check_int("first_k_dense_replace", dense, 0, 512)
-    return {"head_dim": raw["qk_rope_head_dim"], "moe.dense_layers": tuple(range(dense))}
-
+from jattn.llm.load.families.family import Family, expert_names, mlp_layer_types
+from jattn.llm.load.families.kimi_files import OF_OBJECT, layer_types, of_object, parts
 
 _JOINED = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
 _ALONE = ("f_b_proj", "g_b_proj", "dt_bias", "A_log")
@@ -80,14 +42,10 @@ KIMI_LINEAR = Family(
         "moe_intermediate_size": 1024,
         "routed_scaling_factor": 2.446,
         "rms_norm_eps": 1e-5,
-        **{key: lambda raw, name=name: _of_object(raw, name) for key, name in _OF_OBJECT.items()},
+        **{key: lambda raw, name=name: of_object(raw, name) for key, name in OF_OBJECT.items()},
     },
-    options={
-        "position_embedding": "none",
-        "moe.scoring_func": "sigmoid",
-        "moe.score_correction_bias": True,
-    },
-    derive=_parts,
+    options={"position_embedding": "none", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
+    derive=parts,
     write=mlp_layer_types,
     derived={"linear_attn_config": None, "first_k_dense_replace": None},
     absent=("head_dim",),
@@ -98,12 +56,8 @@ KIMI_LINEAR = Family(
     },
     # Set by other keys, and rotation that no layer does.
     ignored=("head_dim", "rope_theta", "rope_scaling", "use_grouped_topk"),
-    inert={
-        "mla_use_nope": True,
-        "moe_layer_freq": 1,
-        "moe_router_activation_func": "sigmoid",
-    },
-    default_types=_layer_types,
+    inert={"mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"},
+    default_types=layer_types,
     layer_types={"linear_attention": "kimi_delta_attention"},
     names={
         "moe.router": "block_sparse_moe.gate",

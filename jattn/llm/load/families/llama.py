@@ -25,28 +25,6 @@ MISTRAL = Family(
     whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
 )
 
-#: YaRN and the factor of queries by their position, as the files of Ministral 3 have them.
-YARN = {
-    "rope_type": "yarn",
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-
-# Ministral 3: queries grow with their position.
-MINISTRAL3 = Family(
-    architecture="Ministral3ForCausalLM",
-    model_type="ministral3",
-    defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6, "rope_scaling": YARN, "sliding_window": None},
-    windows="all",
-    rope_keys={"llama_4_scaling_beta": "llama_4_scaling_beta"},
-    whole=Whole(architecture="Mistral3ForConditionalGeneration", model_type="mistral3"),
-)
-
 GRANITE = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",

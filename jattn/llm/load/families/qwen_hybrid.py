@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw, Whole, expert_names
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Whole, expert_names
 from jattn.llm.load.families.qwen_moe import MOE_KEYS, MOE_NAMES, sparse_layers
 
 #: Keys of the layers with a delta rule.
@@ -16,13 +16,6 @@ DELTA_KEYS = {
     "linear_value_head_dim": "delta_net.value_dim",
     "linear_conv_kernel_dim": "delta_net.conv_size",
 }
-
-
-def _layer_types(raw: Raw) -> list[str]:
-    interval, layers = raw["full_attention_interval"], range(raw["num_hidden_layers"])
-    return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers]
-
-
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -45,7 +38,10 @@ QWEN3_NEXT = Family(
     derive=sparse_layers,
     derived={"full_attention_interval": None},
     aliases={"num_local_experts": "num_experts"},
-    default_types=_layer_types,
+    default_types=lambda raw: [
+        "linear_attention" if (layer + 1) % raw["full_attention_interval"] else "full_attention"
+        for layer in range(raw["num_hidden_layers"])
+    ],
     layer_types={"linear_attention": "linear_attention"},
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
     names=MOE_NAMES | _SHARED,
@@ -61,7 +57,6 @@ QWEN3_5 = replace(
     keys=DELTA_KEYS | {"attention_bias": BOTH_BIASES},
     defaults=_DEFAULTS,
     derive=None,
-    aliases={},
     inert={"attn_output_gate": True},
     ignored=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     names={
@@ -77,9 +72,8 @@ QWEN3_5_MOE = replace(
     model_type="qwen3_5_moe_text",
     keys={**QWEN3_5.keys}
     | _EXPERT_KEYS
-    | {"num_experts_per_tok": "moe.num_experts_per_tok", "moe_intermediate_size": "moe.intermediate_size"},
+    | {name: MOE_KEYS[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
     defaults=_DEFAULTS | {"intermediate_size": lambda raw: raw["moe_intermediate_size"]},
-    aliases={"num_local_experts": "num_experts"},
     names={**QWEN3_5.names, **MOE_NAMES, **_SHARED},
     whole=Whole(architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe"),
 )

@@ -6,34 +6,40 @@ from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
-from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32, MISTRAL4
+from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from jattn.llm.load.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jattn.llm.load.families.falcon import FALCON
 from jattn.llm.load.families.falcon_h1 import FALCON_H1
 from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
-from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from jattn.llm.load.families.glm5 import GLM_MOE_DSA
+from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
+from jattn.llm.load.families.helium import HELIUM, INTERNLM3
 from jattn.llm.load.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from jattn.llm.load.families.kimi import KIMI_LINEAR
 from jattn.llm.load.families.lfm2 import LFM2
-from jattn.llm.load.families.llama import GRANITE, LLAMA, MINISTRAL3, MISTRAL, PHI3, SEED_OSS, SMOLLM3
+from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.minicpm3 import MINICPM3
-from jattn.llm.load.families.mixtral import GPT_OSS, MINIMAX_M2, MIXTRAL, OLMOE
-from jattn.llm.load.families.nemotron import APERTUS, ARCEE, NEMOTRON, PERSIMMON, STABLELM
+from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
+from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
+from jattn.llm.load.families.nemotron import APERTUS, ARCEE, NEMOTRON
 from jattn.llm.load.families.nemotron_h import NEMOTRON_H
-from jattn.llm.load.families.norms import COHERE, COHERE2, EXAONE4, GLM, GLM4, HELIUM, INTERNLM3, OLMO2, OLMO3
+from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
 from jattn.llm.load.families.olmo_hybrid import OLMO_HYBRID
+from jattn.llm.load.families.olmoe import MINIMAX_M2, OLMOE
 from jattn.llm.load.families.phi import PHI, PHIMOE
 from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jattn.llm.load.families.roberta import ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER
+from jattn.llm.load.families.stablelm import PERSIMMON, STABLELM
 from jattn.llm.load.families.t5 import T5
+from jattn.llm.load.families.window_rope import COHERE2, EXAONE4
 from torch_core.base.errors import InvalidInput
 
 # In the order in which a config that was built by hand is tried: the first that can store it does.
