@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.llm.load.config import parse_config
-from jattn.llm.load.folder import check_folder, read_json
+from jattn.llm.load.folder import check_folder, read_config, read_json
 from jattn.llm.load.plan import plan_parameters
 from jattn.llm.load.weights import check_weights, find_weights, read_parameter
 from tests.support.family_models import CASES, write_checkpoint
@@ -99,7 +99,7 @@ def test_mutated_configs_only_ever_give_our_errors(tmp_path, seed):
 @pytest.mark.parametrize("architecture", CASES)
 def test_mutated_configs_of_every_family_only_ever_give_our_errors(architecture, tmp_path, seed):
     folder = write_checkpoint(tmp_path, architecture, len(CASES[architecture][1]) - 1, seed)
-    original = json.loads((folder / "config.json").read_text())
+    original = read_config(folder)
     random = np.random.default_rng(seed)
     keys, values = sorted({*original, *RARE}), [None, True, -1, 0, 2.5, 10**9, 10**400, "x", [], ["x"], {}, 1e308]
     refused = 0

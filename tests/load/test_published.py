@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jattn.llm.load import load_model, parse_config
+from jattn.llm.load import known_families, load_model, parse_config
 from jattn.llm.load.folder import read_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
@@ -40,6 +40,7 @@ KEYS: list[tuple[str, dict[str, Any]]] = [
             "scale_attn_weights": True,
         },
     ),
+    ("DeepseekV3ForCausalLM", {"model_type": "kimi_k2"}),
     (
         "Lfm2ForCausalLM",
         {"block_dim": 32, "conv_dim": 32, "num_heads": 4, "block_use_swiglu": True, "use_pos_enc": True},
@@ -227,6 +228,24 @@ def test_a_whole_without_a_language_model_of_the_family_is_refused(whole):
         parse_config({key: value for key, value in raw.items() if key != "text_config"})
     with pytest.raises(InvalidInput, match=r"^config\.json: text_config\.model_type is 'other'; this build reads the"):
         parse_config(raw | {"text_config": raw["text_config"] | {"model_type": "other"}})
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", "mistral4"])
+def test_a_whole_is_read_as_the_family_of_its_text_config(kind):
+    text = {key: value for key, value in _TEXT.items() if key != "num_key_value_heads"}
+    raw = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    found = parse_config(raw | {"text_config": text | {"model_type": kind}}).architecture
+    assert known_families()[found].model_type == kind
+
+
+def test_a_t5_whose_file_has_the_decoders_embedding_alone_is_read(tmp_path, seed):
+    """MADLAD-400's files."""
+    folder = write_published(tmp_path, "T5ForConditionalGeneration", seed)
+    expected, *_ = load_model(folder, with_tokenizer=False)
+    name = "decoder.embed_tokens.weight"
+    folder = edited(folder, lambda tensors: tensors.update({name: tensors.pop("shared.weight")}))
+    found, *_ = load_model(folder, with_tokenizer=False)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
 
 
 def test_sizes_that_a_published_text_config_leaves_out_are_those_of_transformers():

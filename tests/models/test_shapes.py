@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from flax import nnx
 
 from jattn.llm.load import parse_config
+from jattn.llm.load.folder import read_config
 from jattn.llm.models import MoEConfig
 from jattn.llm.models.encoder_decoder import build_model
 from jattn.llm.models.shapes import parameter_shapes
@@ -25,7 +24,7 @@ LAST = [
 def test_the_shapes_of_every_family_are_those_of_the_whole_model(support, architecture, variant, tmp_path, seed):
     pytest.importorskip("transformers")
     support.write_checkpoint(tmp_path, architecture, variant, seed)
-    config = parse_config(json.loads((tmp_path / "config.json").read_text()))
+    config = parse_config(read_config(tmp_path))
 
     whole = nnx.state(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
     assert parameter_shapes(config) == {tuple(path): leaf.shape for path, leaf in nnx.to_flat_state(whole)}

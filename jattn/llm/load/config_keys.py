@@ -84,10 +84,11 @@ def family_of_file(raw: dict[str, Any]) -> Family:
     if not isinstance(named, list) or len(named) != 1:
         raise InvalidInput("architectures", value=named, wanted="it must be a list of one name").under(FILE)
     known = known_families()
-    # Of several with one architecture, the one of its language model.
+    # Of several with one architecture, the one of its language model; the first one if the file does not say.
     text = raw.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
-    parts = sorted((family for family in known.values() if family.whole), key=lambda each: each.model_type == kind)
+    parts = [family for family in reversed([*known.values()]) if family.whole is not None]
+    parts.sort(key=lambda family: family.model_type == kind)
     wholes = {family.whole.architecture: family for family in parts if family.whole is not None}
     also = wholes | {name: family for family in known.values() for name in family.also}
     if not isinstance(named[0], str) or named[0] not in known | also:

@@ -81,6 +81,11 @@ class Attention(nnx.Module):
         )
 
     @property
+    def scales_by_element(self) -> bool:
+        """Whether queries or results are multiplied by more than the weights of norms."""
+        return self.has_temperature or self.config.attn_output_gate or self.config.qk_norm == "unweighted"
+
+    @property
     def sees_distances(self) -> bool:
         """Whether a bias by distance goes in with each call."""
         return self.config.position_embedding in ("alibi", "relative")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jattn.llm.models.attention import Attention
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.layers import batch_invariant_dot_general
 from jattn.nn import MultiHeadLatentAttention, SparseLatentAttention
@@ -62,6 +63,8 @@ def _refuse(path: tuple[Any, ...], module: Any) -> None:
         reason = "attends to latents, which is batch-invariant on a CPU alone"
     elif isinstance(module, SparseMLP) and jax.default_backend() != "cpu":
         reason = "has experts, which are batch-invariant on a CPU alone"
+    elif isinstance(module, Attention) and module.scales_by_element:
+        reason = "gates its results or scales its queries, which is not done row by row"
     elif not (hasattr(type(module), "batch_invariant") or isinstance(module, (*_LINEAR, *_NEUTRAL))):
         reason = f"is a {type(module).__name__}, whose results may depend on the batch"
     if reason is not None:

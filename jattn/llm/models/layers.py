@@ -176,13 +176,14 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises `[..., features]`; keeps shape and dtype."""
+        weight = self.weight[...] + 1 if self.add_one else self.weight[...]
         if self.batch_invariant:
             bias = None if self.bias is None else self.bias[...]
-            return _by_row(x, self.weight[...], bias, epsilon=self.epsilon, norm_type="layer_norm")
+            return _by_row(x, weight, bias, epsilon=self.epsilon, norm_type="layer_norm")
         wide = x.astype(jnp.float32)
         wide = wide - _mean(wide, self.parallel)
         wide = wide * jax.lax.rsqrt(_mean(wide * wide, self.parallel) + self.epsilon)
-        wide = wide * jax.lax.broadcast_to_rank(self.weight[...].astype(jnp.float32) + self.add_one, x.ndim)
+        wide = wide * jax.lax.broadcast_to_rank(weight.astype(jnp.float32), x.ndim)
         if self.bias is not None:
             wide = wide + jax.lax.broadcast_to_rank(self.bias[...].astype(jnp.float32), x.ndim)
         return wide.astype(x.dtype)
