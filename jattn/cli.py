@@ -116,6 +116,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     crosscheck.add_argument(
         "--layers", action="store_true", help="compare every layer, and name the first that differs"
     )
+    crosscheck.add_argument(
+        "--bits", action="store_true", help="compare generation with the training pass bit by bit, without torch"
+    )
     crosscheck.add_argument("--picture", metavar="FILE", help="draw the error by layer and position (needs matplotlib)")
     crosscheck.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_loading_arguments(crosscheck)
@@ -344,8 +347,14 @@ def _as_json(output: Any) -> dict[str, Any]:
 
 
 def _crosscheck(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from jattn.llm.testing import check_picture_path, compare_with_torch, save_picture
+    from jattn.llm.testing import check_picture_path, compare_bits, compare_with_torch, save_picture
 
+    if arguments.bits:
+        bits = compare_bits(
+            arguments.model, arguments.prompt, max_tokens=arguments.max_tokens, **loading_options(arguments)
+        )
+        print(bits.to_json() if arguments.json else bits)
+        return 0 if bits.passed else 1
     if arguments.picture is not None:
         check_picture_path(arguments.picture)
     options = loading_options(arguments)

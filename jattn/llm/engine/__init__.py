@@ -4,6 +4,7 @@ from jattn.llm.engine.clients.engine import Engine
 from jattn.llm.engine.clients.llm import LLM, generate
 from jattn.llm.engine.clients.replicas import DataParallelEngine, open_engine
 from jattn.llm.engine.clients.stream import TextDelta, TextStream
+from jattn.llm.engine.clients.verify import Verification
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.options.speculation import SpeculationStats, SpeculativeConfig
@@ -48,6 +49,7 @@ __all__ = [
     "TextDelta",
     "TextStream",
     "TokenDelta",
+    "Verification",
     "calibrate_kv_cache",
     "generate",
     "join",

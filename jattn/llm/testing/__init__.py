@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jattn.llm.testing.bits import BitsReport, compare_bits
 from jattn.llm.testing.compare import compare_with_torch
 from jattn.llm.testing.report import (
     CrosscheckReport,
@@ -14,12 +15,14 @@ from jattn.llm.testing.report import (
 from jattn.llm.testing.torch_decoder import TorchDecoder
 
 __all__ = [
+    "BitsReport",
     "CrosscheckReport",
     "CrosscheckRow",
     "LayerRow",
     "TokenDifference",
     "TorchDecoder",
     "check_picture_path",
+    "compare_bits",
     "compare_with_torch",
     "save_picture",
 ]

@@ -23,30 +23,19 @@ from jattn.llm.models import Decoder, EncoderDecoder, ModelConfig, num_parameter
 from jattn.llm.paths import is_gguf
 from jattn.llm.testing.measure import Truth, compare_tokens, layer_rows, measure
 from jattn.llm.testing.paged import PagedRun, encoder_states, engine_tokens, with_implementation
+from jattn.llm.testing.prompts import prompt_tokens
 from jattn.llm.testing.report import CrosscheckReport, CrosscheckRow, LayerRow, torch_limit
 from jattn.llm.testing.torch_decoder import TorchDecoder
 from jattn.llm.testing.torch_side import TorchSide, greedy_run, load_torch_side, logits_of, suitable_threads
 from jattn.ops import IMPLEMENTATIONS, available_implementations
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
-DEFAULT_PROMPTS = (
-    "The",
-    "A class definition",
-    "The for statement is used to iterate over the elements of a sequence",
-    (
-        "If an exception occurs during execution of the try clause, the rest of the clause is skipped. Then, if its "
-        "type matches the exception named after the except keyword, the except clause is executed, and then execution "
-        "continues after the try/except block."
-    ),
-)
 #: A sequence, and the input of the encoder, empty without one.
 _Fed: TypeAlias = tuple[Sequence[int], Sequence[int]]
 _States: TypeAlias = tuple[list[list[np.ndarray]], list[list[np.ndarray]]]
 #: Sequences that show torch's error, in addition to the prompts' own, and their length in tokens.
 NUM_PROBES, PROBE_LEN = 4, 32
-#: Lengths of the prompts for a model without a tokenizer.
-DEFAULT_PROMPT_LENS = (1, 7, 16, 45)
 
 
 def compare_with_torch(
@@ -106,7 +95,7 @@ def compare_with_torch(
         subject = stack.enter_context(_subject(model, dtype, quantization, hf_overrides))
         if subject.decoder.config.is_encoder:
             raise Unsupported(f"{subject.name} is an encoder; logits and greedy tokens are compared.")
-        tokens = _token_ids(prompts, subject, max_tokens)
+        tokens = prompt_tokens(prompts, subject.decoder.config, subject.tokenizer, max_tokens)
         if subject.decoder.config.encoder is None:
             subject = replace(subject, decoder=_as_long(subject.decoder, max(map(len, tokens)) + max_tokens))
         torch_folder = subject.folder if torch_model is None else check_folder(torch_model)
@@ -278,56 +267,6 @@ def _choose(implementations: Sequence[str] | None) -> tuple[tuple[str, ...], tup
         if reasons[name] is not None:
             raise Unsupported(f"implementation {name!r} cannot run here: {reasons[name]}")
     return chosen, ()
-
-
-def _token_ids(
-    prompts: Sequence[str | Sequence[int]] | None, subject: _Subject, max_tokens: int
-) -> list[tuple[int, ...]]:
-    config, tokenizer = subject.decoder.config, subject.tokenizer
-    if prompts is None:
-        encoder = config.encoder
-        room = config.max_position_embeddings - max_tokens if encoder is None else encoder.max_position_embeddings
-        if tokenizer is None:
-            random = np.random.default_rng(0)
-            prompts = [random.integers(config.vocab_size, size=length).tolist() for length in DEFAULT_PROMPT_LENS]
-        else:
-            prompts = [tokenizer.encode(prompt) for prompt in DEFAULT_PROMPTS]
-        prompts = [prompt[: max(room, 1)] for prompt in prompts]
-    if isinstance(prompts, str) or not prompts:
-        raise InvalidInput("prompts", "must be a list of at least one text or list of token ids")
-    tokens = [_one_prompt(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
-    for index, prompt in enumerate(tokens):
-        if not prompt:
-            raise InvalidInput(f"prompts[{index}]", "is empty", "it needs at least one token")
-        outside = [place for place, token in enumerate(prompt) if not 0 <= token < config.vocab_size]
-        if outside:
-            raise InvalidInput(
-                f"prompts[{index}][{outside[0]}] is {prompt[outside[0]]}; token ids are 0 to {config.vocab_size - 1}."
-            )
-        if config.encoder is not None and len(prompt) > config.encoder.max_position_embeddings:
-            raise RequestTooLong(
-                f"prompts[{index}] has {len(prompt)} tokens; the model's encoder was made for "
-                f"{config.encoder.max_position_embeddings}. Shorten it."
-            )
-        # The decoder of a model with an encoder starts with one token.
-        count = len(prompt) if config.encoder is None else 1
-        if count + max_tokens > config.max_position_embeddings:
-            raise RequestTooLong(
-                f"prompts[{index}] needs {count + max_tokens} tokens ({count} + {max_tokens} new); the "
-                f"model was made for {config.max_position_embeddings}. Shorten it or lower max_tokens."
-            )
-    return tokens
-
-
-def _one_prompt(index: int, prompt: str | Sequence[int], tokenizer: TextTokenizer | None) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InvalidInput(f"prompts[{index}]", "is a text and there is no tokenizer", "pass a list of token ids")
-        return tuple(tokenizer.encode(prompt))
-    array = np.asarray(prompt)
-    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise InvalidInput(f"prompts[{index}]", "must be a text or a flat list of ints")
-    return tuple(array.tolist())
 
 
 def _logits_rows(

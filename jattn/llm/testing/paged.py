@@ -75,9 +75,12 @@ class PagedRun:
         graph, self._state = nnx.split(model)
         self._step = functools.partial(_step, graph=graph)
 
-    def hidden_states(self) -> list[np.ndarray]:
-        """Returns the states of `Decoder.hidden_states`, for whole sequences: float32[states, tokens, hidden_size]."""
-        lengths = [len(sequence) for sequence in self._sequences]
+    def hidden_states(self, prefill_lens: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Returns the states of `Decoder.hidden_states`, float32[states, tokens, hidden_size] of each sequence.
+
+        `prefill_lens` are as in `logits`; None for whole sequences.
+        """
+        lengths = [len(sequence) for sequence in self._sequences] if prefill_lens is None else prefill_lens
         return [each.swapaxes(0, 1) for each in self._run(functools.partial(self._step, part="layers"), lengths)]
 
     def logits(self, prefill_lens: Sequence[int]) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.clients.vectors import VectorsOfTexts
+from jattn.llm.engine.clients.verify import Verification, verify
 from jattn.llm.engine.device.placement import replica_meshes
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.defaults import default_config
@@ -147,6 +148,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         served: Any = model
         self.model: PagedModel = served
         self.tokenizer = tokenizer
+        self._logprobs_mode = EngineConfig().logprobs_mode if config is None else config.logprobs_mode
         # An encoder generates nothing and needs no cache.
         is_encoder = isinstance(served, Decoder) and served.config.is_encoder
         self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer, follow=follow)
@@ -288,6 +290,27 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             for each in conversations
         ]
         return self.generate(prompts, sampling_params, rng=rng, lora_request=lora_request, use_tqdm=use_tqdm)
+
+    def verify(
+        self,
+        outputs: Sequence[RequestOutput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Verification:
+        """Compares log-probabilities of generated tokens with those of a training pass over each text, bit by bit.
+
+        With `batch_invariant` no bit differs (docs/numerics.md). It recomputes every text with the current weights.
+
+        Args:
+            outputs: results of `generate`, with log-probabilities.
+            sampling_params: those of `generate`, for the temperatures of "processed_logprobs".
+
+        Raises:
+            InvalidInput: an output has no log-probabilities, or the numbers of outputs and parameters differ.
+            Unsupported: the model is a module of your own, or `logprobs_mode` is one of logits.
+        """
+        params = _params_of(sampling_params, len(outputs))
+        temperatures = [1.0 if each is None else each.temperature for each in params]
+        return verify(self.model, outputs, logprobs_mode=self._logprobs_mode, temperatures=temperatures)
 
     def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
         """Replaces the weights between two steps.
