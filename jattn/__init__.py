@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jattn.ops import paged_attention_with_lse as paged_attention_with_lse
     from jattn.ops import sparse_mla_attention as sparse_mla_attention
     from jattn.ops import sparse_mla_attention_with_lse as sparse_mla_attention_with_lse
+    from jattn.ops import token_logprobs as token_logprobs
     from jattn.ops import write_kv_cache as write_kv_cache
     from jattn.ops import write_latent_cache as write_latent_cache
     from jattn.pool import KVPool as KVPool
@@ -63,7 +64,7 @@ _NAMES = {
     "jattn.ops": [
         "attention", "attention_with_lse", "dropout_seeds", "indexer_topk", "merge_states", "mla_attention",
         "mla_attention_with_lse", "paged_attention", "paged_attention_with_lse", "sparse_mla_attention",
-        "sparse_mla_attention_with_lse", "write_kv_cache", "write_latent_cache",
+        "sparse_mla_attention_with_lse", "token_logprobs", "write_kv_cache", "write_latent_cache",
     ],
     "jattn.pool": ["KVPool"],
     "torch_core.base.errors": [

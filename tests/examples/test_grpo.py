@@ -5,8 +5,8 @@ from __future__ import annotations
 from examples import grpo
 
 
-def test_rollout_and_training_agree_before_and_after_each_of_20_updates_without_compiling_again() -> None:
-    gaps, compilations = grpo.main(steps=20)
-    assert len(gaps) == 21
-    assert max(gaps) <= 1e-5
+def test_rollout_and_training_have_the_same_bits_before_and_after_each_of_10_updates_without_compiling_again() -> None:
+    gaps, compilations = grpo.main(steps=10)
+    # Importance ratios are exactly 1 before each update.
+    assert gaps == [0.0] * 11
     assert len(set(compilations)) == 1

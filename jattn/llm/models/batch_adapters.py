@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jattn.ops import AdapterRows, add_lora_linear
+from torch_core.base.errors import Unsupported
 
 
 class LoraWeights(NamedTuple):
@@ -64,6 +65,8 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
     """Returns a copy of a layer whose linear layers add the adapters' products; the layer itself without adapters."""
     if adapters is None:
         return layer
+    if layer.batch_invariant:
+        raise Unsupported("adapters", "are given to a batch-invariant model", "merge them into its weights")
     layer = nnx.merge(*nnx.split(layer))
     for path, weights in adapters.weights.items():
         *front, name = path.split(".")

@@ -57,6 +57,8 @@ class Served(nnx.Module):
         1
     """
 
+    batch_invariant: bool = False
+
     def __init__(
         self,
         model: nnx.Module,

@@ -1,0 +1,106 @@
+"""Operations in jnp whose bits depend on a row alone: the number of rows and the form of a call do not show."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import ops
+
+OPERATIONS = {
+    "product": lambda x: ops.row_product(x, normal(1, 72, 50, dtype=x.dtype)),
+    "norm": lambda x: ops.row_norm(x, normal(2, 1, 72, dtype=x.dtype), epsilon=1e-5),
+    "log-sum-exp": lambda x: ops.row_logsumexp(x.astype(jnp.float32)),
+    "log-probability": lambda x: ops.token_logprobs(
+        x.astype(jnp.float32), jnp.zeros(len(x), jnp.int32), temperature=0.7, batch_invariant=True
+    ),
+    "elementwise": lambda x: ops.rowwise(lambda x: jax.nn.silu(x) * x + x, x),
+}
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, seed):
+    function = jax.jit(OPERATIONS[name])
+    x = normal(seed, 37, 72, dtype=dtype)
+    whole = np.asarray(function(x).astype(jnp.float32))
+    for first, count in ((36, 1), (5, 20)):
+        part = np.asarray(function(x[first : first + count]).astype(jnp.float32))
+        np.testing.assert_array_equal(part, whole[first : first + count])
+
+
+def test_mapped_rows_have_the_same_bits(seed):
+    x, kernel = normal(seed, 3, 5, 72), normal(seed + 1, 72, 50)
+    product = functools.partial(ops.row_product, kernel=kernel)
+    mapped = jax.jit(jax.vmap(product))(x)
+    np.testing.assert_array_equal(mapped, jnp.stack([product(each) for each in x]))
+
+
+def test_rows_can_be_mapped_with_kernels_of_their_own(seed):
+    x, kernel = normal(seed, 3, 5, 72), normal(seed + 1, 3, 72, 50)
+    mapped = jax.vmap(ops.row_product)(x, kernel)
+    np.testing.assert_array_equal(mapped[1], ops.row_product(x[1], kernel[1]))
+
+
+def test_gradients_are_those_of_the_plain_operations(seed):
+    x, kernel, weight = normal(seed, 9, 72), normal(seed + 1, 72, 50), normal(seed + 2, 1, 72)
+
+    def loss(x, kernel, weight):
+        return ops.row_logsumexp(ops.row_product(ops.row_norm(x, weight, epsilon=1e-5), kernel)).sum()
+
+    def plain(x, kernel, weight):
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight
+        return jax.nn.logsumexp(normed @ kernel, -1).sum()
+
+    for found, expected in zip(
+        jax.jit(jax.grad(loss, (0, 1, 2)))(x, kernel, weight),
+        jax.grad(plain, (0, 1, 2))(x, kernel, weight),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_attention_to_a_cache_has_the_bits_of_dense_attention(window, seed):
+    length, block_size = 90, 8
+    query, key, value = (normal(seed + i, length, heads, 16, dtype=jnp.bfloat16) for i, heads in enumerate((6, 2, 2)))
+    options: dict[str, Any] = {"batch_invariant": True, "sliding_window": window}
+    starts = jnp.array([0, length], jnp.int32)
+    dense = np.asarray(ops.attention(query, key, value, starts, max_query_len=length, **options).astype(jnp.float32))
+    num_blocks = -(-length // block_size)
+    order = jnp.asarray(np.random.default_rng(seed).permutation(num_blocks) + 1, jnp.int32)
+    places = jnp.arange(length)
+    cache = jnp.full((num_blocks + 1, 2, block_size, 2, 16), jnp.nan, jnp.bfloat16)
+    for index, array in enumerate((key, value)):
+        cache = cache.at[order[places // block_size], index, places % block_size].set(array)
+    for ends, count in (([length, 64, 65, 12], 1), ([70], 30)):
+        rows = np.concatenate([np.arange(end - count, end) for end in ends])
+        out = ops.paged_attention(
+            query[rows],
+            cache,
+            jnp.tile(order, (len(ends), 1)),
+            jnp.array(ends, jnp.int32),
+            jnp.arange(len(ends) + 1, dtype=jnp.int32) * count,
+            max_query_len=count,
+            **options,
+        )
+        np.testing.assert_array_equal(out.astype(jnp.float32), dense[rows])
+
+
+def test_a_gradient_flows_through_attention_in_order(seed):
+    query, key, value = (normal(seed + i, 20, 2, 8) for i in range(3))
+    starts = jnp.array([0, 20], jnp.int32)
+
+    def loss(query, invariant):
+        return (ops.attention(query, key, value, starts, max_query_len=20, batch_invariant=invariant) ** 2).sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(query, True), jax.grad(loss)(query, False), rtol=1e-4, atol=1e-5)
