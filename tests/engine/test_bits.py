@@ -134,6 +134,7 @@ def test_the_first_layer_and_operation_that_differ_are_named(seed, monkeypatch):
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"enable_lora": True}, "enable_lora"),
     ],
 )
 def test_options_that_break_the_promise_are_refused(changes, message, seed):

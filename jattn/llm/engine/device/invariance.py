@@ -18,6 +18,7 @@ def switched(model: Any, config: EngineConfig) -> EngineConfig:
     """
     if not (config.batch_invariant or getattr(model, "batch_invariant", False)):
         return config
+    config = replace(config, batch_invariant=True)
     if config.kv_cache_dtype not in ("auto", model.paged_spec.dtype):
         wanted = "with batch_invariant it is 'auto': a training pass does not round keys to 8 bits"
         raise Unsupported("kv_cache_dtype", value=config.kv_cache_dtype, wanted=wanted)
@@ -25,4 +26,4 @@ def switched(model: Any, config: EngineConfig) -> EngineConfig:
         wanted = "with batch_invariant it is 1: sums over devices have another order than one device's"
         raise Unsupported("tensor_parallel_size", value=config.tensor_parallel_size, wanted=wanted)
     set_batch_invariant(model)
-    return replace(config, batch_invariant=True)
+    return config
