@@ -21,6 +21,7 @@ from torch_core.latent.torch_sparse import (
     sparse_mla_call,
 )
 from torch_core.launch.run import run
+from torch_core.state.torch import gated_delta_rule
 
 __all__ = [
     "attention",
@@ -29,6 +30,7 @@ __all__ = [
     "cascade_attention",
     "copy_blocks",
     "dense_call",
+    "gated_delta_rule",
     "indexer_topk",
     "merge_states",
     "mla_attention",

@@ -59,7 +59,7 @@ def advance_in_chunks(
         return jnp.moveaxis(found, 2, 1)
 
     each = prepare(chunks, is_token)
-    first, slots = _initial_states(call, (*values.shape[1:], columns), wide)
+    first, slots = initial_states(call, (*values.shape[1:], columns), wide)
     if is_short:
         out, last = jax.vmap(advance)(first, *each)
     else:
@@ -68,23 +68,30 @@ def advance_in_chunks(
     out = jnp.moveaxis(out, 1, 2).astype(result.dtype)
     found = {"out": result.at[rows].set(out, mode="drop", unique_indices=True)}
     if call.states is not None:
-        kept = jnp.where((slots >= 0) & (lens > 0), slots, call.states.shape[0] + jnp.arange(num_seqs))
+        kept = jnp.where(slots_of(call)[1], slots, call.states.shape[0] + jnp.arange(num_seqs))
         new = last.astype(call.states.dtype)
         found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
     return found
 
 
-def _initial_states(
+def initial_states(
     call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array], shape: tuple[int, ...], wide: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the state that each sequence starts from, and its slot."""
-    seqs = jnp.arange(call.num_seqs)
-    slots = seqs if call.cache_indices is None else call.cache_indices
+    slots, _, known = slots_of(call)
     if call.states is None:
         return jnp.zeros((call.num_seqs, *shape), wide), slots
-    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
-    read = jnp.where(known, slots, call.states.shape[0] + seqs)
+    read = jnp.where(known, slots, call.states.shape[0] + jnp.arange(call.num_seqs))
     return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
+
+
+def slots_of(
+    call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns each sequence's slot, whether its new state is kept there, and whether it starts from the state there."""
+    slots = jnp.arange(call.num_seqs) if call.cache_indices is None else call.cache_indices
+    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+    return slots, (slots >= 0) & (jnp.diff(call.query_start_loc) > 0), known
 
 
 def _in_order(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jattn.ops.arguments import documented, refuse_traced
 from jattn.ops.chunks import Chunks, advance_in_chunks
+from jattn.ops.gated_delta_backward import register_backward
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
@@ -39,8 +40,8 @@ def gated_delta_rule(
     """Updates the state of each head by the gated delta rule, token by token, and reads it with the queries.
 
     The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
-    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, by jnp, with sums
-    in a fixed order. Heads can be split over devices.
+    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, with sums in a
+    fixed order. Heads can be split over devices.
 
     Args:
         scale: factor of the results; `key_size**-0.5` when None.
@@ -129,4 +130,11 @@ def _decayed_products(left: jax.Array, right: jax.Array, decay: jax.Array) -> ja
     return _einsum("htk,htik,hik->hti", left, weights, right)
 
 
-register(JaxOp(call=GatedDeltaCall, jnp=_gated_delta_rule, jnp_derivative=True))
+register(
+    JaxOp(
+        call=GatedDeltaCall,
+        jnp=_gated_delta_rule,
+        derivative=register_backward(_gated_delta_rule),
+        jnp_derivative=True,
+    )
+)

@@ -29,7 +29,7 @@ from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import AttentionCall
 from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call
-from torch_core.launch.serves import refuse_unserved
+from torch_core.launch.serves import refuse_unserved, unserved
 
 #: The names under which `jax.checkpoint` policies find the residuals of dense attention, for example
 #: `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
@@ -66,8 +66,13 @@ def transformable(call: Call[Any], names: tuple[str, ...], way: Way) -> Callable
         names: names of the arrays, in the order in which the function takes them.
         way: the computation.
     """
-    own = xla.jax_op(call).backward
-    function = _opaque(call, names, way) if own is None else _attention(call, names, way, own)
+    op = xla.jax_op(call)
+    if op.backward is not None:
+        function = _attention(call, names, way, op.backward)
+    elif op.derivative is not None:
+        function = _by_call(call, names, way, op.derivative)
+    else:
+        function = _opaque(call, names, way)
 
     def typed(*operands: jax.Array) -> dict[str, jax.Array]:
         # Outside jit the function runs right here; inside, this sees the tracing only.
@@ -150,6 +155,52 @@ def _attention(call: Any, names: tuple[str, ...], way: Way, own: xla.Backward) -
 
     attend.defjvp(derive, symbolic_zeros=True)
     return attend
+
+
+def _by_call(call: Any, names: tuple[str, ...], way: Way, own: xla.Derivative) -> Callable[..., dict[str, jax.Array]]:
+    """Returns the function of an op whose jnp derivative serves every implementation, and whose own one some calls."""
+    opaque = _opaque(call, names, way)
+
+    @jax.custom_jvp
+    def function(*operands: jax.Array) -> dict[str, jax.Array]:
+        return opaque(*operands)
+
+    def derive(operands: Arrays, tangents: tuple[Any, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        moving = tuple(name for name, x in zip(names, tangents, strict=True) if not isinstance(x, SymbolicZero))
+        results = opaque(*operands)
+        filled = _filled(call, names, operands)
+        is_served = unserved(jax.eval_shape(own.call_of, filled, results), way.served_by) is None
+
+        def in_jnp(known: Arrays) -> tuple[Callable[..., Arrays], Arrays]:
+            filled = _filled(call, names, known[len(results) :])
+
+            def evaluate(*moved: jax.Array) -> Arrays:
+                found = xla.run(filled.with_arrays(dict(zip(moving, moved, strict=True))))
+                return tuple(found[name] for name in results)
+
+            return evaluate, tuple(getattr(filled, name) for name in moving)
+
+        def forward(known: Arrays, tangents: Arrays) -> Arrays:
+            return jax.jvp(*in_jnp(known), tangents)[1]
+
+        def backward(known: Arrays, gradients: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+            given = [jnp.zeros_like(x) if d_x is None else d_x for x, d_x in zip(known, gradients, strict=False)]
+            if not is_served:
+                evaluate, inputs = in_jnp(known)
+                return jax.vjp(evaluate, *inputs)[1](tuple(given))
+            filled, named = _filled(call, names, known[len(results) :]), dict(zip(results, given, strict=True))
+            pulled = own.call_of(filled, named)
+            arrays = pulled.arrays()
+            found = _opaque(pulled.map(lambda _: None), tuple(arrays), way)(*arrays.values())
+            gradients_by_name = own.gradients_of(filled, named, found)
+            return tuple(gradients_by_name.get(name) for name in moving)
+
+        moved = tuple(x for x in tangents if not isinstance(x, SymbolicZero))
+        slopes = linear_map(forward, backward, tuple(results.values()), operands, moved)
+        return results, dict(zip(results, slopes, strict=True))
+
+    function.defjvp(derive, symbolic_zeros=True)
+    return function
 
 
 def _missing_backward(

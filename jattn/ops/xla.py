@@ -33,6 +33,20 @@ class Backward:
     with_pullback: Callable[[Any], tuple[Any, Pullback]]
 
 
+@dataclass(frozen=True)
+class Derivative:
+    """The derivative of an op by a call of its own, which needs no result of the forward pass.
+
+    Attributes:
+        call_of: returns that call, from the op's call and the gradients of its results by name.
+        gradients_of: returns the gradients of the op's arrays by name, from its call, the gradients of its results, and
+            the results of the derivative's call.
+    """
+
+    call_of: Callable[[Any, dict[str, jax.Array]], Call[Any]]
+    gradients_of: Callable[[Any, dict[str, jax.Array], dict[str, jax.Array]], dict[str, jax.Array]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class JaxOp:
     """The JAX side of an op.
@@ -41,7 +55,8 @@ class JaxOp:
         call: the class of its calls.
         jnp: computes a checked call; returns its outputs and the new values of the arrays that it writes, by name.
             Outside jit it is one program.
-        backward: its derivative by kernels; None if jnp's is the only one.
+        backward: attention's derivative by kernels; None if jnp's is the only one.
+        derivative: the derivative of another op by kernels, likewise.
         jnp_derivative: jnp's derivative counts for every implementation, as of a write, which is a scatter.
         folds: the examples of a vmap become more sequences of one call (`jattn.ops.batch`).
         narrowed: arrays that the kernels take as float32 if they are float64 and the query is not.
@@ -50,6 +65,7 @@ class JaxOp:
     call: type[Call[Any]]
     jnp: Callable[[Any], dict[str, jax.Array]]
     backward: Backward | None = None
+    derivative: Derivative | None = None
     jnp_derivative: bool = False
     folds: bool = False
     narrowed: tuple[str, ...] = ()

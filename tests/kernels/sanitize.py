@@ -18,7 +18,7 @@ import torch
 from tests.support.attention_cases import AttentionCase, dense_case, paged_case, with_dropout
 from tests.support.backward_cases import backward_call
 from tests.support.conv_cases import conv_call
-from tests.support.delta_cases import delta_call
+from tests.support.delta_cases import delta_backward_call, delta_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.lora_cases import lora_call
@@ -109,6 +109,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4)]
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
+    deltas.append(delta_backward_call(deltas[0]))
     # In spans and token by token.
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]

@@ -17,11 +17,11 @@ from jattn import ops
 from tests.bridge.test_partition import assert_close, each_way, run_opaque
 from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
-from tests.support.delta_cases import assert_as_exact_as_torch, delta_call
+from tests.support.delta_cases import assert_as_exact_as_torch, delta_backward_call, delta_call
 from tests.support.devices import collectives, mesh, on_four_devices, place
 from torch_core import ops as torch_ops
 from torch_core import reference
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.launch.call import Call
 
 OPTIONS: list[dict[str, Any]] = [
@@ -69,8 +69,11 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):
     assert torch.equal(call.states[call.cache_indices], whole.states[call.cache_indices])
 
 
-@pytest.mark.parametrize(("gates", "lens"), [("g", (5, 1, 0, 3)), ("gk", (20, 1, 2))])
-def test_gradients_are_those_of_autograd(gates, lens, seed):
+@pytest.mark.parametrize(
+    ("gates", "lens", "implementation"),
+    [("g", (5, 1, 0, 3), "xla"), ("gk", (20, 1, 2), "xla"), ("g", (5, 1, 0, 3), "torch")],
+)
+def test_gradients_are_those_of_autograd(gates, lens, implementation, seed):
     call = delta_call(seed, lens, sizes=(4, 3), heads=(2, 1), gates=gates, padding=0)
     call = call.map(lambda array: torch.nan_to_num(array) if array.is_floating_point() else array)
     given: dict[str, Any] = arrays_of(call)
@@ -80,7 +83,11 @@ def test_gradients_are_those_of_autograd(gates, lens, seed):
 
     def total(moved: dict[str, jax.Array]) -> jax.Array:
         out, states = ops.gated_delta_rule(
-            **moved, **given, max_query_len=call.max_query_len, use_qk_l2norm_in_kernel=True
+            **moved,
+            **given,
+            max_query_len=call.max_query_len,
+            use_qk_l2norm_in_kernel=True,
+            implementation=implementation,
         )
         assert states is not None
         return (out * d_out).sum() + (states * d_states).sum()
@@ -93,6 +100,30 @@ def test_gradients_are_those_of_autograd(gates, lens, seed):
     gradients = torch.autograd.grad(loss + (copies.states * torch.from_numpy(d_states)).sum(), list(wide.values()))
     for name, gradient in zip(wide, gradients, strict=True):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_jnp_differentiates_as_the_specification_does(seed):
+    call = delta_backward_call(delta_call(seed, (5, 1, 0, 3), sizes=(4, 3), heads=(2, 1)))
+    exact = reference.gated_delta_backward(call)
+    for name, found in _quick(lambda call: ops.run(call, "xla"))(call.map(lambda x: jnp.asarray(x.numpy()))).items():
+        scale = float(exact[name].abs().max())
+        np.testing.assert_allclose(found, exact[name], rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+
+
+def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
+    call = delta_call(seed, (5, 1, 0, 3), sizes=(4, 3), heads=(2, 1))
+    given = call.arrays()
+    moved = {name: given.pop(name).clone().requires_grad_() for name in ("query", "key", "value", "beta", "g")}
+    backward = delta_backward_call(call)
+    d_out = backward.d_out.nan_to_num()
+    exact = reference.gated_delta_backward(backward.with_arrays({"d_last": torch.zeros_like(backward.d_last)}))
+    options = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True}
+    (torch_ops.gated_delta_rule(**moved, **given, **options)[:9] * d_out[:9]).sum().backward()
+    for name, x in moved.items():
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.double(), exact[f"d_{name}"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(Unsupported, match=r"states requires a gradient; pass states\.detach"):
+        torch_ops.gated_delta_rule(**moved, **{**given, "states": given["states"].requires_grad_()}, **options)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.base.specs import ArraySpec
-from torch_core.launch.call import Call
+from torch_core.launch.call import Call, dtype_name
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
 from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.delta_backward_call import GatedDeltaBackwardCall, backward_of
 from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _SLOTS = ("query_start_loc", "cache_indices", "has_initial_state")
+_LARGEST_BACKWARD_HEAD = 128
+
+
+def _backward_limit(call: Any, implementation: str) -> str | None:
+    if implementation != "triton":
+        return None
+    if call.gk is not None:
+        return "gk has a derivative"
+    largest = max(call.key.shape[2], call.value.shape[2])
+    if largest > _LARGEST_BACKWARD_HEAD:
+        return f"heads have {largest} elements"
+    dtypes = {dtype_name(x) for x in (call.query, call.key, call.value)}
+    return None if len(dtypes) == 1 and "float32" not in dtypes else f"the derivative of {', '.join(sorted(dtypes))}"
+
 
 register(
     Op(
@@ -35,6 +50,21 @@ register(
             compute_dtype("query"),
             strides(contiguous=_SLOTS),
             Served("gated delta rule (gated_delta_rule): gates of heads or key channels (KDA), states, norms", ALL),
+        ),
+    ),
+    Op(
+        call=GatedDeltaBackwardCall,
+        reference="torch_core.state.delta_backward:gated_delta_backward",
+        cpu="torch_core.state.delta_backward:on_cpu",
+        plan="torch_core.state.kernels.delta.backward_plan:plan_gated_delta_backward",
+        serves=(
+            compute_dtype("query"),
+            strides(contiguous=(*_SLOTS, "d_last")),
+            Served(
+                "gated delta rule's derivative (gated_delta_backward)",
+                {**ALL, "triton": "bfloat16 and float16, gates of heads, heads up to 128"},
+                _backward_limit,
+            ),
         ),
     ),
     Op(
@@ -65,6 +95,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta in segments": _delta(1, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta by channel": _delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32")),
+        "gated delta backward": _delta_backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
         "mamba decode": _mamba(64, 64),
         "mamba": _mamba(8, 16384),
@@ -102,6 +133,11 @@ def _delta(num_seqs: int, num_tokens: int, **gates: Any) -> GatedDeltaCall[Array
         use_qk_l2norm_in_kernel=True,
         **gates,
     )
+
+
+def _delta_backward(call: GatedDeltaCall[ArraySpec]) -> GatedDeltaBackwardCall[ArraySpec]:
+    last = ArraySpec((call.num_seqs, *call.states.shape[1:]), "float32")  # type: ignore[union-attr]
+    return backward_of(call, d_out=call.value, d_last=last)
 
 
 def _mamba(

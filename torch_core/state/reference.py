@@ -34,7 +34,7 @@ def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = 
     for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         if start == end:
             continue
-        inputs = torch.cat([_initial(call, seq, past), call.x[start:end]]).to(compute_dtype)
+        inputs = torch.cat([initial_state(call, seq, past), call.x[start:end]]).to(compute_dtype)
         for token in range(end - start):
             total = (weight * inputs[token : token + call.width].T).sum(1)
             if call.bias is not None:
@@ -68,7 +68,7 @@ def gated_delta_rule(call: GatedDeltaCall[Tensor], *, compute_dtype: torch.dtype
     for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         if start == end:
             continue
-        first = _initial(call, seq, (call.num_heads, call.value.shape[2], call.key.shape[2]))
+        first = initial_state(call, seq, (call.num_heads, call.value.shape[2], call.key.shape[2]))
         states = list(first.to(compute_dtype, copy=True))
         for token in range(start, end):
             for head in range(call.num_heads):
@@ -114,7 +114,7 @@ def mamba_chunk_scan(call: MambaChunkScanCall[Tensor], *, compute_dtype: torch.d
     for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
         if start == end:
             continue
-        state = _initial(call, seq, (*call.x.shape[1:], call.state_size)).to(compute_dtype, copy=True)
+        state = initial_state(call, seq, (*call.x.shape[1:], call.state_size)).to(compute_dtype, copy=True)
         for token in range(start, end):
             x, step = call.x[token].to(compute_dtype), steps[token]
             weights, reads = (
@@ -130,7 +130,8 @@ def mamba_chunk_scan(call: MambaChunkScanCall[Tensor], *, compute_dtype: torch.d
     return out
 
 
-def _initial(call: StateCall[Tensor], seq: int, shape: tuple[int, ...]) -> Tensor:
+def initial_state(call: StateCall[Tensor], seq: int, shape: tuple[int, ...]) -> Tensor:
+    """Returns the state that a sequence starts from; zeros of that shape if it has none."""
     slot = _slot(call, seq)
     if slot < 0 or (call.has_initial_state is not None and not call.has_initial_state[seq]):
         return torch.zeros(shape)

@@ -132,36 +132,33 @@ def gated_delta_pairs_kernel(
     row = step[:, None]
     column = step[None, :]
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
+    by_key = tl.zeros([CHUNK, CHUNK], tl.float32)
+    by_query = tl.zeros([CHUNK, CHUNK], tl.float32)
+    held = decays + chunk * CHUNK * KEY_SIZE
+    for first in range(0, KEY_PADDED, BLOCK_K):
+        channel = first + tl.arange(0, BLOCK_K)[None, :]
+        is_key = live[:, None] & (channel < KEY_SIZE)
+        keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel
+        source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel
+        k = tl.load(keys, mask=is_key, other=0.0)
+        q = tl.load(source, mask=is_key, other=0.0)
+        decay = tl.load(held + row * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
+        for level in range(6):
+            # The last token of the earlier block.
+            border = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
+            there = tl.load(held + border * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
+            weight = tl.exp(-tl.abs(decay - there))
+            x = (k.to(tl.float32) * weight).to(dtype)
+            y = (q.to(tl.float32) * weight).to(dtype)
+            # Both orders of a pair: the upper triangle is cleared at the end.
+            is_pair = ((row >> level) ^ (column >> level)) == 1
+            by_key += tl.where(is_pair, tl.dot(x, tl.trans(x), input_precision=PRECISION), 0.0)
+            by_query += tl.where(is_pair, tl.dot(y, tl.trans(x), input_precision=PRECISION), 0.0)
     factor = factors + chunk * 5 * CHUNK + step
     k_norm = tl.load(factor)
-    by_key = tl.zeros([CHUNK, CHUNK], tl.float32)
-    by_query = tl.where(row == column, tl.load(factor + 2 * CHUNK)[:, None], 0.0)
-    q_norm = tl.load(factor + CHUNK)
-    # The highest different bit of two tokens is the size of the blocks in which they are neighbours.
-    apart = tl.where(row > column, row ^ column, 0)
-    held = decays + chunk * CHUNK * KEY_SIZE
-    for level in range(6):
-        # The last token of the earlier block.
-        border = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
-        key_found = tl.zeros([CHUNK, CHUNK], tl.float32)
-        query_found = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for first in range(0, KEY_PADDED, BLOCK_K):
-            channel = first + tl.arange(0, BLOCK_K)[None, :]
-            is_key = live[:, None] & (channel < KEY_SIZE)
-            keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel
-            source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel
-            decay = tl.load(held + row * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
-            there = tl.load(held + border * KEY_SIZE + channel, mask=channel < KEY_SIZE, other=0.0)
-            k = tl.load(keys, mask=is_key, other=0.0).to(tl.float32)
-            q = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
-            weight = tl.exp(-tl.abs(decay - there))
-            x = (k * weight).to(dtype)
-            key_found = tl.dot(x, tl.trans(x), acc=key_found, input_precision=PRECISION)
-            query_found = tl.dot((q * weight).to(dtype), tl.trans(x), acc=query_found, input_precision=PRECISION)
-        is_pair = (apart >> level) == 1
-        by_key = tl.where(is_pair, key_found, by_key)
-        by_query = tl.where(is_pair, query_found * q_norm[:, None] * k_norm[None, :], by_query)
-    by_key *= (k_norm * tl.load(factor + 4 * CHUNK))[:, None] * k_norm[None, :]
+    by_key = tl.where(row > column, by_key, 0.0) * (k_norm * tl.load(factor + 4 * CHUNK))[:, None] * k_norm[None, :]
+    by_query = tl.where(row > column, by_query, 0.0) * tl.load(factor + CHUNK)[:, None] * k_norm[None, :]
+    by_query += tl.where(row == column, tl.load(factor + 2 * CHUNK)[:, None], 0.0)
     square = row * CHUNK + column
     tl.store(products + chunk * CHUNK * CHUNK + square, by_query.to(dtype))
     tl.store(overlaps + chunk * CHUNK * CHUNK + square, by_key, mask=row // 16 >= column // 16)

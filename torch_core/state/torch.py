@@ -1,0 +1,94 @@
+"""Layers with a state on torch tensors, by keywords."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_core.base.errors import Unsupported
+from torch_core.launch.public import documented
+from torch_core.launch.run import run
+from torch_core.state.delta_backward_call import DIFFERENTIATED, backward_of
+from torch_core.state.delta_call import GatedDeltaCall
+
+
+@documented(GatedDeltaCall, "Tensor")
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    query_start_loc: Tensor,
+    *,
+    max_query_len: int,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    states: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """Updates the state of each head by the gated delta rule, in place, and reads it with the queries.
+
+    autograd gets the gradients of all arrays but the states, which are constants to it: a copy of them is kept for the
+    backward pass. Sums have a fixed order.
+
+    Args:
+        scale: factor of the results; `key_size**-0.5` when None.
+
+    Returns:
+        The results, `[num_tokens, num_heads, value_size]`, 0 in rows of padding.
+
+    Raises:
+        InvalidInput: ranks, shapes or dtypes do not fit; on the CPU also offsets that fall, slots out of range, and a
+            slot of two sequences with tokens.
+        Unsupported: states that require a gradient; gradients of what the kernels do not differentiate, on CUDA.
+
+    Example:
+        >>> one, starts, states = torch.ones(1, 1, 1), torch.tensor([0, 1]).int(), torch.ones(1, 1, 1, 1)
+        >>> out = gated_delta_rule(one, one, 3 * one, 0.5 * one[0], starts, states=states, max_query_len=1)
+        >>> out.item(), states.item()  # halfway from 1 to the value
+        (2.0, 2.0)
+    """
+    call = GatedDeltaCall(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        query_start_loc=query_start_loc,
+        g=g,
+        gk=gk,
+        states=states,
+        cache_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        max_query_len=max_query_len,
+        scale=key.shape[-1] ** -0.5 if scale is None else scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )
+    moved = {name: getattr(call, name) for name in DIFFERENTIATED if getattr(call, name) is not None}
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in moved.values()):
+        return run(call)["out"]
+    if states is not None and states.requires_grad:
+        raise Unsupported("states", "requires a gradient", "pass states.detach(): they are constants to autograd")
+    return _GatedDeltaRule.apply(call, tuple(moved), *moved.values())
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: GatedDeltaCall[Tensor], names: tuple[str, ...], *moved: Tensor) -> Tensor:
+        detached = call.with_arrays({name: x.detach() for name, x in zip(names, moved, strict=True)})
+        ctx.call = call.map(lambda _: None)
+        kept = {**detached.arrays(), **({} if call.states is None else {"states": call.states.clone()})}
+        ctx.names, ctx.kept = names, tuple(kept)
+        ctx.save_for_backward(*kept.values())
+        return run(detached)["out"]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call.with_arrays(dict(zip(ctx.kept, ctx.saved_tensors, strict=True)))
+        with torch.no_grad():
+            found = run(backward_of(call, d_out=gradients[0].contiguous()))
+        return None, None, *(found[f"d_{name}"] for name in ctx.names)
