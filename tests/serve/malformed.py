@@ -57,7 +57,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "vllm_xargs": 3}, "vllm_xargs"),
     ({"prompt": "x", "return_token_ids": True, "stream": True}, "return_token_ids"),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-    ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options"),
     ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
     ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
     ({"prompt": "x", "bad_words": "x"}, "bad_words"),

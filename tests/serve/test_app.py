@@ -318,9 +318,10 @@ def test_beyond_the_limit_clients_are_asked_to_come_back(server, http_client) ->
 
 
 def test_requests_that_come_at_once_are_counted_before_they_are_queued(server, http_client, monkeypatch) -> None:
-    refused, add = threading.Event(), server.llm.add
+    engine = server.llm.llm.engine
+    refused, add = threading.Event(), engine.add
     # Nothing is queued before somebody was refused.
-    monkeypatch.setattr(server.llm, "add", lambda *args, **options: refused.wait(60) and add(*args, **options))
+    monkeypatch.setattr(engine, "add", lambda *args, **options: refused.wait(60) and add(*args, **options))
 
     def ask(_: int) -> int:
         status = http_client.post("/v1/completions", json={"prompt": "x", "n": MAX_UNFINISHED // 2}).status_code

@@ -75,6 +75,20 @@ def test_every_event_has_the_key_of_the_usage_where_the_last_one_has_the_counts(
     assert not any("usage" in event.model_fields_set for event in without)
 
 
+def test_events_count_the_tokens_so_far_by_option(client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (
+        functools.partial(client.chat.completions.create, messages=MESSAGES),
+        functools.partial(client.completions.create, prompt="The list"),
+    ):
+        *events, last = ask(stream=True, stream_options=options, **GREEDY)
+
+        counts = [event.usage.completion_tokens for event in events]
+        assert counts == sorted(counts)
+        assert counts[-1] == last.usage.completion_tokens == 8
+        assert {event.usage.prompt_tokens for event in events} == {last.usage.prompt_tokens}
+
+
 def test_what_clients_send_and_nothing_needs_is_accepted(client) -> None:
     more: Any = {
         "reasoning_effort": "low",

@@ -281,6 +281,7 @@ class _Server:
             int(time.time()),
             model.llm.llm.tokenizer,
             reading,
+            submission.num_prompt_tokens,
         )
         if form is not None:
             answer = ResponseAnswer(answer, form)

@@ -111,29 +111,23 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
             RequestTooLong: the request can never fit.
         """
+        options: dict[str, Any] = {"salt": salt, "priority": priority, "inputs": inputs, "lora": lora}
+        return self._added(prompt, params, deliver, request_id=request_id, **options).request_id
+
+    def _added(self, prompt: Prompt, params: SamplingParams | None, deliver: Deliver, **options: Any) -> Request:
         params = self.llm.get_default_sampling_params() if params is None else params
         token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt, cut=cuts_prompt(params))
         engine, outbox = self.llm.engine, Outbox()
         if self._closed:
             raise InvalidInput("the AsyncLLM is closed; build another one.")
         engine.check_model()
-        request = engine.add(
-            token_ids,
-            params,
-            prompt=text,
-            request_id=request_id,
-            salt=salt,
-            priority=priority,
-            inputs=inputs,
-            lora=lora,
-            outbox=outbox,
-        )
+        request = engine.add(token_ids, params, prompt=text, outbox=outbox, **options)
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver)
         self._entries[request.request_id] = entry
         engine.subscribe(outbox, entry.receive)
         if self._closed:
             self.end(entry, InvalidInput(_CLOSED))
-        return request.request_id
+        return request
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with all its samples soon, without waiting; a finished request does not change."""
@@ -176,7 +170,9 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             for index, prompt in enumerate(prompts):
                 deliver = functools.partial(submission.deliver, index)
                 with naming(index, prompts):
-                    submission.ids.append(self.add(prompt, params, deliver=deliver, **options))
+                    request = self._added(prompt, params, deliver, **options)
+                submission.ids.append(request.request_id)
+                submission.num_prompt_tokens.append(len(request.encoder_token_ids or request.prompt_token_ids))
 
         adding = asyncio.ensure_future(asyncio.to_thread(add_all))
         try:
@@ -276,10 +272,12 @@ class Submission(contextlib.AbstractContextManager):
 
     Attributes:
         ids: ids of the added requests.
+        num_prompt_tokens: number of tokens of each one's prompt.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.ids: list[str] = []
+        self.num_prompt_tokens: list[int] = []
         self._llm = llm
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[tuple[int, Update | BaseException]] = asyncio.Queue()

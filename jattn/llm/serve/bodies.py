@@ -83,7 +83,7 @@ def _check_strings(name: str, value: Any) -> None:
 def _is_stream_options(value: Any) -> bool:
     # Obfuscation pads the events and changes no text.
     known = value.keys() <= {"include_usage", "include_obfuscation", "continuous_usage_stats"}
-    return known and set(map(type, value.values())) <= {bool} and not value.get("continuous_usage_stats")
+    return known and set(map(type, value.values())) <= {bool}
 
 
 def _check_tool_choice(name: str, value: Any) -> None:
@@ -146,7 +146,8 @@ class UnloadLoraBody(Body):
 class GenerationBody(Body):
     """The fields of completions and of chats; `sampling` has those of SamplingParams by name, unchanged.
 
-    `stream_options` `{"include_usage": true}` ends a stream with the counts of tokens. Only requests with equal
+    `stream_options` `{"include_usage": true}` ends a stream with the counts of tokens, and with
+    `"continuous_usage_stats": true` (vLLM's) each event has those of its choice. Only requests with equal
     `cache_salt` share cached prefixes. A lower `priority` runs first. `vllm_xargs` are the inputs that each request
     brings for the model; see `Engine.add`.
     """

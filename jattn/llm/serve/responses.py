@@ -48,19 +48,20 @@ def json_bytes(body: dict[str, Any]) -> bytes:
     return "".join(_pieces(body, _MAX_DEPTH)).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
-    """The state of a sample that is streamed: a chat's reader, and the places of the tokens."""
+    """The state of a sample that is streamed: a chat's reader, the places of the tokens, and their number so far."""
 
     reader: MessageReader
     offsets: TextOffsets | None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens.
 
-    A chat is read by `reading`.
+    A chat is read by `reading`. The numbers of the prompts' tokens are for the counts within a stream.
     """
 
     request: Generation
@@ -69,6 +70,7 @@ class Answer:
     created: int
     tokenizer: TextTokenizer | None = None
     reading: Reading | None = None
+    num_prompt_tokens: Sequence[int] = ()
     tokens: TokenBytes | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +106,8 @@ class Answer:
         """Returns the events before the first token: a chat's say who speaks."""
         if not self.is_chat:
             return []
-        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.params.n)]
+        first = {"role": "assistant", "content": ""}
+        return [self._chunk(index, first) | self._counts(0, 0) for index in range(self.request.params.n)]
 
     def sample(self) -> Sample:
         """Returns the state of a sample, of which nothing has come."""
@@ -114,6 +117,7 @@ class Answer:
     def parts(self, prompt: int, new: CompletionOutput, sample: Sample) -> list[dict[str, Any]]:
         """Returns the events for the new text of one sample; none while it may be part of a marker."""
         index = prompt * self.request.params.n + new.index
+        sample.num_tokens += len(new.token_ids)
         if not self.is_chat:
             chunks = [self._event("text_completion", [{"index": index, "text": new.text}])]
             places = [0] * len(new.token_ids)
@@ -128,6 +132,7 @@ class Answer:
             chunks, logprobs = [self._chunk(index, each) for each in deltas], self.chat_logprobs(new)
         for chunk in chunks:
             chunk["choices"][0] |= {"logprobs": None, "finish_reason": None, "stop_reason": None}
+            chunk |= self._counts(prompt, sample.num_tokens)
         if chunks:
             chunks[0]["choices"][0]["logprobs"] = logprobs
             ends = {"finish_reason": _reason(new, sample.reader.num_calls), "stop_reason": new.stop_reason}
@@ -158,6 +163,13 @@ class Answer:
     @property
     def _ends_with_usage(self) -> bool:
         return bool((self.request.body.stream_options or {}).get("include_usage"))
+
+    def _counts(self, prompt: int, new: int) -> dict[str, Any]:
+        """Returns the counts of a sample so far, if each event has them."""
+        if not (self._ends_with_usage and (self.request.body.stream_options or {}).get("continuous_usage_stats")):
+            return {}
+        count = self.num_prompt_tokens[prompt]
+        return {"usage": {"prompt_tokens": count, "completion_tokens": new, "total_tokens": count + new}}
 
     def _best(self, output: RequestOutput) -> Sequence[CompletionOutput]:
         """Returns the choices: of more samples than that, those of the highest log-probability per token."""
