@@ -186,3 +186,15 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, gates, seed):
     assert torch.equal(to_torch(np.array(out)), theirs)
     held = to_torch(np.array(states))
     torch.testing.assert_close(held, given.states.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(seed):
+    call = delta_backward_call(delta_call(seed, (300, 1, 0, 70), heads=(4, 2), sizes=(128, 128), dtype="bfloat16"))
+    exact = reference.gated_delta_backward(call)
+    theirs = torch_ops.run(call.map(torch.Tensor.cuda))
+    found = jax.jit(lambda call: ops.run(call, "triton"))(call.with_arrays(arrays_of(call)))
+    for name, gradient in theirs.items():
+        assert torch.equal(to_torch(np.array(found[name])), gradient.cpu()), name
+        allowed = 3 * torch.finfo(torch.bfloat16).eps * float(exact[name].abs().max())
+        torch.testing.assert_close(gradient.cpu().double(), exact[name], rtol=0, atol=allowed)
