@@ -179,8 +179,11 @@ def test_200_adapters_share_16_slots_with_random_requests_and_cancels(engine, se
 def test_a_folder_is_loaded_by_the_first_request_that_names_it(named, tmp_path):
     folder = peft_folder(tmp_path, peft_tensors(CONFIG, 1, r=3), r=3)
     params = SamplingParams(max_tokens=1, **GREEDY)
-    for _ in range(2):
-        named.add([1, 2], params, lora=LoRARequest("a folder", 1, str(folder)))
+    requests = [named.add([1, 2], params, lora=LoRARequest("a folder", 1, str(folder))) for _ in range(2)]
+    again = LoRARequest("a folder", 1, str(folder), load_inplace=True)
+    requests += [named.add([1, 2], params, lora=again) for _ in range(2)]
+    versions = [request.adapter.version for request in requests if request.adapter is not None]
+    assert np.diff(versions).tolist() == [0, 1, 0]
     assert named.list_loras()["a folder"].lora_path == str(folder)
     with pytest.raises(jattn.InvalidInput, match="lora_name 'a folder' was loaded from"):
         named.add([1, 2], params, lora=LoRARequest("a folder", 1, "elsewhere"))

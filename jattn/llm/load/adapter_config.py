@@ -25,7 +25,8 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
-    "arrow_config": (None, {}),
+    "use_bdlora": (None, False),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None, {})),
 }
 # Ways to initialise that also change the base's weights.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")

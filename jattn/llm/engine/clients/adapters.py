@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -93,9 +93,9 @@ class AdapterRegistry:
         if isinstance(lora, LoRARequest):
             with self._lock:
                 known = self._loaded.get(lora.lora_name)
-                if known is None or lora.load_inplace:
-                    if lora.lora_path or known is None:
-                        self.add(lora)
+                # One request for several prompts loads its folder once.
+                if known is None or (lora.load_inplace and lora.lora_path and lora is not known[1]):
+                    self.add(lora)
                 elif lora.lora_path and lora.lora_path != known[1].lora_path:
                     problem = f"{shown(lora.lora_name)} was loaded from {shown(known[1].lora_path)}"
                     raise InvalidInput("lora_name", problem, "load_inplace=True replaces it")
@@ -120,7 +120,7 @@ class AdapterRegistry:
         self._num_loaded += 1
         name = request.lora_name
         adapter = LoadedAdapter(name, self._num_loaded, found.rank, found.weights, request.lora_path)
-        self._loaded[name] = adapter, replace(request, load_inplace=False)
+        self._loaded[name] = adapter, request
 
     def _known(self, name: Any) -> LoadedAdapter:
         self._model_config()

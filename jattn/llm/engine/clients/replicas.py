@@ -187,7 +187,7 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
                 request_id=request_id,
                 salt=salt,
                 inputs=inputs,
-                lora=lora,
+                lora=None if adapter is None else adapter.name,
                 outbox=self._outbox if outbox is None else outbox,
                 first_number=max(engine.num_added for engine in self.engines),
                 **options,

@@ -90,8 +90,16 @@ class AdapterMemory:
         self.layout = AdapterLayout(base.config.num_hidden_layers, targets, specs)
         self.arrays = self._allocated()
 
+    def warmup(self) -> None:
+        """Compiles the program of `load`, by an upload to no slot."""
+        self.load(self._config.max_loras, LoadedAdapter("", 0, 1, {}))
+
     def load(self, slot: int, adapter: LoadedAdapter) -> None:
         """Uploads an adapter; what it does not change is 0."""
+        with jax.transfer_guard("allow"):
+            self._load(slot, adapter)
+
+    def _load(self, slot: int, adapter: LoadedAdapter) -> None:
         new: list[jax.Array] = []
         for target, shards in zip(self.layout.targets, self._shards, strict=True):
             for part, each in zip(self._padded(target, adapter), shards, strict=True):

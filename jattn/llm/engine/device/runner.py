@@ -328,6 +328,8 @@ class ModelRunner:
         with jax.transfer_guard("allow"):
             self._slots.warmup({bucket.num_seqs for bucket in buckets})
             self._warm_prompt_logprobs(buckets)
+            if self._adapters is not None:
+                self._adapters.warmup()
             self._pool.warmup(
                 copies=self._config.max_num_seqs,
                 scrubs=self._pool.num_blocks if self._config.scrub_on_free else 0,
