@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
+from tests.support.delta_cases import delta_backward_call, delta_call
 from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.latent.call import LatentWriteCall
 from torch_core.launch.serves import IMPLEMENTATIONS, refuse_unserved
+from torch_core.launch.tensors import array_spec
 from torch_core.serves import SERVES, serves_table
 
 
@@ -81,6 +83,11 @@ BEYOND = [
     ("strides", paged_call(query=ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))), {"torch", "xla"}),
     ("strides", paged_call(sinks=ArraySpec((8,), "float32", (2,))), {"torch", "xla"}),
     ("reverse derivatives", backward_call(qq_bias=ArraySpec((200, 200), "float32")), {"xla"}),
+    (
+        "gated delta rule's derivative (gated_delta_backward)",
+        delta_backward_call(delta_call(0, (2,), gates="gk", dtype="bfloat16")).map(array_spec),
+        {"torch", "xla"},
+    ),
 ]
 
 
