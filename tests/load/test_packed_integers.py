@@ -232,6 +232,7 @@ def test_parts_that_do_not_fit_are_refused(folder, kind, part, change, message, 
         ("awq", {"group_size": 0}, "group_size is 0; it must be from 1 to 1048576."),
         ("gptq", {"bits": 3}, "bits is 3; this build reads 4 and 8."),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; this build reads gptq, gptq_v2."),
+        ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format is ['gptq']; this build reads gptq, gptq_v2."),
         ("gptq", {"dynamic": {"-:x": {}}}, "dynamic is {'-:x': {}}; this build reads models without it."),
         ("compressed", {"config_groups": 1}, "config_groups is 1; each group must have weights."),
         (

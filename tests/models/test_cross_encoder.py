@@ -162,5 +162,7 @@ def test_the_activation_of_a_cross_encoder_is_read(keys, kind) -> None:
     raw = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "id2label": {"0": "x"}}
     sizes = {name: SIZES[name] for name in SIZES if name not in ("initializer_range", "num_labels")}
     assert parse_config(raw | sizes | keys).label_activation == kind
-    with pytest.raises(Unsupported, match=r"activation_fn is 'torch\.nn\.Tanh'"):
+    with pytest.raises(Unsupported, match=r"^config\.json: activation_fn is 'torch\.nn\.Tanh'"):
         parse_config(raw | sizes | {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}})
+    with pytest.raises(InvalidInput, match=r"^config\.json: id2label is 5; it must be an object\.$"):
+        parse_config(raw | sizes | {"id2label": 5})

@@ -85,7 +85,7 @@ def read_packing(given: Mapping[str, Any]) -> Packing | None:
         return _compressed(given)
     if method == "gptq":
         kind = given.get("checkpoint_format") or given.get("format") or "gptq"
-        if kind not in _ZERO_OFFSETS:
+        if not isinstance(kind, str) or kind not in _ZERO_OFFSETS:
             raise Unsupported("checkpoint_format", value=kind, wanted=f"this build reads {', '.join(_ZERO_OFFSETS)}")
         return Packing(_GPTQ, _bits(given, _GPTQ, "bits"), _group_size(given), _ZERO_OFFSETS[kind])
     kind = given.get("version") or given.get("checkpoint_format") or given.get("format") or "gemm"

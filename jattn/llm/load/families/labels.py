@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jattn.llm.load.families.family import Family, Key
-from torch_core.base.errors import Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 
 #: Of sentence-transformers' cross-encoders: the function that makes a score of a logit.
 _ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": "sigmoid", "torch.nn.modules.linear.Identity": "identity"}
@@ -17,13 +17,20 @@ _WRITTEN = {kind: name for name, kind in _ACTIVATIONS.items()}
 def _read_activation(given: Any) -> str:
     name = given.get("activation_fn") if isinstance(given, Mapping) else given
     if name not in (None, *_ACTIVATIONS):
-        raise Unsupported("activation_fn", value=name, wanted=f"this build has {', '.join(_ACTIVATIONS)}")
+        wanted = f"this build has {', '.join(_ACTIVATIONS)}"
+        raise Unsupported("activation_fn", value=name, wanted=wanted).under("config.json")
     return "sigmoid" if name is None else _ACTIVATIONS[name]
+
+
+def _count(given: Any) -> int:
+    if not isinstance(given, Mapping):
+        raise InvalidInput("id2label", value=given, wanted="it must be an object").under("config.json")
+    return len(given)
 
 
 def with_labels(family: Family, architecture: str, pooler: str, classifier: str) -> Family:
     """Returns the family of a model with labels, which has two more layers of these names."""
-    names = Key("num_labels", len, lambda count: {str(label): f"LABEL_{label}" for label in range(count)})
+    names = Key("num_labels", _count, lambda count: {str(label): f"LABEL_{label}" for label in range(count)})
     older = Key("label_activation", _read_activation, _WRITTEN.__getitem__)
     newer = Key("label_activation", _read_activation, lambda kind: {"activation_fn": _WRITTEN[kind]})
     return replace(
