@@ -45,9 +45,9 @@ KEYS: list[tuple[str, dict[str, Any]]] = [
         "Lfm2ForCausalLM",
         {"block_dim": 32, "conv_dim": 32, "num_heads": 4, "block_use_swiglu": True, "use_pos_enc": True},
     ),
-    ("BambaForCausalLM", {"attn_rotary_emb": 64, "num_logits_to_keep": 1}),
+    ("BambaForCausalLM", {"attn_rotary_emb": 64, "mamba_d_head": "auto"}),
     ("GraniteMoeHybridForCausalLM", {"init_method": "mup", "normalization_function": "rmsnorm"}),
-    ("FalconH1ForCausalLM", {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "time_step_rank": "auto"}),
+    ("FalconH1ForCausalLM", {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_d_head": "auto"}),
     (
         "NemotronHForCausalLM",
         {"hybrid_override_pattern": "M-*-", "layers_block_type": None, "num_hidden_layers": 4, "rms_norm_eps": 1e-5},

@@ -41,7 +41,7 @@ _DEEPSEEK = {
     "topk_group": 2,
 }
 _INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 6}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 6}
 _NEMOTRON = {
     "num_hidden_layers": 4,
     "head_dim": 8,
@@ -402,7 +402,7 @@ CASES |= {
             _MAMBA | {"attn_layer_indices": [1]},
             _MAMBA
             | {"attn_layer_indices": [0], "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
-            | {"mamba_conv_bias": False, "mamba_d_head": "auto", "time_step_limit": (0.3, 0.8)},
+            | {"mamba_conv_bias": False, "time_step_limit": (0.3, 0.8)},
         ],
     ),
     "GraniteMoeHybridForCausalLM": (
@@ -422,7 +422,7 @@ CASES |= {
         [
             _MAMBA | {"mamba_d_ssm": 64},
             _MAMBA
-            | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_rms_norm": True, "projectors_bias": True}
+            | {"mamba_d_ssm": None, "mamba_rms_norm": True, "projectors_bias": True}
             | {"mamba_norm_before_gate": False, "key_multiplier": 0.4, "lm_head_multiplier": 0.5}
             | {"embedding_multiplier": 3.0, "mlp_multipliers": [0.7, 1.4], "attention_in_multiplier": 1.5}
             | {"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}

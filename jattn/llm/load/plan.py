@@ -77,7 +77,7 @@ class ParameterPlan:
     @property
     def is_float32(self) -> bool:
         """Whether the parameter is float32 in models of every dtype."""
-        return self.path[-1] in ("e_score_correction_bias", "A_log", "dt_bias") or "weights_proj" in self.path
+        return self.path[-1] in ("e_score_correction_bias", "A_log", "D", "dt_bias") or "weights_proj" in self.path
 
     @property
     def num_stacked(self) -> int:

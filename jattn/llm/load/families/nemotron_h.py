@@ -71,6 +71,8 @@ NEMOTRON_H = Family(
     | {"moe.e_score_correction_bias": "mixer.gate.e_score_correction_bias"}
     | {f"moe.{name}": f"mixer.experts.{{expert}}.{name}" for name in ("up_proj", "down_proj")}
     | {f"moe.shared_expert.{name}": f"mixer.shared_experts.{name}" for name in ("up_proj", "down_proj")},
+    # As transformers names them.
+    also_spelled={"backbone.": "model."},
     prefix="backbone.",
     brings_code=True,
     unread=r"mtp\..+",
