@@ -24,7 +24,6 @@ def _experts(raw: Raw) -> dict[str, Any]:
 
 def _written(config: ModelConfig) -> dict[str, Any]:
     parts = ["moe" if config.is_sparse(layer) else "mlp" for layer in range(config.num_hidden_layers)]
-    # A config that was built by hand may have none.
     types = zip(config.layer_types or ("attention",) * len(parts), parts, strict=True)
     return {"layers_block_type": [_WRITTEN.get(kind, part) for kind, part in types]}
 
