@@ -100,7 +100,7 @@ def test_a_load_that_is_refused_has_a_row_with_the_reason_and_later_ones_are_mea
     [
         (
             'speculative_config={"num_speculative_tokens": 2, "method": "ngram"},max_num_sequences=1',
-            r"^--settings has 'max_num_sequences'; it may have fixed_shapes, ",
+            r"^--settings has 'max_num_sequences'; it may have batch_invariant, ",
         ),
         ("max_num_seqs=one", r"^--settings is not valid JSON: "),
         ("mesh=1", r"^--settings has 'mesh'; "),

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.load.adapter_config import read_peft_config
+from jattn.llm.load.config import family_of
 from jattn.llm.load.folder import check_folder, member
 from jattn.llm.load.plan import found_name, plan_parameters
 from jattn.llm.load.safetensors_file import open_safetensors
@@ -84,11 +85,12 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
             raise InvalidInput(_PICKLE, "is a pickle", wanted)
         raise InvalidInput(f"the folder has no {_FILE}.")
     file = open_safetensors(found)
-    pieces, parts = _pieces_of(config), _paired(file, config)
+    pieces, parts, family = _pieces_of(config), _paired(file, config), family_of(config)
     known = {f"{name}.weight" for name in parts}
     read: dict[str, tuple[_Piece, np.ndarray, np.ndarray, float]] = {}
     for name, piece in pieces.items():
-        spelt = found_name(f"{name}.weight", known, is_whole=True).removesuffix(".weight")
+        spellings = (found_name(f"{name}.weight", known, family, is_whole) for is_whole in (False, True))
+        spelt = next((each for each in spellings if each in known), name).removesuffix(".weight")
         if spelt not in parts:
             continue
         names = parts.pop(spelt)
@@ -273,6 +275,11 @@ def _unknown(name: str, config: ModelConfig) -> InvalidInput | Unsupported:
         return Unsupported(f"{shown_name} belongs to experts or their router, which have no adapters here.")
     if config.latent is not None and last == "kv_b_proj":
         return Unsupported(f"{shown_name} is multiplied into queries by latent attention, and has no adapters here.")
+    if config.attn_output_gate and last in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+        return Unsupported(f"{shown_name} is joined with the gate of attention, and has no adapters here.")
+    if ".mlp." not in f".{name}." and ".self_attn." not in f".{name}.":
+        for mixer in set(config.layer_types) - {"attention"}:
+            return Unsupported(f"{shown_name} may be of a layer of {mixer}, which has no adapters here.")
     layers = re.findall(r"\.(\d{1,9})\.", f".{name}.")
     if layers and int(layers[0]) >= config.num_hidden_layers:
         return InvalidInput(f"{shown_name} is of layer {layers[0]}; the model has {config.num_hidden_layers}.")

@@ -22,7 +22,11 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 # Modules of a layer that may have an adapter: linear layers that are called, and whose kernels nothing else reads.
 _ATTENTION = ("qkv_proj", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-_MODULES = (*_ATTENTION, "gate_up_proj", "up_proj", "down_proj", "in_proj", "out_proj")
+_MODULES = {
+    "self_attn": _ATTENTION,
+    "mlp": ("gate_up_proj", "up_proj", "down_proj"),
+    "moe.shared_expert": ("gate_up_proj", "up_proj", "down_proj"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class AdapterTarget:
 def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
     """Returns the linear layers of a decoder that adapters may change, layer by layer.
 
-    Those of attention and of the feed-forward part. Experts, routers, embeddings and heads have none.
+    Those of attention and of the feed-forward part. Experts, routers, layers with a state, embeddings and heads have
+    none, nor have queries, keys and values that are joined with a gate.
 
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
@@ -68,7 +73,11 @@ def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
         raise Unsupported("config", "has an encoder", "adapters are for decoders")
     found = []
     for path, shape in parameter_shapes(config).items():
-        if path[0] != "layers" or path[-1] != "kernel" or path[-2] not in _MODULES or len(shape) != 2:
+        if path[0] != "layers" or path[-1] != "kernel" or len(shape) != 2:
+            continue
+        if path[-2] not in _MODULES.get(".".join(map(str, path[2:-2])), ()):
+            continue
+        if path[-2] == "qkv_proj" and config.attn_output_gate:
             continue
         num_slices = {"gate_up_proj": 2, "qkv_proj": 3}.get(str(path[-2]), 1)
         # Keys and values that are another layer's.
