@@ -35,13 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.variants": {"torch_core.launch", "torch_core.serves", "torch_core.all_reduce"},
     # It finds the rooms of ops by their op.py.
     "torch_core.serves": {"torch_core.launch"},
-    "torch_core.ops": {
-        "torch_core.launch",
-        "torch_core.attention",
-        "torch_core.latent",
-        "torch_core.cache_writes",
-        "torch_core.state",
-    },
+    "torch_core.ops": {f"torch_core.{room}" for room in ("launch", "attention", "latent", "cache_writes", "state")},
     "torch_core.reference": {"torch_core.launch", "torch_core.serves"},
     "torch_core.vllm": {
         "torch_core.ops",
@@ -165,8 +159,6 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.device": {"triton"},
     "torch_core.latent.packed": {"torch"},
     "torch_core.variants": {"triton"},
-    # The specification and the CPU's computation in one, by autograd.
-    "torch_core.state.delta_backward": {"torch"},
     "torch_core.all_reduce": {"triton"},
     "torch_core.vllm": {"numpy", "torch"},
     # Its processes start without jax and torch.
@@ -181,7 +173,7 @@ OUTSIDE: dict[str, set[str]] = {
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},
-            **{key: {"numpy", "torch"} for key in (".cpu", ".reference", ".torch", ".torch_sparse")},
+            **{key: {"numpy", "torch"} for key in (".cpu", ".delta_backward", ".reference", ".torch", ".torch_sparse")},
         }.items()
     },
 }
