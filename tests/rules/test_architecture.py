@@ -19,11 +19,7 @@ MAX_LINES = 500
 
 # Which of our own rooms a room may import. torch_core.base is open to all.
 ARROWS: dict[str, set[str]] = {
-    "torch_core.base": set(),
-    "torch_core.cache": set(),
-    "torch_core.metadata": set(),
-    "torch_core.device": set(),
-    "torch_core.launch": set(),
+    **{f"torch_core.{room}": set() for room in ("base", "cache", "metadata", "device", "launch")},
     "torch_core.attention": {"torch_core.launch", "torch_core.device", "torch_core.metadata"},
     "torch_core.latent": {"torch_core.launch", "torch_core.device", "torch_core.attention", "torch_core.cache_writes"},
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
@@ -74,12 +70,7 @@ ARROWS: dict[str, set[str]] = {
     "jattn.nn": {"jattn.ops", "jattn.pool", "jattn.metadata", "torch_core.adapters"},
     "jattn.llm": set(),
     "jattn.llm.models": {"jattn.nn", "jattn.ops", "jattn.metadata", "jattn.parallel", "torch_core.adapters"},
-    "jattn.llm.reports": set(),
-    "jattn.llm.processes": set(),
-    "jattn.llm.workers": set(),
-    "jattn.llm.tools": set(),
-    "jattn.llm.paths": set(),
-    "jattn.llm.small_models": set(),
+    **{f"jattn.llm.{room}": set() for room in ("reports", "processes", "workers", "tools", "paths", "small_models")},
     "jattn.llm.load": {
         "jattn.llm.paths",
         "jattn.llm.workers",
@@ -162,9 +153,7 @@ OUTSIDE: dict[str, set[str]] = {
     "torch_core.all_reduce": {"triton"},
     "torch_core.vllm": {"numpy", "torch"},
     # Its processes start without jax and torch.
-    "jattn.llm.tools": set(),
-    "jattn.llm.workers": set(),
-    "jattn.llm.paths": set(),
+    **{f"jattn.llm.{room}": set() for room in ("tools", "workers", "paths")},
     "jattn.llm.workers.templates": {"jinja2"},
     "jattn.llm.workers.tokens": {"tokenizers"},
     **{
