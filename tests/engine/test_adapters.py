@@ -146,7 +146,7 @@ def test_200_adapters_share_16_slots_with_random_requests_and_cancels(engine, se
     for index in range(NUM_ADAPTERS):
         engine.add_lora(f"r{index}", engine.trained, index=index, follow=False)
     jobs, cancelled, loads = [], set(), engine.slots.num_loads
-    for number in range(180):
+    for number in range(120):
         index = choose.randrange(-6, NUM_ADAPTERS)
         prompt = [choose.randrange(1, 257) for _ in range(choose.randrange(1, 6))]
         params = SamplingParams(max_tokens=choose.randrange(1, 4), **GREEDY)
