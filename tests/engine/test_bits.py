@@ -40,8 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
 SIZES: dict[str, Any] = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
 #: Few blocks, so that requests are preempted and computed again, or come back from the host.
 ENGINES: dict[str, dict[str, Any]] = {
-    "preempted": {"num_blocks": 24, "num_scheduler_steps": 3},
-    "swapped": {"num_blocks": 24, "num_host_blocks": 20, "max_num_batched_tokens": 33},
+    "preempted": {"num_blocks": 34, "num_scheduler_steps": 3},
+    "swapped": {"num_blocks": 34, "num_host_blocks": 20, "max_num_batched_tokens": 33},
     "speculating": {"num_blocks": 60, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "fixed": {"num_blocks": 60, "fixed_shapes": True, "logprobs_mode": "processed_logprobs"},
 }
