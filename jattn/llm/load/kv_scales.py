@@ -17,7 +17,7 @@ from flax import nnx
 from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.llm.reports import event
-from jattn.nn.paged import KVScales
+from jattn.nn.paged import KVScales, PagedAttention
 from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -153,5 +153,6 @@ def writing_8_bits(
         event(logging.WARNING, "kv_cache_without_scales", kv_cache_dtype=dtype, scale=1.0)
     for path, layer in layers:
         layer.kv_scales = KVScales(*((1.0, 1.0) if scales is None else scales.of(path, dtype)))
-        layer.quantize_query = quantize_queries
+        if isinstance(layer, PagedAttention):
+            layer.quantize_query = quantize_queries
     return cast(Any, copy)
