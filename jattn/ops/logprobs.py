@@ -27,7 +27,7 @@ def token_logprobs(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> token_logprobs(jnp.zeros((1, 4)), jnp.array([2])).round(3).tolist()
+        >>> [round(x, 3) for x in token_logprobs(jnp.zeros((1, 4)), jnp.array([2])).tolist()]
         [-1.386]
     """
     values = logits.astype(jnp.float32)

@@ -67,7 +67,8 @@ def run(model: Any, count: int, seed: int, **changes: Any) -> tuple[list[Request
                 ignore_eos=True,
             )
         )
-    with LLM(model, config=EngineConfig(**(SIZES | {"batch_invariant": True} | changes))) as llm:
+    options: dict[str, Any] = SIZES | {"batch_invariant": True} | changes
+    with LLM(model, config=EngineConfig(**options)) as llm:
         outputs = llm.generate(prompts, params)
         return outputs, llm.verify(outputs, params)
 
@@ -80,7 +81,7 @@ def test_bits_survive_preemption_shared_prefixes_chunks_and_several_steps(seed):
 
     # A value that differs is counted and found.
     completion = outputs[3].outputs[0]
-    first, *others = completion.logprobs or ()
+    first, *others = list(completion.logprobs or [])
     wrong = {token: replace(value, logprob=value.logprob + 1) for token, value in first.items()}
     outputs[3] = replace(outputs[3], outputs=(replace(completion, logprobs=(wrong, *others)),))
     changed = verify(model, outputs[3:4], logprobs_mode="raw_logprobs", temperatures=[1.0])

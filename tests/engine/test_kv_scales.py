@@ -70,7 +70,8 @@ def test_calibration_finds_the_largest_key_and_value_of_all_prompts(model, seed)
 
 def test_a_layer_of_zeros_has_a_range_and_the_engine_takes_it() -> None:
     model = tiny_decoder(num_hidden_layers=1)
-    kernel = model.layers[0].self_attn.qkv_proj.kernel
+    attention: Any = model.layers[0].self_attn
+    kernel = attention.qkv_proj.kernel
     kernel[...] = jnp.zeros_like(kernel[...])
 
     scales = calibrate_kv_cache(model, [[1, 2, 3]])
@@ -176,7 +177,8 @@ def test_int8_without_scales_is_refused_and_with_them_served(model, seed) -> Non
 def test_a_checkpoints_scales_are_honoured(model) -> None:
     graph, state = nnx.split(model)
     carrying = nnx.merge(graph, state)
-    carrying.layers[0].self_attn.set_kv_scales(0.25, 0.5)
+    attention: Any = carrying.layers[0].self_attn
+    attention.set_kv_scales(0.25, 0.5)
 
     fp8 = Engine(carrying, EngineConfig(**SIZES, kv_cache_dtype="fp8"))
     int8 = Engine(carrying, EngineConfig(**SIZES, kv_cache_dtype="int8"))
@@ -192,7 +194,8 @@ def test_a_checkpoints_scales_are_honoured(model) -> None:
 
 def test_a_checkpoints_scales_are_saved_with_it(tmp_path) -> None:
     carrying, config, tokenizer = load_model(write_tiny_model(tmp_path / "without", 0))
-    carrying.layers[0].self_attn.set_kv_scales(0.25, 0.5)
+    attention: Any = carrying.layers[0].self_attn
+    attention.set_kv_scales(0.25, 0.5)
 
     save_model(tmp_path / "with", carrying, config, tokenizer)
 
@@ -295,7 +298,7 @@ def test_latents_are_read_as_they_were_rounded(dtype, seed) -> None:
     smallest = float(scale) * float(jnp.finfo(dtype).smallest_subnormal)
     np.testing.assert_allclose(stored, exact, rtol=half_a_digit, atol=smallest)
     query, *_ = attn._projected(inputs, metadata.positions(5))
-    attended = attn._absorbed(query, stored, metadata)
+    attended = attn._absorbed(query, stored, metadata.sequences)
     np.testing.assert_allclose(found, attn.o_proj(attended.reshape(5, -1)), rtol=0, atol=1e-6 * np.abs(found).max())
 
 

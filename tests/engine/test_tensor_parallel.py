@@ -172,7 +172,8 @@ def test_scales_of_an_8_bit_cache_are_on_every_device(origin: str) -> None:
     model, prompts = large_decoder(num_hidden_layers=1), prompts_of(6, 3)
     scales = calibrate_kv_cache(model, prompts)
     if origin == "checkpoint":
-        model.layers[0].self_attn.set_kv_scales(*scales.of("layers.0.self_attn.paged_attention", "float8_e4m3fn"))
+        attention: Any = model.layers[0].self_attn
+        attention.set_kv_scales(*scales.of("layers.0.self_attn.paged_attention", "float8_e4m3fn"))
     sizes: dict[str, Any] = SIZES | {"num_scheduler_steps": 1, "kv_cache_dtype": "fp8"}
     sizes |= {"kv_cache_scales": scales if origin == "config" else None}
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -84,7 +84,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(capsys) -> None:
         ),
         (
             ["--engine-config", '{"mesh": 1}'],
-            "jattn: --engine-config has 'mesh'; it may have fixed_shapes, block_size, ",
+            "jattn: --engine-config has 'mesh'; it may have batch_invariant, block_size, ",
         ),
         (
             ["--engine-config", '{"num_scheduler_steps": 1, "block_size": 0}'],

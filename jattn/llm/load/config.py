@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.llm.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file, language_part
 from jattn.llm.load.families import Family, known_families
+from jattn.llm.load.families.family import Key, Raw
 from jattn.llm.load.generation import forced_token, token_ids
 from jattn.llm.load.rope import read_rope, write_rope
 from jattn.llm.models.config import PARTS, SIZE_LIMITS, ModelConfig
 from torch_core.base.checks import check_int, shown
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
 
 #: Fields that an encoder does not have.
@@ -46,7 +47,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     options = dict(family.options)
     for name, key in family.all_keys.items():
         if name in raw:
-            options |= dict.fromkeys(key.fields, key.read(raw[name]))
+            options |= dict.fromkeys(key.fields, _read(name, key, raw[name]))
     forced, is_served = forced_token(raw.get("forced_eos_token_id"))
     if not is_served:
         warnings.warn(f"{FILE} has forced_eos_token_id, whose effect is missing here.", stacklevel=2)
@@ -59,7 +60,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         if options.get("head_dim") is None:
             options["head_dim"] = _derived_head_dim(options)
         if family.derive is not None:
-            options |= family.derive(raw)
+            options |= _derived(family.derive, raw, family)
         options |= read_rope(raw, family, options["max_position_embeddings"]) | _layers(raw, family)
         options["dtype"] = _stored_dtype(raw)
         parts = {part: _popped(options, f"{part}.") for part in (*PARTS, "encoder")}
@@ -167,6 +168,30 @@ def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(**{**shared, **own, "is_encoder": True})
     except (InvalidInput, Unsupported) as error:
         raise type(error)(f"of the encoder, {error}", argument=f"encoder.{error.argument}") from None
+
+
+#: The exceptions of a function of a family that meets a value of another kind.
+_OF_ANOTHER_KIND = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+
+def _read(name: str, key: Key, value: Any) -> Any:
+    """Returns a field's value; one of another kind than the family's reader takes is refused by its key."""
+    try:
+        return key.read(value)
+    except JattnError:
+        raise
+    except _OF_ANOTHER_KIND as error:
+        raise InvalidInput(name, value=value, wanted="its values here are of another kind").under(FILE) from error
+
+
+def _derived(derive: Callable[[Raw], Raw], raw: Raw, family: Family) -> Raw:
+    try:
+        return derive(raw)
+    except JattnError:
+        raise
+    except _OF_ANOTHER_KIND as error:
+        problem = f"has values that {family.architecture} cannot be derived from ({error})"
+        raise InvalidInput(FILE, problem, "compare it with a published file") from error
 
 
 def _derived_head_dim(options: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jattn.llm.load.families import Family, known_families
@@ -153,6 +154,7 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     missing = [key for key in required if key not in given and key not in family.defaults]
     if missing:
         raise InvalidInput(FILE, f"lacks {', '.join(missing)}")
+    _check_layer_count(given, family)
     for key, default in family.defaults.items():
         if callable(default) and given.get(key) is None:
             # A value that is not a number is ignored here; its check raises the error.
@@ -165,6 +167,16 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     except InvalidInput as error:
         raise error.under(FILE) from None
     return given
+
+
+def _check_layer_count(given: Mapping[str, Any], family: Family) -> None:
+    """Refuses a number of layers before a default has an entry for each."""
+    for name, key in family.all_keys.items():
+        if "num_hidden_layers" in key.fields and given.get(name) is not None:
+            try:
+                check_int(name, given[name], 1, SIZE_LIMITS["num_hidden_layers"])
+            except InvalidInput as error:
+                raise error.under(FILE) from None
 
 
 def _check_quantization(given: Any) -> None:

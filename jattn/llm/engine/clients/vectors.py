@@ -47,6 +47,7 @@ class VectorsOfTexts:
             Unsupported: the model is a module of your own, or has an encoder before its decoder.
 
         Example:
+            >>> from jattn import LLM
             >>> llm = LLM()
             >>> first, second = (each.outputs.embedding for each in llm.embed(["A list", "A tuple"]))
             >>> bool(first @ second < 1.0)
