@@ -77,9 +77,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
-        channels, width = self.conv1d.weight.shape
-        matrices = (self.num_heads, self.head_dim, self.head_dim)
-        return StateCacheSpec(shapes=((width - 1, channels), matrices), dtypes=(dtype, "float32"))
+        return self.conv1d.state_spec((self.num_heads, self.head_dim, self.head_dim), dtype=dtype)
 
     def __call__(
         self,
@@ -94,13 +92,8 @@ class KimiDeltaAttention(nnx.Module):
         size, dim = self.num_heads * self.head_dim, self.head_dim
         ends = [3 * size, 3 * size + dim, 3 * size + 2 * dim]
         mixed, forget, gate, beta = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), ends, axis=-1)
-        mixed, conv_states = ops.causal_conv1d(
-            mixed,
-            self.conv1d.weight[...].astype(mixed.dtype),
-            conv_states=conv_states,
-            activation="silu",
-            implementation=self.implementation,
-            **sequences,
+        mixed, conv_states = self.conv1d(
+            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
         )
         query, key, value = (self._heads(each) for each in jnp.split(mixed, 3, axis=-1))
         rate, bias = self.A_log[...], self.dt_bias[...]

@@ -104,9 +104,7 @@ class Mamba2(nnx.Module):
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
-        channels, width = self.conv1d.weight.shape
-        matrices = (self.num_heads, self.head_dim, self.state_size)
-        return StateCacheSpec(shapes=((width - 1, channels), matrices), dtypes=(dtype, "float32"))
+        return self.conv1d.state_spec((self.num_heads, self.head_dim, self.state_size), dtype=dtype)
 
     def __call__(
         self,
@@ -126,14 +124,8 @@ class Mamba2(nnx.Module):
             factors = jnp.concatenate([jnp.full(size, factor, projected.dtype) for factor, size in parts])
             projected = projected * factors[None]
         gate, mixed, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
-        mixed, conv_states = ops.causal_conv1d(
-            mixed,
-            self.conv1d.weight[...].astype(mixed.dtype),
-            bias=None if self.conv1d.bias is None else self.conv1d.bias[...].astype(mixed.dtype),
-            conv_states=conv_states,
-            activation="silu",
-            implementation=self.implementation,
-            **sequences,
+        mixed, conv_states = self.conv1d(
+            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
         )
         x, weights, reads = (
             part.reshape(len(part), heads, -1)

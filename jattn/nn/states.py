@@ -92,9 +92,7 @@ class GatedDeltaNet(nnx.Module):
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
-        channels, width = self.conv1d.weight.shape
-        matrices = (self.num_heads, self.value_dim, self.key_dim)
-        return StateCacheSpec(shapes=((width - 1, channels), matrices), dtypes=(dtype, "float32"))
+        return self.conv1d.state_spec((self.num_heads, self.value_dim, self.key_dim), dtype=dtype)
 
     def __call__(
         self,
@@ -121,13 +119,8 @@ class GatedDeltaNet(nnx.Module):
         conv_states, matrices = (None, None) if states is None else states
         query, key, value, z, beta, gate = self._projected(inputs.reshape(-1, self.in_features))
         mixed = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (query, key, value)], axis=-1)
-        mixed, conv_states = ops.causal_conv1d(
-            mixed,
-            self.conv1d.weight[...].astype(mixed.dtype),
-            conv_states=conv_states,
-            activation="silu",
-            implementation=self.implementation,
-            **sequences,
+        mixed, conv_states = self.conv1d(
+            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
         )
         keys = self.num_kv_heads * self.key_dim
         query, key, value = (
@@ -219,8 +212,7 @@ class ShortConv(nnx.Module):
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states."""
-        channels, width = self.conv.weight.shape
-        return StateCacheSpec(shapes=((width - 1, channels),), dtypes=(dtype,))
+        return self.conv.state_spec(dtype=dtype)
 
     def __call__(
         self, inputs: jax.Array, *, states: jax.Array | None = None, metadata: AttentionMetadata | None = None
@@ -228,11 +220,7 @@ class ShortConv(nnx.Module):
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
         sequences, _ = packed_sequences(inputs, self.in_features, states, metadata)
         before, after, x = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), 3, axis=-1)
-        weight = self.conv.weight[...].astype(x.dtype)
-        bias = None if self.conv.bias is None else self.conv.bias[...].astype(x.dtype)
-        out, states = ops.causal_conv1d(
-            before * x, weight, bias=bias, conv_states=states, implementation=self.implementation, **sequences
-        )
+        out, states = self.conv(before * x, states, sequences, implementation=self.implementation)
         out = self.out_proj((after * out).reshape(inputs.shape))
         return out if metadata is None else (out, states)
 
@@ -247,6 +235,32 @@ class ConvWeights(nnx.Module):
 
         self.weight = uniform(channels, width)
         self.bias = uniform(channels) if use_bias else None
+
+    def state_spec(self, *matrices: tuple[int, ...], dtype: str) -> StateCacheSpec:
+        """Returns the layout of a layer's states: of this convolution in `dtype`, and matrices in float32."""
+        channels, width = self.weight.shape
+        shapes = ((width - 1, channels), *matrices)
+        return StateCacheSpec(shapes=shapes, dtypes=(dtype, *["float32"] * len(matrices)))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        states: jax.Array | None,
+        sequences: dict[str, Any],
+        *,
+        implementation: str | None,
+        activation: str | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Convolves packed tokens [tokens, channels]; returns them and the updated states, None without."""
+        return ops.causal_conv1d(
+            x,
+            self.weight[...].astype(x.dtype),
+            bias=None if self.bias is None else self.bias[...].astype(x.dtype),
+            conv_states=states,
+            activation=activation,
+            implementation=implementation,
+            **sequences,
+        )
 
 
 def packed_sequences(
