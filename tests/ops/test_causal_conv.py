@@ -19,6 +19,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two
 from tests.support.devices import collectives, mesh, on_four_devices, place
+from tests.support.state_cases import each_implementation
 from torch_core import ops as torch_ops
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.launch.call import Call
@@ -44,16 +45,7 @@ def test_plain_torch_is_as_exact_as_the_reference(options, seed):
     assert_as_exact_as_torch(call, torch_ops.run(given)["out"], given.conv_states)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "options"),
-    [
-        *(("xla", options) for options in OPTIONS),
-        # Its results are plain torch's.
-        ("torch", OPTIONS[0]),
-        *(pytest.param("triton", options, marks=pytest.mark.gpu) for options in OPTIONS),
-    ],
-    ids=str,
-)
+@each_implementation(OPTIONS)
 def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     call = conv_call(seed, **options)
     convolve = _quick(

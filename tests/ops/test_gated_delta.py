@@ -19,6 +19,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_backward_call, delta_call
 from tests.support.devices import collectives, mesh, on_four_devices, place
+from tests.support.state_cases import each_implementation
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -39,16 +40,7 @@ def test_plain_torch_is_as_exact_as_the_reference(options, seed):
     assert_as_exact_as_torch(call, torch_ops.run(given)["out"], given.states)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "options"),
-    [
-        *(("xla", options) for options in OPTIONS),
-        # Its results are plain torch's.
-        ("torch", OPTIONS[0]),
-        *(pytest.param("triton", options, marks=pytest.mark.gpu) for options in OPTIONS),
-    ],
-    ids=str,
-)
+@each_implementation(OPTIONS)
 def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     call = delta_call(seed, **options)
     statics = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True, "implementation": implementation}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.state_cases import assert_as_exact_as, drawn_states
 from torch_core import reference
 from torch_core.state.delta_backward_call import backward_of
 from torch_core.state.delta_call import GatedDeltaCall
@@ -42,13 +43,7 @@ def delta_call(
         shape = (num_heads,) if gates == "g" else (num_heads, key_size)
         fields[gates] = torch.nn.functional.logsigmoid(rows(*shape) + 2)
     if states:
-        slots, known = torch.randperm(num_seqs + 2)[:num_seqs].int(), torch.ones(num_seqs, dtype=torch.bool)
-        if num_seqs > 3:
-            slots[1], known[3] = -1, False
-        held = torch.full((num_seqs + 2, num_heads, value_size, key_size), torch.nan)
-        read = slots[known & (slots >= 0)].long()
-        held[read] = torch.randn(len(read), *held.shape[1:])
-        fields |= {"states": held, "cache_indices": slots, "has_initial_state": known}
+        fields |= drawn_states(num_seqs, num_heads, value_size, key_size)
     return GatedDeltaCall(**fields, **{"scale": key_size**-0.5, "use_qk_l2norm_in_kernel": True, **options})
 
 
@@ -63,21 +58,5 @@ def delta_backward_call(call: Any) -> Any:
 
 
 def assert_as_exact_as_torch(call: Any, out: torch.Tensor, states: torch.Tensor | None, added: int = 1) -> None:
-    """Errors are at most twice those of the reference in float32, and some roundings of the largest value.
-
-    Args:
-        added: tokens whose roundings add up, as those of equal keys do.
-    """
-    expected, narrow = call.map(torch.clone), call.map(torch.clone)
-    exact = reference.gated_delta_rule(expected)
-    rounded = reference.gated_delta_rule(narrow, compute_dtype=torch.float32).to(call.value.dtype).double()
-    # Chunks multiply operands of the inputs' own type; a state is a sum over all tokens before it.
-    eps = max(torch.finfo(call.value.dtype).eps * added**0.5, torch.finfo(torch.float32).eps * call.max_query_len**0.5)
-    allowed = 2 * ((rounded - exact).abs().max() + eps * exact.abs().max())
-    assert out.dtype == call.value.dtype
-    assert (out.double() - exact).abs().max() <= allowed
-    if expected.states is not None:
-        assert states is not None
-        scale = expected.states.nan_to_num().abs().max()
-        allowed = 2 * ((narrow.states - expected.states).nan_to_num().abs().max() + eps * scale)
-        torch.testing.assert_close(states, expected.states, rtol=0, atol=float(allowed), equal_nan=True)
+    """See `assert_as_exact_as`."""
+    assert_as_exact_as(reference.gated_delta_rule, call, out, states, call.value.dtype, added)

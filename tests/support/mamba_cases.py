@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.state_cases import assert_as_exact_as, drawn_states
 from torch_core import reference
 from torch_core.state.mamba_call import MambaChunkScanCall
 
@@ -46,28 +47,10 @@ def mamba_call(
     if optional:
         fields |= {"D": torch.randn(num_heads), "dt_bias": torch.randn(num_heads) - 2, "dt_softplus": True}
     if states:
-        slots, known = torch.randperm(num_seqs + 2)[:num_seqs].int(), torch.ones(num_seqs, dtype=torch.bool)
-        if num_seqs > 3:
-            slots[1], known[3] = -1, False
-        held = torch.full((num_seqs + 2, num_heads, head_dim, state_size), torch.nan)
-        read = slots[known & (slots >= 0)].long()
-        held[read] = torch.randn(len(read), *held.shape[1:])
-        fields |= {"states": held, "cache_indices": slots, "has_initial_state": known}
+        fields |= drawn_states(num_seqs, num_heads, head_dim, state_size)
     return MambaChunkScanCall(**{**fields, **options})
 
 
 def assert_as_exact_as_torch(call: Any, out: torch.Tensor, states: torch.Tensor | None) -> None:
-    """Errors are at most twice those of the reference in float32, and some roundings of the largest value."""
-    expected, narrow = call.map(torch.clone), call.map(torch.clone)
-    exact = reference.mamba_chunk_scan(expected)
-    rounded = reference.mamba_chunk_scan(narrow, compute_dtype=torch.float32).to(call.x.dtype).double()
-    # Chunks multiply operands of the inputs' own type; a state is a sum over all tokens before it.
-    eps = max(torch.finfo(call.x.dtype).eps, torch.finfo(torch.float32).eps * call.max_query_len**0.5)
-    allowed = 2 * ((rounded - exact).abs().max() + eps * exact.abs().max())
-    assert out.dtype == call.x.dtype
-    assert (out.double() - exact).abs().max() <= allowed
-    if expected.states is not None:
-        assert states is not None
-        scale = expected.states.nan_to_num().abs().max()
-        allowed = 2 * ((narrow.states - expected.states).nan_to_num().abs().max() + eps * scale)
-        torch.testing.assert_close(states, expected.states, rtol=0, atol=float(allowed), equal_nan=True)
+    """See `assert_as_exact_as`."""
+    assert_as_exact_as(reference.mamba_chunk_scan, call, out, states, call.x.dtype)
