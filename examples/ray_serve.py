@@ -4,7 +4,7 @@ serve run examples.ray_serve:build model=DIR num_replicas=4 tensor_parallel_size
 
 Replicas exchange nothing, so they may run anywhere. Ray restarts them, routes requests and answers at /v1/completions
 as `jattn serve` does. Ray gives each replica its own GPUs (CUDA_VISIBLE_DEVICES), and JAX sees only these. For one
-model over several hosts see `--coordinator` in docs/scale.md.
+model over several hosts see `--coordinator` in docs/explanation/devices.md.
 """
 
 from __future__ import annotations

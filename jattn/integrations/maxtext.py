@@ -26,7 +26,7 @@ def attention(
 ) -> jax.Array:
     """Attends as `AttentionOp` does, with gradients: packed segments, sinks, windows, chunks and soft caps.
 
-    docs/rollout.md has the branch in MaxText's `apply_attention`, chosen by `attention="jattn"`, that calls it.
+    docs/howto/rollout.md has the branch in MaxText's `apply_attention`, chosen by `attention="jattn"`, that calls it.
 
     Windows and chunks count from the first token of a segment (MaxText's chunks count from the row's). Padding, segment
     0, gets 0; MaxText gives it the mean of padding.

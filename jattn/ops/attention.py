@@ -119,7 +119,7 @@ def _dense(
 ) -> Request[DenseCall[jax.Array]]:
     """Attends packed queries to packed keys, sequence by sequence; the mask is aligned bottom-right.
 
-    It has a gradient with every implementation; `docs/architecture.md` says which one runs.
+    It has a gradient with every implementation; `docs/explanation/architecture.md` says which one runs.
 
     Args:
         key_start_loc: int32[num_seqs+1]; cumulative sum of the key lengths, starting with 0; query_start_loc by

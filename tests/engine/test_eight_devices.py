@@ -1,4 +1,4 @@
-"""Eight devices: a step has the collectives of two, and no more of them; the bytes are those of docs/scale.md."""
+"""Eight devices: a step has the collectives of two, no more; docs/explanation/devices.md has the bytes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jattn import LLM, SamplingParams
 
-PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rollout.md"
 PARAMS = SamplingParams(temperature=0.9, max_tokens=6, logprobs=0, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [9], list(range(20, 31))]
 

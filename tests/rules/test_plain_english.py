@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "torch_core/**/*.md", "jattn/**/*.md")
+PLACES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "torch_core/**/*.md", "jattn/**/*.md")
 PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
 SOURCES = sorted(path for package in ("jattn", "torch_core") for path in (ROOT / package).rglob("*.py"))
 

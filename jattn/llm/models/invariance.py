@@ -23,7 +23,7 @@ def set_batch_invariant(model: nnx.Module) -> None:
 
     Every sum then has one order, which follows from the index of its terms: products, norms and log-softmax row by row,
     attention by the keys' positions. So `Decoder.forward_dense`, prompts in any chunks, and decoded tokens in any batch
-    have the same bits. It costs speed (docs/numerics.md). Gradients are those of the default arithmetic.
+    have the same bits. It costs speed (docs/explanation/numerics.md). Gradients are those of the default arithmetic.
 
     A module takes part if its class has an attribute `batch_invariant`, which is set, or if it is an `nnx.Linear` or an
     `nnx.LinearGeneral`. A class of your own with such an attribute promises that its other arithmetic depends on a

@@ -298,7 +298,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
     ) -> Verification:
         """Compares log-probabilities of generated tokens with those of a training pass over each text, bit by bit.
 
-        With `batch_invariant` no bit differs (docs/numerics.md). It recomputes every text with the current weights.
+        With `batch_invariant` no bit differs (docs/explanation/numerics.md). Texts are computed with current weights.
 
         Args:
             outputs: results of `generate`, with log-probabilities.
