@@ -23,6 +23,8 @@ from starlette.routing import Route
 import jattn
 from jattn.llm.engine import RequestOutput
 from jattn.llm.serve.access import AccessLog
+from jattn.llm.serve.anthropic_answer import MessageAnswer, message_error
+from jattn.llm.serve.anthropic_request import parse_messages
 from jattn.llm.serve.async_llm import AsyncLLM, Submission
 from jattn.llm.serve.bodies import (
     DetokenizeBody,
@@ -43,12 +45,14 @@ from jattn.llm.serve.models import ModelList, ServedModel
 from jattn.llm.serve.protocol import Generation, parse_body, parse_chat, parse_completion
 from jattn.llm.serve.responses import Answer, Sample, error_body, event, json_bytes, usage
 from jattn.llm.serve.responses_answer import ResponseAnswer
-from jattn.llm.serve.responses_request import ResponsesBody, parse_response
+from jattn.llm.serve.responses_request import parse_response
 from jattn.llm.serve.unread import UnreadBodies
 from jattn.llm.serve.vectors import embeddings_answer, rerank_answer, score_answer
 from jattn.llm.text.prompts import encoded
 from torch_core.base.errors import InvalidInput
 
+_Answer = Answer | ResponseAnswer | MessageAnswer
+_ErrorForm = Callable[[RequestError], dict[str, Any]]
 _R = TypeVar("_R")
 _V = TypeVar("_V", bound=VectorsBody)
 _log = logging.getLogger("jattn.llm.serve")
@@ -83,6 +87,8 @@ def create_app(llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] 
     routes = [
         Route("/v1/completions", server.guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/messages", server.guarded(server.messages, message_error), methods=["POST"]),
+        Route("/v1/messages/count_tokens", server.guarded(server.count_tokens, message_error), methods=["POST"]),
         Route("/v1/responses", server.guarded(server.responses), methods=["POST"]),
         Route("/v1/embeddings", server.guarded(server.embeddings), methods=["POST"]),
         *(Route(path, server.guarded(server.scores), methods=["POST"]) for path in ("/v1/score", "/score")),
@@ -122,8 +128,10 @@ class _Server:
         self._reads, self._embeds = asyncio.Lock(), asyncio.Lock()
         self._num_embedded, self._num_arriving = 0, 0
 
-    def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wraps a route: checks the key, and converts every error to OpenAI's form."""
+    def guarded(
+        self, handle: Callable[[Request], Awaitable[Response]], form: _ErrorForm = error_body
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Wraps a route: checks the key, and converts every error to a form, OpenAI's by default."""
 
         async def handle_or_refuse(request: Request) -> Response:
             try:
@@ -135,7 +143,7 @@ class _Server:
                 refusal = as_request_error(error)
                 if refusal.status >= 500:
                     _log.exception("request %s failed", request.state.request_id)
-                return self._refusal(refusal)
+                return self._refusal(refusal, form)
 
         return handle_or_refuse
 
@@ -151,8 +159,19 @@ class _Server:
         return await self._generate(request, *await self._read(request, parse_chat))
 
     async def responses(self, request: Request) -> Response:
-        model, (generation, form) = await self._read(request, parse_response)
-        return await self._generate(request, model, generation, form)
+        model, (generation, body) = await self._read(request, parse_response)
+        return await self._generate(request, model, generation, lambda chat: ResponseAnswer(chat, body))
+
+    async def messages(self, request: Request) -> Response:
+        return await self._generate(request, *await self._read(request, parse_messages), MessageAnswer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        model, asked = await self._read(request, lambda body, _: parse_messages({"max_tokens": 1, **body}))
+        return JSONResponse({"input_tokens": len(await self._chat_tokens(model, asked))})
+
+    async def _chat_tokens(self, model: ServedModel, asked: Generation) -> Sequence[int]:
+        prompt = await asyncio.to_thread(model.chat_prompt, asked, tokenizes=True)
+        return encoded(prompt, model.llm.llm.tokenizer)[0]
 
     async def embeddings(self, request: Request) -> Response:
         return await self._vectors(request, EmbeddingsBody, embeddings_answer)
@@ -211,8 +230,7 @@ class _Server:
             request, lambda body, _: parse_chat(body) if "messages" in body else read_body(TokenizeBody, body)
         )
         if isinstance(asked, Generation):
-            prompt = await asyncio.to_thread(model.chat_prompt, asked, tokenizes=True)
-            token_ids, _ = encoded(prompt, model.llm.llm.tokenizer)
+            token_ids = await self._chat_tokens(model, asked)
         else:
             token_ids = await asyncio.to_thread(
                 model.tokenizer.encode, asked.prompt, add_special_tokens=asked.add_special_tokens
@@ -251,7 +269,11 @@ class _Server:
         return Response(await asyncio.to_thread(self._metrics.text), media_type="text/plain; version=0.0.4")
 
     async def _generate(
-        self, request: Request, model: ServedModel, generation: Generation, form: ResponsesBody | None = None
+        self,
+        request: Request,
+        model: ServedModel,
+        generation: Generation,
+        form: Callable[[Answer], _Answer] = lambda answer: answer,
     ) -> Response:
         model.check_generates()
         prompts = generation.prompts
@@ -273,18 +295,8 @@ class _Server:
             ) from error
         finally:
             self._num_arriving -= wanted
-        prefix = "resp" if form is not None else "cmpl" if generation.messages is None else "chatcmpl"
-        answer: Answer | ResponseAnswer = Answer(
-            generation,
-            f"{prefix}{'-' if form is None else '_'}{uuid.uuid4().hex}",
-            model.name,
-            int(time.time()),
-            model.llm.llm.tokenizer,
-            reading,
-            submission.num_prompt_tokens,
-        )
-        if form is not None:
-            answer = ResponseAnswer(answer, form)
+        tokenizer, counts = model.llm.llm.tokenizer, submission.num_prompt_tokens
+        answer = form(Answer(generation, uuid.uuid4().hex, model.name, int(time.time()), tokenizer, reading, counts))
         if generation.body.stream:
             events = self._events(request, answer, submission)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -301,9 +313,7 @@ class _Server:
                 self._metrics.finished(update.output)
         return [finished[prompt] for prompt in sorted(finished)]
 
-    async def _events(
-        self, request: Request, answer: Answer | ResponseAnswer, submission: Submission
-    ) -> AsyncIterator[str]:
+    async def _events(self, request: Request, answer: _Answer, submission: Submission) -> AsyncIterator[str]:
         # Starlette closes the iterator when the client is gone.
         with submission:
             try:
@@ -374,17 +384,19 @@ class _Server:
 
     def _check_key(self, request: Request) -> None:
         if self._keys:
-            tenant = self._keys.tenant(request.headers.get("authorization", ""))
+            # Clients of /v1/messages have a header of their own.
+            given = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+            tenant = self._keys.tenant(given)
             if tenant is None:
                 raise RequestError(401, "the API key is missing or wrong.", code="invalid_api_key")
             request.state.tenant, name = tenant
             if name is not None:
                 request.state.log["tenant"] = name
 
-    def _refusal(self, error: RequestError) -> Response:
+    def _refusal(self, error: RequestError, form: _ErrorForm = error_body) -> Response:
         self._metrics.refused(error.status)
         headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(error_body(error), error.status, headers)
+        return JSONResponse(form(error), error.status, headers)
 
 
 async def _written(make: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> Response:

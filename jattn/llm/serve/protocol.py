@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jattn.llm.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -146,6 +146,31 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = Non
         includes_reasoning=asked.include_reasoning,
         prompt_field="messages",
         returns_token_ids=asked.return_token_ids,
+    )
+
+
+def parse_as_chat(
+    asked: GenerationBody, chat: Mapping[str, Any], *, names: Mapping[str, str], prompt_field: str
+) -> Generation:
+    """Reads a body of another form as a chat's.
+
+    Args:
+        asked: the body, whose common fields the chat has too.
+        chat: the chat's other fields.
+        names: fields of a chat to those of the body that stand for them.
+        prompt_field: the body's field that holds the conversation.
+    """
+    common = GenerationBody.__dataclass_fields__.keys() - {"sampling", "response_format"} - chat.keys()
+    try:
+        found = parse_chat({**asked.sampling, **{name: getattr(asked, name) for name in common}, **chat})
+    except Exception as error:
+        problem = as_request_error(error)
+        raise RequestError(problem.status, str(problem), param=names.get(problem.param or "", problem.param)) from None
+    return replace(
+        found,
+        prompt_field=prompt_field,
+        aliases={**names, **{name: names.get(given, given) for name, given in found.aliases.items()}},
+        grammar_field=names.get(found.grammar_field or "", found.grammar_field),
     )
 
 

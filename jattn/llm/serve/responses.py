@@ -61,7 +61,8 @@ class Sample:
 class Answer:
     """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens.
 
-    A chat is read by `reading`. The numbers of the prompts' tokens are for the counts within a stream.
+    A chat is read by `reading`. The id comes behind a prefix of each form. The numbers of the prompts' tokens are for
+    the counts within a stream.
     """
 
     request: Generation
@@ -260,7 +261,8 @@ class Answer:
         return self._frame(kind, choices) | ({"usage": None} if self._ends_with_usage else {})
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        answer_id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.answer_id}"
+        head = {"id": answer_id, "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
 

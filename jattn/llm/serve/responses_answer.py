@@ -148,7 +148,7 @@ class ResponseAnswer:
         is_cut = finish_reason == "length"
         status = "in_progress" if finish_reason is None else "incomplete" if is_cut else "completed"
         return {
-            "id": self.chat.answer_id,
+            "id": f"resp_{self.chat.answer_id}",
             "object": "response",
             "created_at": self.chat.created,
             "status": status,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from jattn.llm.serve.bodies import GenerationBody, read_body
-from jattn.llm.serve.errors import RequestError, as_request_error
-from jattn.llm.serve.protocol import Generation, parse_chat
+from jattn.llm.serve.protocol import Generation, parse_as_chat
 from jattn.llm.text.messages import as_message
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -89,8 +88,6 @@ def parse_response(
     if asked.response_format is not None:
         raise InvalidInput("response_format", "is given", "the field of this request is text.format")
     chat: dict[str, Any] = {
-        **asked.sampling,
-        **{name: getattr(asked, name) for name in _SHARED},
         "messages": _messages(asked),
         "max_completion_tokens": asked.max_output_tokens,
         "response_format": _format(asked.text),
@@ -98,25 +95,13 @@ def parse_response(
         "tool_choice": _choice(asked.tool_choice),
         "reasoning_effort": (asked.reasoning or {}).get("effort"),
         "logprobs": _LOGPROBS in asked.include or bool(asked.top_logprobs),
+        **{name: getattr(asked, name) for name in _SHARED},
     }
-    try:
-        generation = parse_chat(chat, None)
-    except Exception as error:
-        found = as_request_error(error)
-        raise RequestError(found.status, str(found), param=_NAMES.get(found.param or "", found.param)) from None
-    return replace(
-        generation,
-        prompt_field="input",
-        aliases={**_NAMES, **{name: _NAMES.get(given, given) for name, given in generation.aliases.items()}},
-        grammar_field=_NAMES.get(generation.grammar_field or "", generation.grammar_field),
-    ), asked
+    return parse_as_chat(asked, chat, names=_NAMES, prompt_field="input"), asked
 
 
-#: Fields of both bodies, with the same meaning.
-_SHARED = (
-    *(name for name in GenerationBody.__dataclass_fields__ if name not in ("sampling", "response_format")),
-    *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "chat_template"),
-)
+#: Fields of a chat with the same meaning.
+_SHARED = ("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "chat_template")
 
 
 def _messages(asked: ResponsesBody) -> list[dict[str, Any]]:
