@@ -60,7 +60,7 @@ BEYOND = [
         {"xla"},
     ),
     ("key/value dtype", _paged("float8_e4m3fn", "float32"), {"torch", "xla"}),
-    ("head size", _paged("bfloat16", "bfloat16", head_size=288), {"torch", "xla"}),
+    ("head size", _paged("bfloat16", "bfloat16", head_size=576), {"torch", "xla"}),
     ("batch_invariant", replace(_paged("bfloat16", "bfloat16"), batch_invariant=True), {"triton", "xla"}),
     ("batch_invariant", latent_call(batch_invariant=True), {"xla"}),
     ("head size", latent_call(rank=640), {"torch", "xla"}),
@@ -109,11 +109,11 @@ def test_a_limit_refuses_what_is_beyond_it_and_says_who_serves_it(feature, call,
 
 
 def test_a_refusal_names_what_the_caller_named():
-    call = _paged("bfloat16", "bfloat16", head_size=288)
+    call = _paged("bfloat16", "bfloat16", head_size=576)
     with pytest.raises(Unsupported) as error:
         refuse_unserved(call, "triton", named="torch")
     assert str(error.value) == (
-        "paged_attention: head_size is 288 and its limit 256, which implementation 'torch' does not serve; "
+        "paged_attention: head_size is 576 and its limit 512, which implementation 'torch' does not serve; "
         "implementation 'xla' does. On CUDA 'torch' launches the kernels of 'triton'."
     )
 

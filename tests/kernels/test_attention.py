@@ -67,6 +67,20 @@ def test_a_mixed_batch_sends_short_and_long_queries_to_their_kernels(seed):
     assert_matches_reference(case, out, lse)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [("bfloat16", None), ("float32", None), ("bfloat16", "float8_e4m3fn"), ("float16", "int8")],
+)
+def test_heads_of_512_are_as_exact_as_smaller_ones(dtype, cache_dtype, seed):
+    scales = {} if cache_dtype is None else {"k_scale": 0.02, "v_scale": 0.03}
+    case = paged_case(
+        seed, seq_lens=[40, 150, 3], query_lens=[17, 1, 3], num_heads=4, num_kv_heads=1, head_size=512, dtype=dtype,
+        cache_dtype=cache_dtype, **scales,
+    )  # fmt: skip
+    out, lse = case.run(paged_attention_with_lse)
+    assert_matches_reference(case, out, lse)
+
+
 def test_padded_tokens_get_zeros_and_an_lse_of_minus_infinity(seed):
     case = paged_case(seed, seq_lens=[5, 0], query_lens=[1, 0], padding_tokens=4)
     out, lse = case.run(paged_attention_with_lse)

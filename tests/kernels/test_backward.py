@@ -51,6 +51,13 @@ def test_long_sequences_walk_edge_and_body_tiles(spec: AttentionSpec, seed: int)
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_heads_of_512_are_as_exact_as_of_smaller_ones(dtype: str, seed: int) -> None:
+    _check(
+        dense_case(seed, key_lens=[37, 5], query_lens=[20, 5], num_heads=2, num_kv_heads=1, head_size=512, dtype=dtype)
+    )
+
+
 def test_padding_gets_a_gradient_of_zero(seed: int) -> None:
     case = dense_case(seed, key_lens=[5, 0], query_lens=[3, 0], padding_tokens=4)
     found = run_triton(backward_call(case, ops.run, with_d_lse=True))

@@ -30,7 +30,7 @@ def _assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "block_size"), [(8, 128, 16), (1, 80, 1), (5, 96, 32), (2, 256, 256), (3, 7, 5)]
+    ("heads", "size", "block_size"), [(8, 128, 16), (1, 80, 1), (5, 96, 32), (2, 256, 256), (2, 512, 16), (3, 7, 5)]
 )
 @pytest.mark.parametrize("tokens", [1, 700])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, torch.float32, *QUANTIZED])

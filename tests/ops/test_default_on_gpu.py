@@ -61,10 +61,10 @@ def test_a_name_stays_that_of_a_call_beyond_the_kernels(call: Any) -> None:
 
 
 def test_a_named_implementation_refuses_what_the_default_gives_to_jnp(seed: int) -> None:
-    arrays = cache_and_new(seed, 288, "float32")
+    arrays = cache_and_new(seed, 576, "float32")
     with (
         pretended_gpu(),
-        pytest.raises(Unsupported, match="head_size is 288 and its limit 256, which implementation 'tr"),
+        pytest.raises(Unsupported, match="head_size is 576 and its limit 512, which implementation 'tr"),
     ):
         decoded(arrays, "triton")
 
@@ -74,7 +74,7 @@ def test_a_named_implementation_refuses_what_the_default_gives_to_jnp(seed: int)
     [
         (64, "float32", ["write_kv_cache", "paged_attention"]),
         (12, "float16", ["write_kv_cache", "paged_attention"]),
-        (288, "float32", ["write_kv_cache"]),
+        (576, "float32", ["write_kv_cache"]),
         (64, "float64", []),
     ],
 )
@@ -91,7 +91,7 @@ def test_the_write_and_the_attention_of_a_cache_are_both_served(
         np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize(("head_size", "dtype", "launched"), [(288, "float32", ["merge_states"]), (64, "float64", [])])
+@pytest.mark.parametrize(("head_size", "dtype", "launched"), [(576, "float32", ["merge_states"]), (64, "float64", [])])
 def test_a_prefix_that_sequences_share_is_attended_by_whoever_serves_each_part(
     head_size: int, dtype: str, launched: list[str], seed: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_biases_in_float64_beside_a_narrower_query_reach_the_kernels_in_float32(
 
 
 def test_what_jnp_computes_for_the_kernels_has_its_derivatives(seed: int) -> None:
-    query = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 1, 288)), jnp.float32)
+    query = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 1, 576)), jnp.float32)
 
     def loss(query: jax.Array, implementation: str | None) -> jax.Array:
         return ops.attention(
@@ -142,7 +142,7 @@ def test_what_jnp_computes_for_the_kernels_has_its_derivatives(seed: int) -> Non
 
 
 def test_attention_fn_takes_jnp_with_flaxs_dropout_for_heads_beyond_the_kernels(seed: int) -> None:
-    query = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 3, 1, 288)), jnp.float32)
+    query = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 3, 1, 576)), jnp.float32)
     options: dict[str, Any] = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(seed)}
     expected = attention_fn(query, query, query, **options, implementation="xla")
     with pretended_gpu() as found:
@@ -167,20 +167,20 @@ def test_an_engine_knows_who_reads_its_cache(spec: KVCacheSpec | LatentCacheSpec
 
 
 def test_it_is_said_once_that_jnp_reads_a_cache(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    arrays = cache_and_new(seed, 288, "float32")
+    arrays = cache_and_new(seed, 576, "float32")
     with caplog.at_level(logging.INFO, "jattn"), pretended_gpu():
         decoded(arrays, None)
         decoded(arrays, None)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "paged_attention: head_size is 288 and its limit 256, which implementation 'triton' does not serve; 'xla' "
+        "paged_attention: head_size is 576 and its limit 512, which implementation 'triton' does not serve; 'xla' "
         "computes it, slower than the kernels would. Name implementation='xla' where that is meant."
     )
 
 
 def test_of_dense_attention_only_who_listens_is_told(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    query = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 3, 1, 288)), jnp.float32)
+    query = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 3, 1, 576)), jnp.float32)
     with caplog.at_level(logging.INFO, "jattn"), pretended_gpu():
         attention_fn(query, query, query)
     assert [record.levelname for record in caplog.records] == ["INFO"]

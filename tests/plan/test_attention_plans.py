@@ -141,8 +141,8 @@ def test_shapes_that_do_not_fit_are_refused(changes, text):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"query": ArraySpec((4, 8, 288), "bfloat16"), "kv_cache": ArraySpec((64, 2, 16, 2, 288), "bfloat16")},
-         "head_size is 288 and its limit 256, which .* 'triton' does not serve; implementation 'torch' or 'xla' does"),
+        ({"query": ArraySpec((4, 8, 576), "bfloat16"), "kv_cache": ArraySpec((64, 2, 16, 2, 576), "bfloat16")},
+         "head_size is 576 and its limit 512, which .* 'triton' does not serve; implementation 'torch' or 'xla' does"),
         ({"kv_cache": ArraySpec((4, 2, 512, 2, 128), "bfloat16")}, "block_size is 512"),
         ({"query": ArraySpec((4, 8, 128), "bfloat16", (1, 4, 32))}, "query has strides"),
         ({"block_tables": ArraySpec((4, 512), "int32", (1024, 2))}, "block_tables has strides"),

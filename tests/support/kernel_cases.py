@@ -17,7 +17,7 @@ from torch_core.base.specs import AttentionSpec
 
 __all__ = ["interpreter_case", "wide_case"]
 
-_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 192, 256)
+_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 192, 256, 320, 512)
 _BLOCK_SIZES = (1, 7, 8, 16, 16, 32, 64, 128, 256)
 
 

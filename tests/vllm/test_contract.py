@@ -101,7 +101,7 @@ def test_a_backend_names_its_classes(backend):
     assert backend.accept_output_buffer
     assert backend.forward_includes_kv_cache_update
     assert not backend.is_ssm()
-    assert backend.get_supported_head_sizes()[-1] == 256
+    assert backend.get_supported_head_sizes()[-1] == 512
     assert set(backend.get_supported_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
     assert backend.get_metadata_cls() is PagedAttentionMetadata
 

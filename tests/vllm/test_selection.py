@@ -48,10 +48,10 @@ REFUSED = {
     "triton on the cpu": (TRITON, CPU, {}, ["it runs on cuda and the device is cpu"]),
     "torch on cuda": (TORCH, H200, {}, ["it runs on cpu and the device is cuda"]),
     "an old device": (TRITON, T4, {}, ["the device has compute capability 7.5; it needs 8.0"]),
-    "head size 16": (TRITON, H200, {"head_size": 16}, ["head_size is 16; it serves 32 to 256"]),
-    "head size 31": (TRITON, H200, {"head_size": 31}, ["head_size is 31; it serves 32 to 256"]),
-    "head size 512": (TRITON, H200, {"head_size": 512}, ["head_size is 512; it serves 32 to 256"]),
-    "head size 257 on the cpu": (TORCH, CPU, {"head_size": 257}, ["head_size is 257; it serves 1 to 256"]),
+    "head size 16": (TRITON, H200, {"head_size": 16}, ["head_size is 16; it serves 32 to 512"]),
+    "head size 31": (TRITON, H200, {"head_size": 31}, ["head_size is 31; it serves 32 to 512"]),
+    "head size 513": (TRITON, H200, {"head_size": 513}, ["head_size is 513; it serves 32 to 512"]),
+    "head size 513 on the cpu": (TORCH, CPU, {"head_size": 513}, ["head_size is 513; it serves 1 to 512"]),
     "float64": (TRITON, H200, {"dtype": torch.float64}, ["dtype is float64; it serves float16, bfloat16, float32"]),
     "float64 on the cpu": (TORCH, CPU, {"dtype": torch.float64}, [("dtype is float64; it serves float32, bfloat16, "
     "float16")]),
@@ -118,7 +118,7 @@ REFUSED = {
         TRITON, T4, {"head_size": 16, "use_mla": True, "use_sparse": True, "kv_cache_dtype": "fp8"},
         [
             "the device has compute capability 7.5; it needs 8.0",
-            "head_size is 16; it serves 32 to 256",
+            "head_size is 16; it serves 32 to 512",
             NO_MLA,
             NO_SPARSE,
             "kv_cache_dtype 'fp8' needs compute capability 8.9; the device has 7.5",

@@ -31,7 +31,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
     Buffers are named as the fields of the call. Outputs: out, and lse with `with_lse`.
     """
     if call.batch_invariant:
-        return operation(call, (rows_launch(call, min_query=1),))
+        return operation(call, (rows_launch(call, limits, min_query=1),))
     short = short_query_len(call) if isinstance(call, PagedCall) else 0
     if isinstance(call, PagedCall) and short == call.max_query_len and packs_short_fp8(call, limits):
         short = 0
@@ -52,7 +52,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
         hopper = None
         if not call.drops:
             hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
-        launches.append(hopper or rows_launch(call, min_query=long))
+        launches.append(hopper or rows_launch(call, limits, min_query=long))
     if isinstance(call, PagedCall) and short:
         split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
         launches += split

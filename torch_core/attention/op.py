@@ -90,12 +90,14 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "decode window sinks": _decode(**_WINDOW_SINKS),
         "decode head 64": _decode(head_size=64),
         "decode head 256": _decode(head_size=256, heads=(8, 4)),
+        "decode head 512": _decode(head_size=512, heads=(8, 1)),
         "decode float32": _decode(dtype="float32"),
         "prefill": _prefill(),
         "prefill short queries": _prefill(max_query_len=512),
         "prefill head 64": _prefill(head_size=64),
         "prefill head 64 short queries": _prefill(head_size=64, max_query_len=512),
         "prefill head 256": _prefill(head_size=256, heads=(8, 4)),
+        "prefill head 512": _prefill(head_size=512, heads=(8, 1)),
         "prefill float16 window sinks lse": _prefill(dtype="float16", with_lse=True, **_WINDOW_SINKS),
         "prefill chunks": _prefill(max_query_len=64),
         "prefill few chunks": _paged(128, 1, 8320, max_query_len=128),
@@ -131,6 +133,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "backward head 64 short sequences": _backward(_dense(head_size=64, max_query_len=512)),
         "backward window": _backward(_dense(_WINDOW)),
         "backward head 256": _backward(_dense(head_size=256)),
+        "backward head 512": _backward(_dense(head_size=512)),
         "backward latent prompt": _backward(_latent_prompt(_PREFILL_TOKENS)),
         "backward head 64 ALiBi sinks": _backward(
             _dense(head_size=64, alibi_slopes=ArraySpec((32,), "float32"), sinks=ArraySpec((32,), "float32"))

@@ -6,12 +6,11 @@ from typing import Any
 
 from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.call import SCORE_FIELDS, AttentionCall, PagedCall, TableCall
-from torch_core.base.specs import FP8_DTYPES, ArraySpec
+from torch_core.base.specs import FP8_DTYPES, MAX_HEAD_SIZE, ArraySpec
 from torch_core.launch.call import dtype_name
 from torch_core.launch.op import Served
 from torch_core.launch.serves import ALL, float64_limit, strides
 
-_MAX_HEAD_SIZE = 256
 _MAX_BLOCK_SIZE = 256
 #: Sizes of latents, whose head is the latent and the rotary key.
 MAX_LORA_RANK = 512
@@ -52,7 +51,7 @@ def cached_key_dtype(*caches: str) -> Served:
 def head_size_limit(call: AttentionCall[Any], implementation: str) -> str | None:
     """Returns which head size of a call an implementation does not serve; None if it serves both."""
     sizes = {"head_size": call.head_size, "value_head_size": call.value_head_size}
-    return too_large(implementation, *((name, size, _MAX_HEAD_SIZE) for name, size in sizes.items()))
+    return too_large(implementation, *((name, size, MAX_HEAD_SIZE) for name, size in sizes.items()))
 
 
 def _block_size(call: TableCall[Any], implementation: str) -> str | None:
@@ -87,7 +86,7 @@ def _derivative(call: DenseBackwardCall[Any], implementation: str) -> str | None
 HEAD_SIZE = Served(
     "head size",
     {
-        "triton": f"1 to {_MAX_HEAD_SIZE}; values may differ; latents up to {MAX_LORA_RANK} + {MAX_ROPE_DIM}",
+        "triton": f"1 to {MAX_HEAD_SIZE}; values may differ; latents up to {MAX_LORA_RANK} + {MAX_ROPE_DIM}",
         "torch": "any; values may differ",
         "xla": "the same",
     },

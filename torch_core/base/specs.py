@@ -36,7 +36,8 @@ SMALLEST_SCALE = 1e-6
 #: Elements of a packed latent that share a scale.
 PACKED_GROUP = 128
 _MAX_BLOCK_SIZE = 256
-_MAX_HEAD_SIZE = 256
+#: Elements of one head of a cache, and of the kernels that read it.
+MAX_HEAD_SIZE = 512
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         check_int("num_kv_heads", self.num_kv_heads, 1, 1 << 16)
-        check_int("head_size", self.head_size, 1, _MAX_HEAD_SIZE)
+        check_int("head_size", self.head_size, 1, MAX_HEAD_SIZE)
         check_int("block_size", self.block_size, 1, _MAX_BLOCK_SIZE)
         _check_cache_dtype(self.dtype)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import KVCacheSpec
+from torch_core.base.specs import MAX_HEAD_SIZE, KVCacheSpec
 from torch_core.vllm.types import (
     CACHE_DTYPES,
     PACKED_LATENTS,
@@ -51,7 +51,7 @@ class AttentionBackend(ABC):
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
     supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
-    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(1, 257)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(1, MAX_HEAD_SIZE + 1)
     device_type: ClassVar[str] = "cuda"
     min_capability: ClassVar[DeviceCapability | None] = None
     accept_output_buffer: ClassVar[bool] = True

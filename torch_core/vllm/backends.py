@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import LatentCacheSpec
+from torch_core.base.specs import MAX_HEAD_SIZE, LatentCacheSpec
 from torch_core.vllm.backend import AttentionBackend, always
 from torch_core.vllm.builder import AttentionMetadataBuilder
 from torch_core.vllm.config import AttentionSelectorConfig
@@ -70,7 +70,7 @@ class TritonAttentionBackend(_PagedAttentionBackend):
     """Attention by this project's Triton and Gluon kernels; on CPU tensors plain torch runs, for tests."""
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(_MIN_HEAD_SIZE, 257)
+    supported_head_sizes: ClassVar[range | tuple[int, ...]] = range(_MIN_HEAD_SIZE, MAX_HEAD_SIZE + 1)
     min_capability: ClassVar[DeviceCapability | None] = DeviceCapability(8, 0)
     get_name = staticmethod(lambda: "TRITON_ATTN")
     get_impl_cls = staticmethod(lambda: TritonAttentionImpl)

@@ -9,6 +9,7 @@ from typing import Annotated, TypeAlias
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields
+from torch_core.base.specs import MAX_HEAD_SIZE
 
 #: The longest context of any model, in tokens.
 MAX_CONTEXT = 1 << 24
@@ -27,7 +28,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("factor", _ORIGINAL, "short_factor", "long_factor"), ("attention_factor",)),
 }
 #: Of a head's elements, and of a feed-forward layer's.
-MAX_HEAD_DIM, MAX_INNER = 256, 1 << 18
+MAX_HEAD_DIM, MAX_INNER = MAX_HEAD_SIZE, 1 << 18
 #: A bool of a configuration, which is JSON's in a file.
 Flag: TypeAlias = Annotated[bool, Limits(wanted="true or false")]
 

@@ -68,7 +68,9 @@ def backward_plan(
 def _queries_tile(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> Tile:
     head_padded, small = _shape(call, limits)
     if call.query.dtype == "float32":
-        return Tile(32, 32, 1, 4) if head_padded <= 64 else Tile(16, 16, 1, 4)
+        return Tile(32, 32, 1, 4) if head_padded <= 64 else Tile(16, 16, 1, 4 if head_padded <= 256 else 8)
+    if head_padded > 256:
+        return Tile(16 if small else 32, 32, 1, 8)
     if head_padded > 128:
         return Tile(64, 32, 1, 4) if small else Tile(128, 32, 2, 8)
     if head_padded <= 64:
@@ -82,7 +84,9 @@ def _queries_tile(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> T
 def _keys_tile(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits) -> Tile:
     head_padded, small = _shape(call, limits)
     if call.query.dtype == "float32":
-        return Tile(32, 32, 1, 4) if head_padded <= 64 else Tile(16, 16, 1, 4)
+        return Tile(32, 32, 1, 4) if head_padded <= 64 else Tile(16, 16, 1, 4 if head_padded <= 256 else 8)
+    if head_padded > 256:
+        return Tile(16 if small else 32, 16, 1, 8)
     if head_padded > 128:
         return Tile(32, 32, 1, 4) if small else Tile(64, 64, 2, 8)
     if head_padded <= 64 and not call.drops:

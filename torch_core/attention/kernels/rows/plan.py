@@ -8,7 +8,7 @@ from torch_core.attention.operands import cache_constexprs, is_plain, make_launc
 from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
-from torch_core.launch.plan import LaunchPlan
+from torch_core.launch.plan import DeviceLimits, LaunchPlan
 
 # Up to this query length the heads of a tile run side by side: their tiles are of equal length, so that the device
 # fills evenly. Beyond it, the tiles of one head do: its keys stay in the L2 cache.
@@ -16,13 +16,16 @@ _HEADS_FIRST_LEN = 4096
 _MAX_GRID_Y = 65535
 # Larger groups fill tiles of rows head by head.
 _MAX_PACK = 64
+# Bytes of a tile of 64 rows and 32 keys of 512 elements.
+_WIDE_SHARED_MEMORY = 196608
 
 
-def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan:
+def rows_launch(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, min_query: int) -> LaunchPlan:
     """Plans attention_rows_kernel for the sequences with at least `min_query` query rows, and for padding."""
     pack = call.group if call.group <= _MAX_PACK and not call.drops else 1
     constexprs = cache_constexprs(call)
-    tile = _tile(call, max(1, call.max_query_len) * pack, max(constexprs["HEAD_PADDED"], constexprs["VALUE_PADDED"]))
+    head_padded, rows = max(constexprs["HEAD_PADDED"], constexprs["VALUE_PADDED"]), max(1, call.max_query_len) * pack
+    tile = _wide_tile(call, limits) if head_padded > 256 else _tile(call, rows, head_padded)
     pack = min(pack, tile.block_m)
     tiles = call.num_tokens // (tile.block_m // pack) + call.num_seqs + 1
     head_programs = call.num_kv_heads * ceil_div(call.group, pack)
@@ -44,6 +47,14 @@ def rows_launch(call: AttentionCall[ArraySpec], *, min_query: int) -> LaunchPlan
         num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.maxnreg,
         hot=is_hot(call) and tile.maxnreg is None,
     )  # fmt: skip
+
+
+def _wide_tile(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Tile:
+    """Returns the tile of heads above 256, whose sums fill registers: one for queries of any length."""
+    if call.query.dtype == "float32":
+        return Tile(16, 16, 1, 8)
+    is_tall = DTYPE_BYTES[call.keys().dtype] == 2 and limits.shared_memory >= _WIDE_SHARED_MEMORY
+    return Tile(64 if is_tall else 32, 32, 2, 8)
 
 
 def _tile(call: AttentionCall[ArraySpec], rows: int, head_padded: int) -> Tile:

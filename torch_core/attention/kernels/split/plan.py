@@ -11,8 +11,9 @@ from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
 from torch_core.launch.plan import ABSENT, LaunchPlan
 
-# Query tokens times packed heads that one program of the split kernel takes at most.
-_MAX_ROWS = 64
+# Query tokens times packed heads that one program of the split kernel takes at most; of heads above 256, which fill
+# registers, fewer.
+_MAX_ROWS, _WIDE_ROWS = 64, {1: 32, 2: 32, 4: 16}
 # Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k
 # took 493 us on an H200 and 565 in chunks. The number of keys has a limit: one long
 # sequence among short ones is better in chunks.
@@ -39,7 +40,7 @@ def short_query_len(call: PagedCall[ArraySpec]) -> int:
     if call.mm_prefix_range is not None:
         return 0
     pack = _pack(call)
-    if call.max_query_len * pack <= _MAX_ROWS:
+    if call.max_query_len * pack <= _max_rows(call):
         return 0 if _fills_device(call) else max(1, call.max_query_len)
     if call.num_seqs == 1:
         return 0
@@ -114,12 +115,17 @@ def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_byte
 
 def _tile(call: PagedCall[ArraySpec], rows: int, programs: int) -> Tile:
     """Returns the tile for `rows` query tokens times packed heads of one program, of as many programs a chunk."""
-    head_padded = max(padded(call.head_size), padded(call.value_head_size))
+    head_padded = _head_padded(call)
     key_bytes = DTYPE_BYTES[call.keys().dtype]
     block_m = max(16, power_of_two(rows))
     if call.query.dtype == "float32":
+        if head_padded > 256:
+            return Tile(block_m, 16, 1, 8)
         block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
         return Tile(block_m, block_n, 2 if block_m > 32 else 3, 8)
+    if head_padded > 256:
+        # These fit the shared memory of every device, and nothing spills.
+        return Tile(block_m, 32, 3, 4) if key_bytes == 1 and block_m == 16 else Tile(block_m, 32, 2, 8)
     if head_padded > 128:
         return Tile(block_m, 32, 3, 4)
     if block_m > 16:
@@ -158,7 +164,15 @@ def _head_programs(call: PagedCall[ArraySpec]) -> int:
 
 
 def _pack(call: PagedCall[ArraySpec]) -> int:
-    return min(call.group, _MAX_ROWS)
+    return min(call.group, _max_rows(call))
+
+
+def _max_rows(call: PagedCall[ArraySpec]) -> int:
+    return _WIDE_ROWS[DTYPE_BYTES[call.query.dtype]] if _head_padded(call) > 256 else _MAX_ROWS
+
+
+def _head_padded(call: PagedCall[ArraySpec]) -> int:
+    return max(padded(call.head_size), padded(call.value_head_size))
 
 
 def _reads_pairs(call: PagedCall[ArraySpec], tile: Tile) -> bool:
