@@ -47,8 +47,10 @@ class Updated:
 
     def __init__(self, model: nnx.Module) -> None:
         self.weights, self.num_updates = Weights(model), 0
+        self.paths: list[Any] = []
 
     def update_weights(self, state: Any, **options: Any) -> None:
+        self.paths = list(getattr(state, "paths", ()))
         self.weights.leaves = self.weights.brought(self.weights.checked(state, **options))
         self.num_updates += 1
 
@@ -265,6 +267,28 @@ def test_whatever_is_replaced_in_a_model_is_in_the_engine_after_a_check(seed: in
         before = engine.num_updates
         follower.check(engine, modules=True)
         assert engine.num_updates == before
+
+
+def test_replaced_arrays_alone_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tree()
+    engine, follower = Updated(model), Follower(model, True)
+    model.listed[1].kernel.set_value(jnp.ones((2, 2)))
+    monkeypatch.setattr(nnx, "state", None)
+
+    follower.check(engine, modules=True)
+
+    assert engine.paths == [("listed", 1, "kernel")]
+
+
+def test_a_variable_that_the_engine_has_not_is_refused_at_the_next_change() -> None:
+    model = Tree()
+    engine, follower = Updated(model), Follower(model, True)
+    model.top.kernel.set_value(jnp.ones((2, 2)))
+    setattr(model.top, "added", nnx.Param(jnp.ones(2)))  # noqa: B010
+
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"top\.added"):
+            follower.check(engine)
 
 
 def test_any_part_of_a_state_replaces_that_part(seed: int) -> None:

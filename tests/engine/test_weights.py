@@ -153,7 +153,7 @@ def test_arrays_that_the_engine_has_already_are_not_read_again(engine, other, mo
     engine.update_weights(other)
     read: list[Any] = []
     monkeypatch.setattr(
-        "jattn.llm.engine.device.weights._is_finite", lambda array, before: read.append(array) or before
+        "jattn.llm.engine.device.weights._all_finite", lambda arrays, before: read.extend(arrays) or before
     )
 
     engine.update_weights({**nnx.to_pure_dict(nnx.state(other)), "norm": {"weight": jnp.ones(32)}})

@@ -47,6 +47,9 @@ class ModuleWatch:
     Args:
         module: the module; its arrays count as seen.
 
+    Attributes:
+        has_new_parts: `changes` found modules that replaced others, or other attributes, since the arrays were seen.
+
     Example:
         >>> import jax.numpy as jnp
         >>> module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -70,6 +73,8 @@ class ModuleWatch:
                 owner = child
             self._places.append(_Place(path, path[-1], _reference(owner), _reference(_array(owner, path[-1]))))
         self._edges = list(edges.values())
+        self.has_new_parts = False
+        self._num_attributes = self._count_attributes()
 
     def is_changed(self, *, modules: bool = False) -> bool:
         """Returns whether an array was replaced in its variable.
@@ -85,6 +90,7 @@ class ModuleWatch:
             owner = place.owner()
             if owner is None:
                 continue
+            # A call of `_array` would take a third of the time again.
             try:
                 array = owner.__dict__[place.key].get_raw_value()
             except (AttributeError, LookupError):
@@ -96,6 +102,7 @@ class ModuleWatch:
     def changes(self) -> dict[Path, Any]:
         """Returns the replaced arrays by path, including those of modules that replaced others."""
         self._find_replaced_modules()
+        self.has_new_parts |= self._num_attributes != self._count_attributes()
         found = {}
         for place in self._places:
             owner = place.owner()
@@ -109,8 +116,14 @@ class ModuleWatch:
         self._find_replaced_modules()
         for place in self._places:
             owner = place.owner()
-            if owner is not None:
-                place.seen = _reference(_array(owner, place.key))
+            array = None if owner is None else _array(owner, place.key)
+            if owner is not None and array is not place.seen():
+                place.seen = _reference(array)
+        self.has_new_parts, self._num_attributes = False, self._count_attributes()
+
+    def _count_attributes(self) -> int:
+        """Returns the number of attributes of all modules that have variables."""
+        return sum(len(getattr(place.owner(), "__dict__", ())) for place in self._places)
 
     def _find_replaced_modules(self) -> None:
         for index, edge in enumerate(self._edges):
@@ -118,7 +131,7 @@ class ModuleWatch:
             child = None if owner is None else _child(owner, edge.path[-1])
             if owner is None or child is old:
                 continue
-            depth = len(edge.path)
+            self.has_new_parts, depth = True, len(edge.path)
             self._edges[index] = _Edge(edge.path, edge.owner, _reference(child))
             for number in range(index + 1, len(self._edges)):
                 inner = self._edges[number]
@@ -159,7 +172,8 @@ def _at(node: Any, path: Path) -> Any:
 
 def _array(owner: Any, key: Any) -> Any:
     variable = _child(owner, key)
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+    raw = getattr(variable, "get_raw_value", None)
+    return variable if raw is None else raw()
 
 
 def _reference(value: Any) -> Callable[[], Any]:

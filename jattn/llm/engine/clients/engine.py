@@ -376,7 +376,7 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
 
     def update_weights(
         self,
-        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any],
         *,
         unfinished: Literal["restart", "finish"] = "restart",
         partial: bool = False,
@@ -392,8 +392,8 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
         over the processes; if one refuses, all do.
 
         Args:
-            state: state of the model: an `nnx.State`, a nested mapping of arrays, or a module; all parameters, and the
-                other variables that change.
+            state: state of the model: an `nnx.State`, flat or not, a nested mapping of arrays, or a module; all
+                parameters, and the other variables that change.
             unfinished: "restart" computes unfinished requests again with the new weights, from their tokens, and
                 continues them; "finish" first runs the present requests to their end with the old weights. Requests
                 that are added meanwhile are restarted.
@@ -416,7 +416,7 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
             self._follower.mark_seen()
 
     def fitting_weights(
-        self, state: nnx.Module | nnx.State | Mapping[Any, Any], unfinished: str, **options: Any
+        self, state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any], unfinished: str, **options: Any
     ) -> list[jax.Array]:
         """Returns the arguments of `replace_weights`, and checks those of `finish`; see `update_weights`."""
 

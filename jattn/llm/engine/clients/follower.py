@@ -69,8 +69,10 @@ class Follower:
                 )
                 return
             model = self._model()
-            if model is None:
-                engine.update_weights(_nested(changes), partial=True)
+            # A model that is split over devices has parts of the parameters, under the names of the whole ones.
+            is_whole = getattr(model, "parallel", None) is None and not self._watch.has_new_parts
+            if model is None or is_whole:
+                engine.update_weights(nnx.FlatState(changes.items(), sort=False), partial=True)
             else:
                 engine.update_weights(model)
             self._watch.mark_seen()
@@ -78,13 +80,3 @@ class Follower:
     def mark_seen(self) -> None:
         """Takes the model's present arrays for those of the engine."""
         self._watch.mark_seen()
-
-
-def _nested(changes: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for path, array in changes.items():
-        inner = found
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = array
-    return found

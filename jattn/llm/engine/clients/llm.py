@@ -312,7 +312,9 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         temperatures = [1.0 if each is None else each.temperature for each in params]
         return verify(self.model, outputs, logprobs_mode=self._logprobs_mode, temperatures=temperatures)
 
-    def update_weights(self, state: nnx.Module | nnx.State | Mapping[Any, Any], **options: Any) -> None:
+    def update_weights(
+        self, state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any], **options: Any
+    ) -> None:
         """Replaces the weights between two steps.
 
         Args:

@@ -244,7 +244,7 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
 
     def update_weights(
         self,
-        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any],
         *,
         unfinished: Literal["restart", "finish"] = "restart",
         version: int | None = None,

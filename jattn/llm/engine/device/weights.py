@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -93,7 +94,7 @@ class Weights:
 
     def checked(
         self,
-        state: nnx.Module | nnx.State | Mapping[Any, Any],
+        state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any],
         *,
         partial: bool = False,
         prefix: str = "",
@@ -115,14 +116,15 @@ class Weights:
         check_bool("cast", cast)
         if not isinstance(prefix, str):
             raise InvalidInput("prefix", value=prefix, wanted="it must be a path with dots, or empty")
-        if not isinstance(state, nnx.Module | Mapping | nnx.State):
+        if not isinstance(state, nnx.Module | Mapping | nnx.State | nnx.FlatState):
             raise InvalidInput("state", value=state, wanted="it must be an nnx.State, a mapping of arrays, or a module")
         shards = self._shards
         if isinstance(state, nnx.Module):
             shards = {} if getattr(state, "parallel", None) == self._parallel else shards
             state = nnx.state(state)
         try:
-            flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(dict(state)))
+            nested = state if isinstance(state, nnx.State | nnx.FlatState) else nnx.State(dict(state))
+            flat = nested if isinstance(nested, nnx.FlatState) else nnx.to_flat_state(nested)
         except TypeError as error:
             raise InvalidInput(
                 "state", f"has keys of several types on one level ({error})", "name layers by int and all else by str"
@@ -248,19 +250,26 @@ def _dtype_of(leaf: Any, old: jax.Array) -> Any:
 
 
 def _are_finite(arrays: list[jax.Array]) -> bool:
-    """Reads each array once, and the host one number for all that lie on the same devices."""
-    found: dict[Any, Any] = {}
+    """Reads each array once, and the host one number for all that lie on the same devices.
+
+    Arrays of one kind are read by one program: a launch for each would take the host longer than small arrays do.
+    """
+    kinds: dict[Any, list[jax.Array]] = defaultdict(list)
     for array in arrays:
-        devices = frozenset(array.sharding.device_set)
-        found[devices] = _is_finite(array, found.get(devices, np.True_))
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            kinds[array.sharding, array.shape, array.dtype].append(array)
+    found: dict[Any, Any] = {}
+    for (sharding, _, _), alike in kinds.items():
+        devices = frozenset(sharding.device_set)
+        found[devices] = _all_finite(alike, found.get(devices, np.True_))
     return all(jax.device_get(list(found.values())))
 
 
 @jax.jit
-def _is_finite(array: jax.Array, before: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.bool_(before)
-    return before & jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
+def _all_finite(arrays: list[jax.Array], before: jax.Array) -> jax.Array:
+    for array in arrays:
+        before &= jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
+    return before
 
 
 def _is_scale(name: str) -> bool:
