@@ -60,6 +60,7 @@ def on_cpu() -> None:
 #: Folders whose tests compare within a tolerance, or with what was compiled alike.
 _QUICKLY_COMPILED = {
     "bench",
+    "docs",
     "engine",
     "examples",
     "load",

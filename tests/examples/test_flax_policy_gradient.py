@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from examples import flax_policy_gradient
 
 
+@pytest.mark.nightly
 def test_the_example_learns_to_count_and_then_from_its_own_samples(capsys) -> None:
     losses, rise = flax_policy_gradient.main()
     assert losses[0] > 0.9 * math.log(flax_policy_gradient.CONFIG.vocab_size) > 2 * losses[-1]

@@ -19,16 +19,15 @@ PLACES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "torch_core/**/*.md", "j
 PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
 
 
-def test_the_python_of_the_readme_runs_in_order(capsys) -> None:
+def test_the_python_of_the_readme_runs_in_order() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {"__name__": "tests.readme"}
 
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
 
-    assert len(blocks) >= 4
+    assert len(blocks) >= 2
     assert names["output"] is not None
-    assert "torch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -43,7 +42,7 @@ def test_a_page_names_no_file_that_is_missing_or_outside(page: Path) -> None:
 
 
 def test_the_readme_is_what_a_stranger_reads() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 120
 
 
 def test_the_readme_counts_the_architectures_that_load() -> None:

@@ -1,0 +1,53 @@
+"""An extension of griffe: functions of ops have the signature and the docstring that Python sees, not the source's.
+
+Ops are made from call objects (`torch_core/launch/public.py`): their source does not name all arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import griffe
+
+
+class Signatures(griffe.Extension):
+    """Replaces what source code cannot say of the public functions of the packages' ops."""
+
+    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+        if not mod.path.startswith(("jattn.ops.", "torch_core.")):
+            return
+        for name, member in list(mod.members.items()):
+            if member.is_alias or name.startswith("_") or not (member.is_attribute or member.is_function):
+                continue
+            if member.is_function and not any("documented" in str(each.value) for each in member.decorators):
+                continue
+            if member.is_attribute and "operation(" not in str(member.value):
+                continue
+            mod.set_member(name, _function(getattr(import_module(mod.path), name), name, member))
+
+
+def _function(function: Any, name: str, source: Any) -> griffe.Function:
+    parameters = [
+        griffe.Parameter(
+            each.name,
+            annotation=None if each.annotation is each.empty else _text(each.annotation),
+            kind=getattr(griffe.ParameterKind, each.kind.name.lower()),
+            default=None if each.default is each.empty else repr(each.default),
+        )
+        for each in inspect.signature(function).parameters.values()
+    ]
+    docstring = griffe.Docstring(inspect.getdoc(function) or "", lineno=source.lineno, parser="google")
+    return griffe.Function(
+        name,
+        lineno=source.lineno,
+        endlineno=source.endlineno,
+        parameters=griffe.Parameters(*parameters),
+        returns=_text(inspect.signature(function).return_annotation),
+        docstring=docstring,
+    )
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -1,0 +1,78 @@
+"""Pages that follow from code and records are what the scripts write; the site has an entry for every public name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jattn
+from docs.scripts import generate, notebooks, records, reference
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_generated_pages_equal_what_the_script_writes() -> None:
+    pages = generate.pages()
+    folders = [path for name in ("benchmarks", "reference/api") for path in (DOCS / name).iterdir()]
+    written = {DOCS / "benchmarks" / "index.md", *pages}
+
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+
+    assert stale + [path for path in folders if path not in written] == [], "run python -m docs.scripts.generate"
+
+
+def test_every_public_name_has_an_entry_in_the_reference() -> None:
+    text = "\n".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
+    entries = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    modules = [name for name in reference.MODULES if name != "jattn"]
+    main = {f"jattn.{name}" for name in jattn.__all__}
+    others = {f"{module}.{name}" for module in modules for name in importlib.import_module(module).__all__}
+
+    without = {name for name in others - entries if f"jattn.{name.rpartition('.')[2]}" not in main}
+
+    assert main <= entries
+    assert without == set()
+    assert {"torch_core.cache.CacheManager", "torch_core.cache.CacheConfig"} <= entries
+
+
+def test_every_page_is_in_the_navigation_and_no_page_is_long() -> None:
+    pages = [page for page in DOCS.rglob("*.md") if "api" not in page.parts]
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+
+    assert [page for page in pages if str(page.relative_to(DOCS)) not in nav] == []
+    assert [page for page in pages if len(page.read_text().splitlines()) > 300] == []
+
+
+def test_the_geometric_means_of_the_pages_are_those_of_the_records() -> None:
+    means = [
+        records.geometric_mean("decode", "FlashAttention-3"),
+        records.geometric_mean("prefill", "FlashAttention-3, blocks of 16", "jattn, blocks of 16"),
+        records.geometric_mean("decode", "vLLM Triton"),
+    ]
+    sentence = " ".join(f"{mean:.2f}" for mean in means)
+
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        assert " ".join(re.findall(r"(\d\.\d\d) times", page.read_text())[:3]) == sentence
+
+
+def test_a_record_names_its_run() -> None:
+    for path in records.FOLDER.glob("*.json"):
+        data = records.load(path.stem)
+        assert {"title", "page", "card", "versions", "command", "date", "commit", "unit", "records"} <= data.keys(), (
+            path
+        )
+        assert path.stem in records.PAGES[data["page"]][2]
+        assert all({"row", "peer", "value"} <= record.keys() for record in data["records"]), path
+
+
+def test_a_notebook_is_its_script_with_outputs() -> None:
+    scripts = sorted(notebooks.SCRIPTS.glob("*.py"))
+    for path in scripts:
+        found = json.loads(path.with_suffix(".ipynb").read_text())["cells"]
+        assert [(cell["cell_type"], "".join(cell["source"])) for cell in found] == notebooks.cells(path.read_text())
+        kinds = {output["output_type"] for cell in found for output in cell.get("outputs", [])}
+        assert "display_data" in kinds, path
+    assert len(scripts) >= 2
