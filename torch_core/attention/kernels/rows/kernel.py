@@ -85,8 +85,8 @@ def attention_rows_kernel(
     Grid: (query tiles of the batch by a static bound, key/value heads times head groups), or the other way round with
     HEADS_FIRST. Programs beyond the true tiles zero the rows of padded tokens. The last tile of a sequence comes
     first: under a causal mask it has the most keys. The loop over keys that every row sees has no mask; the keys at
-    the edges come in a second loop. With IN_ORDER that one takes all keys, in their order: no row's sums depend on the
-    other rows of its tile.
+    the edges come in a second loop. With IN_ORDER the left edge comes first, so that keys come in their order: no row's
+    sums depend on the other rows of its tile.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
@@ -175,12 +175,20 @@ def attention_rows_kernel(
     )  # fmt: skip
     low, high = visible_keys(first_pos, last_pos, num_keys, bounds, NUM_RANGES)
     full_low, full_high = fully_visible_keys(first_pos, last_pos, num_keys, bounds)
-    start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES + IN_ORDER)
+    start, body_start, body_end, end = tile_borders(low, high, full_low, full_high, BLOCK_N, NUM_RANGES)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
     columns = tl.arange(0, BLOCK_N)
+    left_tiles = (body_start - start) // BLOCK_N
+    edge_tiles = left_tiles + (end - body_end) // BLOCK_N
+    borders = (start, left_tiles, body_end - left_tiles * BLOCK_N)
+    if IN_ORDER:
+        acc, row_max, row_sum = _attend_edges(
+            q, acc, row_max, row_sum, 0, left_tiles, borders, block_table, low, high, query_pos, keys, scoring,
+            KEY_LAYOUT, BLOCK_N, STAGES, ALIBI_SQRT, NUM_RANGES, EXACT, dropout,
+        )  # fmt: skip
 
     # The ids of the next tile's pages travel through the loop: loaded in the iteration that needs them, the load
     # would cost the software pipeline one of its buffers.
@@ -196,19 +204,38 @@ def attention_rows_kernel(
             ALIBI_SQRT, NUM_RANGES, False, EXACT, dropout,
         )  # fmt: skip
 
-    left_tiles = (body_start - start) // BLOCK_N
-    edge_tiles = left_tiles + (end - body_end) // BLOCK_N
-    for i in tl.range(0, edge_tiles, num_stages=STAGES):
-        position = tl.where(i < left_tiles, start, body_end - left_tiles * BLOCK_N) + i * BLOCK_N
-        position = tl.multiple_of(position, BLOCK_N)
-        key_pos = position + columns
-        pages = columns
-        if PAGED:
-            pages = page_ids(block_table, key_pos, low, high, BLOCK_SIZE)
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, pages, position, columns, readable(key_pos, low, high), query_pos, keys, scoring,
-            KEY_LAYOUT, ALIBI_SQRT, NUM_RANGES, True, EXACT, dropout,
-        )  # fmt: skip
+    first_edge = left_tiles if IN_ORDER else 0
+    acc, row_max, row_sum = _attend_edges(
+        q, acc, row_max, row_sum, first_edge, edge_tiles, borders, block_table, low, high, query_pos, keys, scoring,
+        KEY_LAYOUT, BLOCK_N, STAGES, ALIBI_SQRT, NUM_RANGES, EXACT, dropout,
+    )  # fmt: skip
 
     inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
     store_rows(output, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, OUT_LAYOUT)
+
+
+@triton.jit
+def _attend_edges(
+    q, acc, row_max, row_sum, first, last, borders, block_table, low, high, query_pos, keys, scoring,
+    LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ALIBI_SQRT: tl.constexpr,
+    NUM_RANGES: tl.constexpr, EXACT: tl.constexpr, dropout,
+):  # fmt: skip
+    """Takes the edge tiles [first, last) into the running softmax.
+
+    `borders` are the left edge's first key, its number of tiles, and that key of which the right edge's first tile is
+    as many tiles further.
+    """
+    start, left_tiles, right = borders
+    columns = tl.arange(0, BLOCK_N)
+    for i in tl.range(first, last, num_stages=STAGES):
+        position = tl.where(i < left_tiles, start, right) + i * BLOCK_N
+        position = tl.multiple_of(position, BLOCK_N)
+        key_pos = position + columns
+        pages = columns
+        if LAYOUT.PAGED:
+            pages = page_ids(block_table, key_pos, low, high, LAYOUT.BLOCK_SIZE)
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, pages, position, columns, readable(key_pos, low, high), query_pos, keys, scoring,
+            LAYOUT, ALIBI_SQRT, NUM_RANGES, True, EXACT, dropout,
+        )  # fmt: skip
+    return acc, row_max, row_sum

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_core.base.specs import ArraySpec
-from torch_core.launch.operands import ceil_div, named_launch
+from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 from torch_core.rowwise.call import RowProductCall
 from torch_core.rowwise.kernels.product.kernel import row_product_kernel
 
 # Rows of the smallest tile: with fewer, Triton multiplies by another instruction, which rounds in another way.
 _LEAST_ROWS = 64
+# Up to these, the outputs take the place of the rows.
+_FEW_ROWS = 32
 # Inputs of one step.
 _STEP = 64
 _GROUP = 8
@@ -22,6 +24,8 @@ class _Tile(NamedTuple):
     columns: int
     num_warps: int
     num_stages: int
+    step: int = _STEP
+    outputs_first: bool = False
 
 
 def plan_row_product(call: RowProductCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -44,8 +48,9 @@ def plan_row_product(call: RowProductCall[ArraySpec], limits: DeviceLimits) -> O
         "OUT": outputs,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
-        "BLOCK_K": _STEP if call.x.dtype != "float32" else _STEP // 2,
+        "BLOCK_K": tile.step,
         "GROUP": _GROUP,
+        "OUTPUTS_FIRST": tile.outputs_first,
     }
     launch = named_launch(
         row_product_kernel, (ceil_div(num_rows, tile.rows) * ceil_div(outputs, tile.columns),), arguments, constexprs,
@@ -57,7 +62,9 @@ def plan_row_product(call: RowProductCall[ArraySpec], limits: DeviceLimits) -> O
 def _tile(num_rows: int, outputs: int, dtype: str, limits: DeviceLimits) -> _Tile:
     if dtype == "float32":
         # Not done by the matrix units: both operands are in registers.
-        return _Tile(32, 64, 4, 2)
+        return _Tile(32, 64, 4, 2, _STEP // 2)
+    if num_rows <= _FEW_ROWS:
+        return _Tile(max(16, power_of_two(num_rows)), _LEAST_ROWS, 4, 6, 2 * _STEP, outputs_first=True)
     if num_rows <= _LEAST_ROWS:
         # Such a product waits for the kernel's bytes: as many programs as there are multiprocessors read them.
         columns = 32 if ceil_div(outputs, 64) < 2 * limits.num_sms else 64
