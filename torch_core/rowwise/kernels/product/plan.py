@@ -10,10 +10,9 @@ from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointe
 from torch_core.rowwise.call import RowProductCall
 from torch_core.rowwise.kernels.product.kernel import row_product_kernel
 
-# Rows of the smallest tile: with fewer, Triton multiplies by another instruction, which rounds in another way.
-_LEAST_ROWS = 64
-# Up to these, the outputs take the place of the rows.
-_FEW_ROWS = 32
+# Rows of the matrix units' instruction: for fewer, Triton takes another one, which rounds in another way. So of fewer
+# rows the outputs take the place, and the rows that of the instruction's columns, of which there may be 16.
+_LEAST_ROWS, _LEAST_COLUMNS = 64, 16
 # Inputs of one step.
 _STEP = 64
 _GROUP = 8
@@ -63,12 +62,13 @@ def _tile(num_rows: int, outputs: int, dtype: str, limits: DeviceLimits) -> _Til
     if dtype == "float32":
         # Not done by the matrix units: both operands are in registers.
         return _Tile(32, 64, 4, 2, _STEP // 2)
-    if num_rows <= _FEW_ROWS:
-        return _Tile(max(16, power_of_two(num_rows)), _LEAST_ROWS, 4, 6, 2 * _STEP, outputs_first=True)
     if num_rows <= _LEAST_ROWS:
-        # Such a product waits for the kernel's bytes: as many programs as there are multiprocessors read them.
-        columns = 32 if ceil_div(outputs, 64) < 2 * limits.num_sms else 64
-        return _Tile(_LEAST_ROWS, columns, 4, 6)
+        # Such a product waits for the kernel's bytes: as many programs as there are multiprocessors read them, in tiles
+        # of 16 KB, of which as many are on their way as fit.
+        rows = max(_LEAST_COLUMNS, power_of_two(num_rows))
+        columns, step = (64, 2 * _STEP) if ceil_div(outputs, 128) < limits.num_sms else (128, _STEP)
+        stages = min(6, limits.shared_memory // ((rows + columns) * step * 2))
+        return _Tile(rows, columns, 4, stages, step, outputs_first=True)
     if num_rows <= 2 * _LEAST_ROWS or ceil_div(num_rows, 128) * ceil_div(outputs, 256) < limits.num_sms:
         return _Tile(128, 64 if ceil_div(outputs, 128) < limits.num_sms else 128, 8, 4)
     return _Tile(128, 256, 8, 3)
