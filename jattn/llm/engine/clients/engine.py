@@ -147,6 +147,11 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
         return self._core.device.runner.is_ready
 
     @property
+    def current_model(self) -> nnx.Module:
+        """A module of the model's structure with the weights in use: `update_weights` leaves the model as it was."""
+        return self._core.device.runner.weights.model()
+
+    @property
     def weights_version(self) -> int:
         """Number of the weights: 0 at first, and then one more for each update, or as `update_weights` was told."""
         return self._core.weights_version
@@ -398,14 +403,12 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
                 continues them; "finish" first runs the present requests to their end with the old weights. Requests
                 that are added meanwhile are restarted.
             partial: the state may lack parameters, such as all but those of LoRA; the engine keeps its own.
-            prefix: path of the state in the engine's model, with dots: "model" if the engine's model has the trainer's
-                as its attribute `model`.
+            prefix: path of the state in the engine's model, with dots, such as "model" for its attribute of this name.
             cast: arrays of another floating dtype are converted to the engine's.
             version: new value of `weights_version`, from 0 on; None for one more.
 
         Raises:
-            InvalidInput: a parameter or an option does not fit or is not finite (the message names it); the engine is
-                closed; or it is asleep with requests to finish.
+            InvalidInput: a parameter or an option does not fit; it is closed, or asleep with requests to finish.
             PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
         check_version(version)

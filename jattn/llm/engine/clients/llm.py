@@ -310,7 +310,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         """
         params = _params_of(sampling_params, len(outputs))
         temperatures = [1.0 if each is None else each.temperature for each in params]
-        return verify(self.model, outputs, logprobs_mode=self._logprobs_mode, temperatures=temperatures)
+        return verify(self.engine.current_model, outputs, logprobs_mode=self._logprobs_mode, temperatures=temperatures)
 
     def update_weights(
         self, state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any], **options: Any
@@ -346,7 +346,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             Unsupported: likewise.
         """
         listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
-        scales = calibrate_kv_cache(self.model, listed, inputs=inputs)
+        scales = calibrate_kv_cache(self.engine.current_model, listed, inputs=inputs)
         if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
             self.engine.set_kv_cache_scales(scales)
         return scales

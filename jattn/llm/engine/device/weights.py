@@ -92,6 +92,11 @@ class Weights:
         self._places: dict[str, int] = {name: nnx.as_pure(variable) for name, variable in variables.items()}
         self._needed = {name for name, variable in variables.items() if isinstance(variable, nnx.Param)}
 
+    def model(self) -> Any:
+        """Returns a module with the arrays; with a draft model, the target."""
+        model = self.structure.merge(self.leaves)
+        return model.base if isinstance(model, WithDraft) else model
+
     def checked(
         self,
         state: nnx.Module | nnx.State | nnx.FlatState[Any] | Mapping[Any, Any],
