@@ -28,6 +28,7 @@ from jattn.llm.models.positions import (
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.ops import row_product, rowwise
+from jattn.ops.lookup import look_up
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
@@ -376,13 +377,18 @@ class Decoder(nnx.Module):
     def _embed(self, token_ids: jax.Array, peers: jax.Array | None) -> jax.Array:
         parallel = self.parallel
         if parallel is None or parallel.parts("vocab") == 1:
-            return self.embed_tokens(token_ids)
+            return self._rows(token_ids)
         count = self.embed_tokens.num_embeddings
         local = token_ids - parallel.first("vocab", count)
         is_own = (local >= 0) & (local < count)
         # All but one of the sum's terms are 0, so that it rounds nothing.
-        own = self.embed_tokens(jnp.where(is_own, local, 0))
+        own = self._rows(jnp.where(is_own, local, 0))
         return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab", peers)
+
+    def _rows(self, token_ids: jax.Array) -> jax.Array:
+        if not self.batch_invariant:
+            return self.embed_tokens(token_ids)
+        return look_up(self.embed_tokens.embedding[...], token_ids)
 
 
 def tied_logits(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
