@@ -50,7 +50,8 @@ AFMOE = Family(
     derive=_scaled,
     aliases={"global_attn_every_n_layers": "sliding_window_pattern"},
     inert={
-        **{"score_func": "sigmoid", "route_norm": True},
+        "score_func": "sigmoid",
+        "route_norm": True,
         **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
     },
     # Of training.
