@@ -22,8 +22,8 @@ from torch_core.base.errors import InvalidInput
 
 #: These have tests of their own, in tests/models.
 ENCODERS = {
-    *("BertModel", "RobertaModel", "XLMRobertaModel"),
-    *(f"{kind}ForSequenceClassification" for kind in ("Bert", "Roberta", "XLMRoberta")),
+    *(f"{kind}Model" for kind in ("Bert", "Roberta", "XLMRoberta", "ModernBert")),
+    *(f"{kind}ForSequenceClassification" for kind in ("Bert", "Roberta", "XLMRoberta", "ModernBert")),
 }
 #: Of each family the variant in which most options are on.
 LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CASES.items()]

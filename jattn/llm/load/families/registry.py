@@ -28,6 +28,7 @@ from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.minicpm3 import MINICPM3
 from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
+from jattn.llm.load.families.modernbert import MODERNBERT, MODERNBERT_CLASSIFIER
 from jattn.llm.load.families.nemotron import APERTUS, ARCEE, NEMOTRON
 from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
@@ -54,6 +55,7 @@ _ORDER = (
     *(CWM, SOLAR_OPEN, AFMOE),
     *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
+    *(MODERNBERT, MODERNBERT_CLASSIFIER),
     *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
