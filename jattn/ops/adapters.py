@@ -46,7 +46,7 @@ class AdapterRows(NamedTuple):
 @documented(LoraCall)
 def add_lora_linear(
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | None,
     lora_a: jax.Array,
     lora_b: jax.Array,
     token_indices_sorted_by_lora_ids: jax.Array,
@@ -64,7 +64,8 @@ def add_lora_linear(
         output_slices: None for a single layer.
 
     Returns:
-        The new y. It takes y's memory if y is not used again.
+        The new y. It takes y's memory if y is not used again. To write products alone (y=None) and have XLA's product
+        of 16-bit numbers add them reads and writes less memory than to add them afterwards.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; outside jit also starts that fall, or a row that occurs twice.
@@ -82,9 +83,9 @@ def add_lora_linear(
         lora_b=lora_b,
         token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
         lora_token_start_loc=lora_token_start_loc,
-        output_slices=(y.shape[-1],) if output_slices is None else output_slices,
+        output_slices=(lora_b.shape[1],) if output_slices is None else output_slices,
     )
-    return run(call, implementation)["y"]
+    return run(call, implementation)["out" if y is None else "y"]
 
 
 def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
@@ -116,7 +117,9 @@ def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
         return jax.lax.cond(count > 0, added, lambda: total), None
 
     operands = (jnp.arange(call.num_slots, dtype=jnp.int32), jnp.diff(starts), call.lora_a, call.lora_b)
-    total, _ = jax.lax.scan(add, jnp.zeros(call.y.shape, wide), operands)
+    total, _ = jax.lax.scan(add, jnp.zeros((len(x), call.lora_b.shape[1]), wide), operands)
+    if call.y is None:
+        return {"out": total.astype(x.dtype)}
     return {"y": (call.y.astype(wide) + total).astype(call.y.dtype)}
 
 

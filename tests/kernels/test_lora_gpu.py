@@ -14,7 +14,7 @@ from tests.support.lora_cases import allowed_error, lora_call
 from torch_core import ops, reference
 
 pytestmark = pytest.mark.gpu
-# One launch for few rows; small tiles; tiles of 64 rows.
+# One row of a tile; small tiles; tiles of 64 rows.
 SLOTS = {
     "few": (2, 0),
     "decode": tuple(row % 5 - 1 for row in range(64)),
@@ -23,28 +23,34 @@ SLOTS = {
 OPTIONS: dict[str, Any] = {"in_size": 1024, "slices": (512, 128, 128), "rank": 16, "dtype": "bfloat16"}
 
 
+def results(call):
+    return ops.run(call).get("out", call.y)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"rank": 5, "in_size": 333, "slices": (190,)}, {"dtype": "float32"}, {"rank": 256}], ids=str
 )
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("rows", SLOTS)
-def test_rows_get_their_slots_products(rows, options, seed):
-    call = lora_call(seed, SLOTS[rows], **{**OPTIONS, **options})
-    exact = reference.add_lora_linear(call)["y"]
-    found = ops.run(call.map(torch.Tensor.cuda))["y"].cpu()
+def test_rows_get_their_slots_products(rows, adds, options, seed):
+    call = lora_call(seed, SLOTS[rows], adds=adds, **{**OPTIONS, **options})
+    (exact,) = reference.add_lora_linear(call).values()
+    found = results(call.map(torch.Tensor.cuda)).cpu()
     assert (found.double() - exact).abs().max() <= allowed_error(call, exact)
 
 
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("rows", SLOTS)
-def test_bits_are_those_of_the_same_kernels_in_jax(rows, seed):
-    call = lora_call(seed, SLOTS[rows], **OPTIONS)
-    arrays = call.map(lambda x: to_jax(x.cuda())).arrays()
+def test_bits_are_those_of_the_same_kernels_in_jax(rows, adds, seed):
+    call = lora_call(seed, SLOTS[rows], adds=adds, **OPTIONS)
+    arrays = {"y": None, **call.map(lambda x: to_jax(x.cuda())).arrays()}
     found = jax.jit(lambda arrays: add_lora_linear(**arrays, output_slices=call.output_slices))(arrays)
-    assert torch.equal(torch.from_dlpack(found).cpu(), ops.run(call.map(torch.Tensor.cuda))["y"].cpu())
+    assert torch.equal(torch.from_dlpack(found).cpu(), results(call.map(torch.Tensor.cuda)).cpu())
 
 
 def test_one_captured_graph_serves_other_adapters(seed):
     first, second = (lora_call(seed + each, SLOTS["decode"], **OPTIONS).map(torch.Tensor.cuda) for each in (0, 1))
-    wanted = ops.run(second.map(torch.clone))["y"]
+    wanted = results(second.map(torch.clone))
     ops.run(first.map(torch.clone))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -31,6 +31,7 @@ from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torch_core.adapters.kernels.lora.kernel import read_ahead
 from torch_core.all_reduce.words import stop_with_an_error
 from torch_core.attention.kernels.split.pairs import widened
 from torch_core.base.errors import Unsupported
@@ -64,8 +65,13 @@ def _nothing():
     pass
 
 
+@triton.jit
+def _not_ahead(address, SIZE: tl.constexpr):
+    pass
+
+
 # Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
-_PLAIN = {widened.fn: _widened_plainly.fn, stop_with_an_error.fn: _nothing.fn}
+_PLAIN = {widened.fn: _widened_plainly.fn, stop_with_an_error.fn: _nothing.fn, read_ahead.fn: _not_ahead.fn}
 
 
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import QUERY_DTYPES
+from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts
 
@@ -23,32 +23,36 @@ MAX_RANK = 256
 class LoraCall(Call[A]):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) of a linear layer, one of several for each row.
 
-    `y[t] += lora_b[slot] @ (lora_a[slot] @ x[t])` for every row t that has a slot. Layers that share their input may be
+    `y[t] += lora_b[slot] @ (lora_a[slot] @ x[t])` for every row t that has a slot; without y, the result `out` is the
+    sum that would be added. Layers that share their input may be
     joined: the columns of slice i, `output_slices[i]` of them, belong to ranks `i * rank` to `(i + 1) * rank` of
     lora_a. Rows are named in the order of their slots, so that rows of a slot are multiplied together (Punica, Chen et
     al. 2023, arXiv:2310.18547); the names are those of vLLM's `lora_shrink` and `lora_expand`.
 
     Attributes:
         x: input of the linear layer.
-        y: its results, of the dtype of `x` or float32; written.
+        y: its results, of the dtype of `x` or float32; written. None for the products alone, of the dtype of `x`.
         lora_a: first matrices of each slot, those of all slices one after the other. An adapter of a lower rank is
             filled up with zeros.
         lora_b: second matrices of each slot, multiplied with the adapter's scale (alpha / rank).
         token_indices_sorted_by_lora_ids: the rows of the first slot, those of the second, and so on; entries after the
-            last slot's are not read. No row may occur twice.
+            last slot's are not read if `y` is given; otherwise they are the rows without an adapter. No row may occur
+            twice.
         lora_token_start_loc: the place of each slot's first row there, and the end.
         output_slices: columns of each joined layer, at most three; together those of `y`.
+        out: array of the products if `y` is None; None allocates a new one. Rows without an adapter are 0.
     """
 
     name: ClassVar[str] = "add_lora_linear"
 
     x: Float[A, "num_rows in_size"]
-    y: Float[A, "num_rows out_size"]
+    y: Float[A, "num_rows out_size"] | None
     lora_a: Float[A, "num_slots all_ranks in_size"]
     lora_b: Float[A, "num_slots out_size rank"]
     token_indices_sorted_by_lora_ids: Int32[A, "num_rows"]
     lora_token_start_loc: Int32[A, "num_slots+1"]
     output_slices: tuple[int, ...]
+    out: Float[A, "num_rows out_size"] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -67,21 +71,26 @@ class LoraCall(Call[A]):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """The results of the linear layer."""
-        return ("y",)
+        """The results of the linear layer, or a given array for the products."""
+        return tuple(name for name in ("y", "out") if getattr(self, name) is not None)
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `out`, unless it is given or products are added to `y`."""
+        shape = (self.x.shape[0], self.lora_b.shape[1])
+        return {} if self.written else {"out": ArraySpec(shape, dtype_name(self.x))}
 
     @property
     def work(self) -> int:
         """The products of all rows."""
-        return self.x.shape[0] * self.rank * (len(self.output_slices) * self.x.shape[1] + self.y.shape[1])
+        return self.x.shape[0] * self.rank * (len(self.output_slices) * self.x.shape[1] + self.lora_b.shape[1])
 
     def check_options(self) -> None:
         """Checks ranks, slices and the dtypes that go together."""
         slices, dtype = self.output_slices, dtype_name(self.x)
         if not isinstance(slices, tuple) or not all(isinstance(size, int) and size > 0 for size in slices):
             raise InvalidInput("output_slices", value=slices, wanted="it must be a tuple of numbers of columns")
-        if not 1 <= len(slices) <= MAX_SLICES or sum(slices) != self.y.shape[1]:
-            wanted = f"it must be 1 to {MAX_SLICES} numbers whose sum is y's {self.y.shape[1]} columns"
+        if not 1 <= len(slices) <= MAX_SLICES or sum(slices) != self.lora_b.shape[1]:
+            wanted = f"it must be 1 to {MAX_SLICES} numbers whose sum is y's {self.lora_b.shape[1]} columns"
             raise InvalidInput("output_slices", value=slices, wanted=wanted)
         if not 1 <= self.rank <= MAX_RANK:
             raise InvalidInput("lora_b", f"has rank {self.rank}", f"it must be from 1 to {MAX_RANK}")
@@ -95,15 +104,21 @@ class LoraCall(Call[A]):
         for name in ("lora_a", "lora_b"):
             if (found := dtype_name(getattr(self, name))) != dtype:
                 raise InvalidInput(name, f"is {found}", f"it must be {dtype}, as x is")
-        if (found := dtype_name(self.y)) not in (dtype, "float32"):
+        if self.y is not None and (found := dtype_name(self.y)) not in (dtype, "float32"):
             raise InvalidInput("y", f"is {found}", f"it must be {dtype}, as x is, or float32")
+        if self.out is not None and (self.y is not None or dtype_name(self.out) != dtype):
+            problem = "is given, and y too" if self.y is not None else f"is {dtype_name(self.out)}"
+            raise InvalidInput(
+                "out", problem, f"it takes products that are not added to y, and must be {dtype}, as x is"
+            )
 
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks the starts of slots, and that every row occurs once at most."""
         num_rows = self.x.shape[0]
         rows_in = "token_indices_sorted_by_lora_ids"
         check_starts("lora_token_start_loc", self.lora_token_start_loc, num_rows, rows_in=rows_in)
-        used = np.asarray(self.token_indices_sorted_by_lora_ids)[: int(self.lora_token_start_loc[-1])]
+        used = np.asarray(self.token_indices_sorted_by_lora_ids)
+        used = used if self.y is None else used[: int(self.lora_token_start_loc[-1])]
         seen = np.zeros(num_rows, bool)
         for place, row in enumerate(used.tolist()):
             if not 0 <= row < num_rows:

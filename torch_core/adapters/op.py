@@ -31,7 +31,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
     return {
         "adapters": _lora(64),
         "adapters one row": _lora(1),
-        "adapters one row gate and up": _lora(1, output_slices=(12288, 12288)),
+        "adapters added to results": _lora(64, adds=True),
         "adapters one row down": _lora(1, in_size=12288, output_slices=(4096,)),
         "adapters down": _lora(64, in_size=12288, output_slices=(4096,)),
         "adapters prompts": _lora(2048),
@@ -49,11 +49,12 @@ def _lora(
     output_slices: tuple[int, ...] = (4096, 1024, 1024),
     rank: int = 16,
     dtype: str = "bfloat16",
+    adds: bool = False,
 ) -> LoraCall[ArraySpec]:
     num_slots, out_size = 32, sum(output_slices)
     return LoraCall(
         x=ArraySpec((num_rows, in_size), dtype),
-        y=ArraySpec((num_rows, out_size), dtype),
+        y=ArraySpec((num_rows, out_size), dtype) if adds else None,
         lora_a=ArraySpec((num_slots, len(output_slices) * rank, in_size), dtype),
         lora_b=ArraySpec((num_slots, out_size, rank), dtype),
         token_indices_sorted_by_lora_ids=ArraySpec((num_rows,), "int32"),

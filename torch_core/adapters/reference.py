@@ -9,9 +9,10 @@ from torch_core.adapters.call import LoraCall
 
 
 def add_lora_linear(call: LoraCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Returns the new `y` in the compute dtype; the given one stays as it is."""
-    y, starts = call.y.to(compute_dtype), call.lora_token_start_loc.tolist()
-    y = y.clone()
+    """Returns the new `y`, or `out`, in the compute dtype; given ones stay as they are."""
+    starts = call.lora_token_start_loc.tolist()
+    zeros = torch.zeros(len(call.x), call.lora_b.shape[1], dtype=compute_dtype, device=call.x.device)
+    y = zeros if call.y is None else zeros + call.y.to(compute_dtype)
     for slot in range(call.num_slots):
         lora_a, lora_b = call.lora_a[slot].to(compute_dtype), call.lora_b[slot].to(compute_dtype)
         for row in call.token_indices_sorted_by_lora_ids[starts[slot] : starts[slot + 1]].tolist():
@@ -21,4 +22,4 @@ def add_lora_linear(call: LoraCall[Tensor], *, compute_dtype: torch.dtype = torc
                 own = inner[index * call.rank : (index + 1) * call.rank]
                 y[row, first : first + size] += lora_b[first : first + size] @ own
                 first += size
-    return {"y": y}
+    return {"out" if call.y is None else "y": y}

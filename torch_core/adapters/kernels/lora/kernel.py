@@ -10,6 +10,7 @@ import triton.language as tl
 def lora_shrink_kernel(
     x,
     lora_a,
+    lora_b,
     token_indices,
     start_loc,
     inner,
@@ -17,8 +18,9 @@ def lora_shrink_kernel(
     num_rows,
     x_stride,
     IN: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -27,17 +29,39 @@ def lora_shrink_kernel(
 ):
     """Part of the inputs of `lora_a[slot] @ x[row]`, float32, at each row's place in the order of slots.
 
-    Grid: (tiles of rows, slices, parts of PART inputs). A tile has rows of one slot; tiles after the last end at once.
+    Grid: (tiles of rows, tiles of ranks, parts of PART inputs). A tile has rows of one slot; tiles after the last end
+    at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, if that is not 0: memory
+    would else have nothing to do while one launch ends and the next one begins.
     """
-    index, part = tl.program_id(1), tl.program_id(2)
-    slot, places, live, rows = _tile_rows(start_loc, token_indices, tl.program_id(0), num_slots, BLOCK_S, BLOCK_M)
+    slot, places, live = _tile_rows(start_loc, tl.program_id(0), num_slots, num_rows, BLOCK_S, BLOCK_M)
     if slot < num_slots:
-        total = _product(
-            x, lora_a, rows, slot, index, part * PART, x_stride, IN, RANK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, PART
-        )
-        ranks = tl.arange(0, BLOCK_R)
-        target = inner + ((part.to(tl.int64) * NUM_SLICES + index) * num_rows + places[:, None]) * RANK + ranks[None, :]
-        tl.store(target, total, mask=live[:, None] & (ranks < RANK)[None, :])
+        first_rank, begin = tl.program_id(1) * BLOCK_R, tl.program_id(2) * PART
+        # Ranks behind the last repeat the first one, and their results are not stored.
+        ranks = first_rank + tl.arange(0, BLOCK_R)
+        known = ranks
+        if ALL_RANKS % BLOCK_R != 0:
+            known = tl.where(ranks < ALL_RANKS, ranks, 0)
+        steps = tl.arange(0, BLOCK_K)
+        right = lora_a + (slot.to(tl.int64) * ALL_RANKS + known[None, :]) * IN + (begin + steps)[:, None]
+        rows = _rows(token_indices, places, ONE_ROW)
+        left = x + rows[:, None] * x_stride + (begin + steps)[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for start in tl.range(0, PART, BLOCK_K):
+            if IN % PART == 0 and PART % BLOCK_K == 0:
+                weights = tl.load(right + start)
+                tokens = tl.load(left + start, mask=live[:, None], other=0.0)
+            else:
+                inside = start + steps < tl.minimum(IN - begin, PART)
+                weights = tl.load(right + start, mask=inside[:, None], other=0.0)
+                tokens = tl.load(left + start, mask=live[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(tokens, weights, total, input_precision="ieee")
+        if AHEAD > 0:
+            share = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+            shares = tl.num_programs(1) * tl.num_programs(2)
+            read_ahead(lora_b + (slot.to(tl.int64) * shares + share) * AHEAD, AHEAD)
+        part = tl.program_id(2).to(tl.int64) * num_rows
+        target = inner + (part + places)[:, None] * ALL_RANKS + ranks[None, :]
+        tl.store(target, total, mask=live[:, None] & (ranks < ALL_RANKS)[None, :])
 
 
 @triton.jit
@@ -51,140 +75,136 @@ def lora_expand_kernel(
     num_rows,
     y_stride,
     RANK: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
     SLICE_0: tl.constexpr,
     SLICE_1: tl.constexpr,
     SLICE_2: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    ADDS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Adds `lora_b[slot] @ inner` to the rows of y. Grid: (tiles of columns, within slices; tiles of rows)."""
-    slot, places, live, rows = _tile_rows(start_loc, token_indices, tl.program_id(1), num_slots, BLOCK_S, BLOCK_M)
-    if slot < num_slots:
-        index, columns, inside = _tile_columns(tl.program_id(0), SLICE_0, SLICE_1, SLICE_2, BLOCK_N)
-        matrix = slot.to(tl.int64) * (SLICE_0 + SLICE_1 + SLICE_2) + columns
-        added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for first_rank in range(0, RANK, BLOCK_R):
-            ranks = first_rank + tl.arange(0, BLOCK_R)
-            is_rank = ranks < RANK
-            # No value behind the last rank takes part, of either matrix: a product with NaN is NaN.
-            weights = tl.load(lora_b + matrix[None, :] * RANK + ranks[:, None], mask=is_rank[:, None], other=0.0)
-            own = inner + (index * num_rows + places[:, None]).to(tl.int64) * RANK + ranks[None, :]
-            total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-            for _ in tl.static_range(NUM_PARTS):
-                total += tl.load(own, mask=live[:, None] & is_rank[None, :], other=0.0)
-                own += NUM_SLICES * num_rows * RANK
-            added = tl.dot(total.to(weights.dtype), weights, added, input_precision="ieee")
-        _add(y, added, rows, columns, live, inside, y_stride)
+    """Adds `lora_b[slot] @ inner` to the rows of y; without ADDS, y is that, and 0 in rows without a slot.
 
-
-@triton.jit
-def lora_few_rows_kernel(
-    x,
-    lora_a,
-    lora_b,
-    token_indices,
-    start_loc,
-    y,
-    num_slots,
-    x_stride,
-    y_stride,
-    IN: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    SLICE_0: tl.constexpr,
-    SLICE_1: tl.constexpr,
-    SLICE_2: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Both products in one launch: each tile of columns computes the first one for itself.
-
-    Grid: (tiles of columns, within slices; tiles of rows). The first matrix comes from the L2 cache to all but one of
-    the programs, which takes less time than a launch. PART is at least IN.
+    Grid: (ranges of COLUMNS columns, within slices; tiles of rows).
     """
-    slot, _, live, rows = _tile_rows(start_loc, token_indices, tl.program_id(1), num_slots, BLOCK_S, BLOCK_M)
-    if slot < num_slots:
-        index, columns, inside = _tile_columns(tl.program_id(0), SLICE_0, SLICE_1, SLICE_2, BLOCK_N)
-        ranks = tl.arange(0, BLOCK_R)
-        matrix = slot.to(tl.int64) * (SLICE_0 + SLICE_1 + SLICE_2) + columns
-        weights = tl.load(lora_b + matrix[None, :] * RANK + ranks[:, None], mask=(ranks < RANK)[:, None], other=0.0)
-        total = _product(
-            x, lora_a, rows, slot, index, 0, x_stride, IN, RANK, NUM_SLICES, BLOCK_M, BLOCK_R, BLOCK_K, PART
-        )
-        # The first product's columns behind the last rank repeat a rank's, and are finite if that is.
-        total = tl.where((ranks < RANK)[None, :], total, 0.0)
-        added = tl.dot(total.to(weights.dtype), weights, input_precision="ieee")
-        _add(y, added, rows, columns, live, inside, y_stride)
-
-
-@triton.jit
-def _product(
-    x, lora_a, rows, slot, index, begin, x_stride, IN: tl.constexpr, RANK: tl.constexpr, NUM_SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """`lora_a[slot] @ x[row]` of one slice, over PART inputs from `begin` on."""
-    ranks, steps = tl.arange(0, BLOCK_R), begin + tl.arange(0, BLOCK_K)
-    matrix = (slot.to(tl.int64) * NUM_SLICES + index) * RANK + tl.where(ranks < RANK, ranks, 0)
-    left, right = x + rows[:, None] * x_stride, lora_a + matrix[None, :] * IN
-    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    for start in range(0, PART, BLOCK_K):
-        at = start + steps
-        if IN % PART == 0 and PART % BLOCK_K == 0:
-            tokens = tl.load(left + at[None, :])
-            weights = tl.load(right + at[:, None])
+    IN_SLICES: tl.constexpr = SLICE_0 % COLUMNS == 0 and SLICE_1 % COLUMNS == 0 and SLICE_2 % COLUMNS == 0
+    last = num_slots if ADDS else num_slots + 1
+    slot, places, live = _tile_rows(start_loc, tl.program_id(1), last, num_rows, BLOCK_S, BLOCK_M, not ADDS)
+    if slot < last:
+        index, first, inside = _range(tl.program_id(0), SLICE_0, SLICE_1, SLICE_2, COLUMNS)
+        ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+        # No value behind the last rank takes part, of either matrix: a product with NaN is NaN.
+        is_rank, has_slot = ranks < RANK, slot < num_slots
+        matrix = slot.to(tl.int64) * (SLICE_0 + SLICE_1 + SLICE_2) + first
+        right = lora_b + (matrix + columns)[None, :] * RANK + ranks[:, None]
+        known = has_slot & is_rank[:, None]
+        # A step's matrix is under way while the step before it is computed, the first one with the parts.
+        if IN_SLICES:
+            weights = tl.load(right, mask=known, other=0.0)
         else:
-            inside = at < tl.minimum(IN, begin + PART)
-            tokens = tl.load(left + at[None, :], mask=inside[None, :], other=0.0)
-            weights = tl.load(right + at[:, None], mask=inside[:, None], other=0.0)
-        total = tl.dot(tokens, weights, total, input_precision="ieee")
-    return total
+            weights = tl.load(right, mask=known & (columns < inside)[None, :], other=0.0)
+        parts = tl.arange(0, BLOCK_P)
+        own = inner + (parts[:, None] * num_rows + places[None, :]).to(tl.int64)[:, :, None] * (NUM_SLICES * RANK)
+        own += (index * RANK + ranks)[None, None, :]
+        needed = ((live & has_slot)[:, None] & is_rank[None, :])[None, :, :]
+        total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for part in tl.static_range(0, NUM_PARTS, BLOCK_P):
+            if NUM_PARTS % BLOCK_P == 0:
+                found = tl.load(own, mask=needed, other=0.0)
+            else:
+                found = tl.load(own, mask=needed & (part + parts < NUM_PARTS)[:, None, None], other=0.0)
+            total += tl.sum(found, 0)
+            own += BLOCK_P * num_rows.to(tl.int64) * (NUM_SLICES * RANK)
+        left = total.to(lora_b.dtype.element_ty)
+        rows = _rows(token_indices, places, ONE_ROW)
+        target = y + rows[:, None] * y_stride + (first + columns)[None, :]
+        for start in tl.range(0, COLUMNS, BLOCK_N):
+            added = tl.dot(left, weights, input_precision="ieee")
+            following = start + BLOCK_N
+            if IN_SLICES:
+                write = live[:, None]
+                weights = tl.load(right + following * RANK, mask=known & (following < COLUMNS), other=0.0)
+            else:
+                write = live[:, None] & (start + columns < inside)[None, :]
+                is_column = following + columns < tl.minimum(inside, COLUMNS)
+                weights = tl.load(right + following * RANK, mask=known & is_column[None, :], other=0.0)
+            if ADDS:
+                added += tl.load(target + start, mask=write, other=0.0).to(tl.float32)
+            tl.store(target + start, added.to(y.dtype.element_ty), mask=write)
 
 
 @triton.jit
-def _add(y, added, rows, columns, live, inside, y_stride):
-    target = y + rows[:, None] * y_stride + columns[None, :]
-    write = live[:, None] & inside[None, :]
-    found = tl.load(target, mask=write, other=0.0).to(tl.float32)
-    tl.store(target, (found + added).to(y.dtype.element_ty), mask=write)
+def _rows(token_indices, places, ONE_ROW: tl.constexpr):
+    rows = places
+    if not ONE_ROW:
+        rows = tl.load(token_indices + places)
+    return rows.to(tl.int64)
 
 
 @triton.jit
-def _tile_columns(tile, SLICE_0: tl.constexpr, SLICE_1: tl.constexpr, SLICE_2: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slice of a tile of columns, and its columns, of which those outside of the slice are its first one."""
-    TILES_0: tl.constexpr = (SLICE_0 + BLOCK_N - 1) // BLOCK_N
-    TILES_1: tl.constexpr = (SLICE_1 + BLOCK_N - 1) // BLOCK_N
+def read_ahead(address, SIZE: tl.constexpr):
+    """Has the L2 cache read this many elements, without waiting for them; address and bytes are multiples of 16."""
+    NUM_BYTES: tl.constexpr = SIZE * (address.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [address, tl.full([], NUM_BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _range(tile, SLICE_0: tl.constexpr, SLICE_1: tl.constexpr, SLICE_2: tl.constexpr, COLUMNS: tl.constexpr):
+    """The slice of a range of columns, its first column, and the number of columns from there to the slice's end."""
+    TILES_0: tl.constexpr = (SLICE_0 + COLUMNS - 1) // COLUMNS
+    TILES_1: tl.constexpr = (SLICE_1 + COLUMNS - 1) // COLUMNS
     index = (tile >= TILES_0).to(tl.int32) + (tile >= TILES_0 + TILES_1).to(tl.int32)
-    before = tl.where(index == 0, 0, tl.where(index == 1, TILES_0, TILES_0 + TILES_1))
-    start = tl.where(index == 0, 0, tl.where(index == 1, SLICE_0, SLICE_0 + SLICE_1))
-    size = tl.where(index == 0, SLICE_0, tl.where(index == 1, SLICE_1, SLICE_2))
-    offsets = (tile - before) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = offsets < size
-    return index, start + tl.where(inside, offsets, 0), inside
+    if SLICE_0 % COLUMNS == 0 and SLICE_1 % COLUMNS == 0 and SLICE_2 % COLUMNS == 0:
+        first = tile * COLUMNS
+        inside = COLUMNS
+    else:
+        before = tl.where(index == 0, 0, tl.where(index == 1, TILES_0, TILES_0 + TILES_1))
+        start = tl.where(index == 0, 0, tl.where(index == 1, SLICE_0, SLICE_0 + SLICE_1))
+        size = tl.where(index == 0, SLICE_0, tl.where(index == 1, SLICE_1, SLICE_2))
+        first = start + (tile - before) * COLUMNS
+        inside = size - (tile - before) * COLUMNS
+    return index, first, inside
 
 
 @triton.jit
-def _tile_rows(start_loc, token_indices, tile, num_slots, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The slot of a tile of rows (num_slots for none), places in the order of slots, which are live, and the rows.
+def _tile_rows(
+    start_loc, tile, num_slots, num_rows, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, OTHERS: tl.constexpr = False
+):
+    """The slot of a tile of rows (num_slots for none), and places in the order of slots, of which some are live.
 
-    A row that is not live is the tile's first one: no row depends on another, and its result is not stored.
+    With OTHERS, the last slot's rows are those without an adapter. A place that is not live is the tile's first one: no
+    row depends on another, and its result is not stored.
     """
     slots = tl.arange(0, BLOCK_S)
     is_slot = slots < num_slots
     starts = tl.load(start_loc + slots, mask=is_slot, other=0)
-    ends = tl.load(start_loc + slots + 1, mask=is_slot, other=0)
+    if OTHERS:
+        ends = tl.load(start_loc + slots + 1, mask=slots + 1 < num_slots, other=num_rows)
+        ends = tl.where(is_slot, ends, 0)
+    else:
+        ends = tl.load(start_loc + slots + 1, mask=is_slot, other=0)
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     end_tiles = tl.cumsum(tiles, 0)
     slot = tl.sum(((end_tiles <= tile) & is_slot).to(tl.int32), 0)
     is_own = slots == slot
     first = tl.sum(tl.where(is_own, starts + (tile - end_tiles + tiles) * BLOCK_M, 0), 0)
+    end = tl.sum(tl.where(is_own, ends, 0), 0)
     places = first + tl.arange(0, BLOCK_M)
-    live = places < tl.sum(tl.where(is_own, ends, 0), 0)
-    return slot, places, live, tl.load(token_indices + tl.where(live, places, first)).to(tl.int64)
+    live = places < end
+    return slot, tl.where(live, places, first), live

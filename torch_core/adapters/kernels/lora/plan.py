@@ -2,96 +2,155 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from torch_core.adapters.call import LoraCall
-from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_few_rows_kernel, lora_shrink_kernel
+from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_shrink_kernel
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import Argument, DeviceLimits, OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
-# Up to this number of rows for each slot, tiles are as small as matrix units allow.
-_FEW_ROWS = 16
-_MANY_ROWS = 64
-# Parts of a row's inputs, which programs multiply side by side; the second launch adds them.
-_MOST_PARTS = 32
-_SMALLEST_PART = 128
-# Programs of each multiprocessor that hide the latency of reading.
-_PROGRAMS = 6
-# Elements of a step of the first product, and of a tile of the second one.
-_STEP, _MOST_INPUTS = 1 << 13, 256
-_TILE = 1 << 13
-# Ranks that a step of the second product multiplies.
-_RANKS = 64
-# Up to these sizes one launch does both: rows, elements of a slice's first matrix, and about as many programs.
-_ONE_LAUNCH_ROWS, _ONE_LAUNCH_SIZE, _ONE_LAUNCH_PROGRAMS = 2, 1 << 17, 64
+# Up to this number of rows, or of rows for each slot, tiles are as small as matrix units allow; from the last number
+# on they never are, because prompts may have one adapter for all rows.
+_FEW_IN_ALL, _FEW_ROWS, _PROMPTS = 128, 16, 1024
+# Parts of inputs, which programs multiply side by side; the second launch adds them, this many elements at once.
+_MOST_PARTS, _ELEMENTS = 16, 1 << 13
+# With so few tiles of rows a program may read all its inputs ahead.
+_FEW_TILES = 8
+
+
+class _Tiles(NamedTuple):
+    """Sizes of tiles for a number of rows.
+
+    Attributes:
+        rows: rows of a tile.
+        inputs: inputs of a step of the first product.
+        stages: steps of the first product that are read ahead.
+        columns: columns of a step of the second product.
+        shrinks, expands: programs of each multiprocessor that hide the latency of reading.
+        warps: warps of both launches.
+    """
+
+    rows: int
+    inputs: int
+    stages: int
+    columns: int
+    shrinks: int
+    expands: int
+    warps: tuple[int, int]
+
+
+_FEW = _Tiles(rows=16, inputs=128, stages=4, columns=256, shrinks=6, expands=6, warps=(2, 4))
+_WIDE = _Tiles(rows=16, inputs=128, stages=2, columns=128, shrinks=6, expands=6, warps=(4, 4))
+_MANY = _Tiles(rows=64, inputs=64, stages=4, columns=128, shrinks=2, expands=2, warps=(4, 8))
 
 
 def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
-    """Plans a checked call that is not empty; `y` is written in place."""
-    num_rows, in_size = call.x.shape
-    num_slots, rank, slices = call.num_slots, call.rank, call.output_slices
-    is_wide = call.x.dtype == "float32"
-    block_r = max(16, power_of_two(rank))
-    block_m = _FEW_ROWS if is_wide or num_rows <= _FEW_ROWS * num_slots else _MANY_ROWS
-    # Every slot has at most one tile that is not full.
-    tiles = min(num_rows, (num_rows + min(num_slots, num_rows) * (block_m - 1)) // block_m)
-    step = _STEP // 2 if is_wide else _STEP
-    block_k = max(16, min(_MOST_INPUTS, step // max(block_m, block_r), power_of_two(in_size)))
-    wanted = ceil_div(_PROGRAMS * limits.num_sms, tiles * len(slices))
-    part = max(_SMALLEST_PART, ceil_div(in_size, min(wanted, _MOST_PARTS)))
-    part = ceil_div(part, block_k) * block_k
-    num_parts = ceil_div(in_size, part)
-    block_n = max(32, min(256, _TILE // max(block_m, min(block_r, _RANKS)), power_of_two(max(slices))))
+    """Plans a checked call that is not empty; a given `y` is written in place."""
+    num_rows, num_slots = call.x.shape[0], call.num_slots
+    is_few = num_rows <= max(_FEW_IN_ALL, min(_FEW_ROWS * num_slots, _PROMPTS - 1))
+    tiles = _WIDE if call.x.dtype in ("float32", "float64") else _FEW if is_few else _MANY
+    inputs = {name: array for name, array in call.arrays().items() if name != "out"}
+    results = next(array for array in (call.y, call.out, call.outputs().get("out")) if array is not None)
     arguments: dict[str, Argument] = {
-        **{name: Pointer(name) for name in ("x", "y", "lora_a", "lora_b", "inner")},
+        **{name: Pointer(name) for name in ("x", "lora_a", "lora_b", "inner")},
+        "y": Pointer("out" if call.y is None else "y"),
         "token_indices": Pointer("token_indices_sorted_by_lora_ids"),
         "start_loc": Pointer("lora_token_start_loc"),
         "num_slots": Scalar(num_slots, "i32", specialize=False),
         "num_rows": Scalar(num_rows, "i32", specialize=False),
         "x_stride": Scalar(call.x.element_strides[0], "i64"),
-        "y_stride": Scalar(call.y.element_strides[0], "i64"),
+        "y_stride": Scalar(results.element_strides[0], "i64"),
     }
-    constants = {
-        "IN": in_size,
-        "RANK": rank,
-        "NUM_SLICES": len(slices),
-        **{f"SLICE_{index}": size for index, size in enumerate((*slices, 0, 0)[:3])},
-        "NUM_PARTS": num_parts,
-        "BLOCK_S": power_of_two(num_slots),
-        "BLOCK_M": block_m,
-        "BLOCK_R": block_r,
-        "BLOCK_K": block_k,
-        "BLOCK_N": block_n,
-        "PART": part,
-    }
-    if num_rows <= _ONE_LAUNCH_ROWS and block_r * in_size <= _ONE_LAUNCH_SIZE and not is_wide:
-        return _in_one_launch(call, arguments, constants)
-    columns = sum(ceil_div(size, block_n) for size in slices)
-    shrink = named_launch(
-        lora_shrink_kernel, (tiles, len(slices), num_parts), arguments, constants, writes=("inner",), num_stages=3,
-        hot=True,
-    )  # fmt: skip
-    expand = named_launch(
-        lora_expand_kernel, (columns, tiles), arguments, constants | {"BLOCK_R": min(block_r, _RANKS)}, writes=("y",),
-        num_stages=1, num_warps=8 if is_wide or block_m > _FEW_ROWS else 4, hot=True,
-    )  # fmt: skip
+    shrink = _shrink(call, arguments, tiles, limits)
+    num_parts = shrink.grid[2]
     return OperationPlan(
         name=call.name,
-        inputs=tuple(call.arrays().items()),
-        in_place=("y",),
-        scratch=(("inner", ArraySpec((num_parts, len(slices), num_rows, rank), "float32")),),
-        launches=(shrink, expand),
+        inputs=tuple(inputs.items()),
+        in_place=() if call.y is None else ("y",),
+        outputs=(("out", results),) if call.y is None else (),
+        scratch=(("inner", ArraySpec((num_parts, num_rows, call.lora_a.shape[1]), "float32")),),
+        launches=(shrink, _expand(call, arguments, tiles, limits, num_parts)),
     )
 
 
-def _in_one_launch(
-    call: LoraCall[ArraySpec], arguments: dict[str, Argument], constants: dict[str, int]
-) -> OperationPlan:
-    wanted = power_of_two(ceil_div(call.y.shape[1], _ONE_LAUNCH_PROGRAMS))
-    block_n = max(64, min(512, wanted, _TILE * 2 // constants["BLOCK_R"]))
-    constants |= {"BLOCK_N": block_n, "PART": ceil_div(call.x.shape[1], constants["BLOCK_K"]) * constants["BLOCK_K"]}
-    columns = sum(ceil_div(size, block_n) for size in call.output_slices)
-    launch = named_launch(
-        lora_few_rows_kernel, (columns, call.x.shape[0]), arguments, constants, writes=("y",), num_stages=4, hot=True
-    )
-    inputs = tuple(call.arrays().items())
-    return OperationPlan(name=call.name, inputs=inputs, in_place=("y",), launches=(launch,))
+def _shrink(
+    call: LoraCall[ArraySpec], arguments: dict[str, Argument], tiles: _Tiles, limits: DeviceLimits
+) -> LaunchPlan:
+    (num_rows, in_size), all_ranks = call.x.shape, call.lora_a.shape[1]
+    num_tiles = _most_tiles(num_rows, call.num_slots, tiles.rows)
+    block_r = max(16, min(128, power_of_two(all_ranks))) if tiles is _MANY else 16
+    block_k = max(16, min(tiles.inputs, power_of_two(in_size)))
+    programs = num_tiles * ceil_div(all_ranks, block_r)
+    wanted = ceil_div(tiles.shrinks * limits.num_sms, programs)
+    # A power of two: of most sizes, all parts are equal.
+    part = ceil_div(ceil_div(in_size, min(_MOST_PARTS, 1 << (wanted.bit_length() - 1))), block_k) * block_k
+    grid = (num_tiles, ceil_div(all_ranks, block_r), ceil_div(in_size, part))
+    stages = tiles.stages * (2 if num_tiles <= _FEW_TILES and tiles is _FEW else 1)
+    constants = {
+        "IN": in_size,
+        "ALL_RANKS": all_ranks,
+        "AHEAD": _ahead(call, grid[1] * grid[2]) if tiles is _FEW and limits.arch >= 90 else 0,
+        "ONE_ROW": num_rows == 1,
+        "BLOCK_S": power_of_two(call.num_slots),
+        "BLOCK_M": tiles.rows,
+        "BLOCK_R": block_r,
+        "BLOCK_K": block_k,
+        "PART": part,
+    }
+    return named_launch(
+        lora_shrink_kernel, grid, arguments, constants, writes=("inner",), num_warps=tiles.warps[0],
+        num_stages=min(stages, ceil_div(part, block_k)) + 1, hot=True,
+    )  # fmt: skip
+
+
+def _expand(
+    call: LoraCall[ArraySpec], arguments: dict[str, Argument], tiles: _Tiles, limits: DeviceLimits, num_parts: int
+) -> LaunchPlan:
+    num_rows, slices, adds = call.x.shape[0], call.output_slices, call.y is not None
+    # Without given results, rows without a slot are written too.
+    groups = call.num_slots if adds else call.num_slots + 1
+    num_tiles = _most_tiles(num_rows, groups, tiles.rows)
+    block_r = max(16, power_of_two(call.rank))
+    # Ranges of columns within slices need no mask.
+    divisor = math.gcd(*slices) & -math.gcd(*slices)
+    block_n = min(tiles.columns, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
+    block_n = max(16, block_n)
+    while tiles is not _MANY and block_n > 64 and num_tiles * ceil_div(sum(slices), block_n) < limits.num_sms:
+        block_n //= 2
+    # The sums of parts serve several steps, while there are programs enough.
+    columns, least = block_n, tiles.expands * limits.num_sms
+    while columns * 2 <= divisor and num_tiles * ceil_div(sum(slices), columns * 2) >= least:
+        columns *= 2
+    constants = {
+        "RANK": call.rank,
+        **{f"SLICE_{index}": size for index, size in enumerate((*slices, 0, 0)[:3])},
+        "NUM_SLICES": len(slices),
+        "NUM_PARTS": num_parts,
+        "ADDS": adds,
+        "ONE_ROW": num_rows == 1,
+        "BLOCK_P": max(1, min(power_of_two(num_parts), _ELEMENTS // (tiles.rows * block_r))),
+        "BLOCK_S": power_of_two(groups),
+        "BLOCK_M": tiles.rows,
+        "BLOCK_R": block_r,
+        "BLOCK_N": block_n,
+        "COLUMNS": columns,
+    }
+    return named_launch(
+        lora_expand_kernel, (sum(ceil_div(size, columns) for size in slices), num_tiles), arguments, constants,
+        writes=("y" if adds else "out",), num_stages=1, num_warps=tiles.warps[1] if block_r <= 64 else 8, hot=True,
+    )  # fmt: skip
+
+
+def _most_tiles(num_rows: int, groups: int, block_m: int) -> int:
+    """Returns the most tiles of rows there may be: every group of rows has at most one that is not full."""
+    return min(num_rows, (num_rows + min(groups, num_rows) * (block_m - 1)) // block_m)
+
+
+def _ahead(call: LoraCall[ArraySpec], programs: int) -> int:
+    """Returns the elements of a slot's second matrix that a program of its first one has the cache read; 0 for none."""
+    size = call.lora_b.shape[1] * call.rank
+    # A larger second matrix would take the memory's time from the first one.
+    is_small = call.lora_b.shape[1] <= len(call.output_slices) * call.x.shape[1]
+    return size // programs if is_small and size % (8 * programs) == 0 else 0
