@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from docs.scripts import records, reference
-from jattn.llm.load import known_families
 from jattn.llm.load.families.table import families_table
 from torch_core.serves import serves_table
 
@@ -21,7 +20,6 @@ def inserted_parts() -> dict[str, str]:
     """Returns the parts of written pages that are generated, by the name in their markers."""
     return {
         "architectures": families_table(),
-        "number of architectures": f"{len(known_families())} architectures",
         "features": serves_table().strip(),
         "headline decode": records.table("decode", peers=("jattn", "FlashAttention-3", "vLLM Triton")),
         "headline prefill": records.table("prefill", peers=("jattn dense", "FlashAttention-3 dense", "cuDNN dense")),

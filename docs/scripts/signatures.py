@@ -6,6 +6,7 @@ Ops are made from call objects (`torch_core/launch/public.py`): their source doe
 from __future__ import annotations
 
 import inspect
+import re
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,11 @@ import griffe
 
 class Signatures(griffe.Extension):
     """Replaces what source code cannot say of the public functions of the packages' ops."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Spells a docstring's sections as griffe reads them."""
+        if obj.docstring is not None:
+            obj.docstring.value = _text_of(obj.docstring.value)
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
         if not mod.path.startswith(("jattn.ops.", "torch_core.")):
@@ -38,7 +44,7 @@ def _function(function: Any, name: str, source: Any) -> griffe.Function:
         )
         for each in inspect.signature(function).parameters.values()
     ]
-    docstring = griffe.Docstring(inspect.getdoc(function) or "", lineno=source.lineno, parser="google")
+    docstring = griffe.Docstring(_text_of(inspect.getdoc(function) or ""), lineno=source.lineno, parser="google")
     return griffe.Function(
         name,
         lineno=source.lineno,
@@ -47,6 +53,13 @@ def _function(function: Any, name: str, source: Any) -> griffe.Function:
         returns=_text(inspect.signature(function).return_annotation),
         docstring=docstring,
     )
+
+
+def _text_of(docstring: str) -> str:
+    # One line for the names of an entry that describes many arguments; "Example" would be plain text.
+    names = re.compile(r"^( *)((?:\w+,\s+)+\w+)(?=:)", re.MULTILINE)
+    docstring = names.sub(lambda entry: entry[1] + " ".join(entry[2].split()), docstring)
+    return re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
 
 
 def _text(annotation: Any) -> str:

@@ -39,11 +39,11 @@ def test_every_public_name_has_an_entry_in_the_reference() -> None:
 
 
 def test_every_page_is_in_the_navigation_and_no_page_is_long() -> None:
-    pages = [page for page in DOCS.rglob("*.md") if "api" not in page.parts]
+    pages = list(DOCS.rglob("*.md"))
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
 
     assert [page for page in pages if str(page.relative_to(DOCS)) not in nav] == []
-    assert [page for page in pages if len(page.read_text().splitlines()) > 300] == []
+    assert [page for page in pages if len(page.read_text().splitlines()) > 300 and "api" not in page.parts] == []
 
 
 def test_the_geometric_means_of_the_pages_are_those_of_the_records() -> None:
