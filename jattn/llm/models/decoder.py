@@ -28,6 +28,7 @@ from jattn.llm.models.positions import (
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.ops import row_product, rowwise
+from jattn.ops.activations import activated
 from jattn.ops.lookup import look_up
 from torch_core.base.errors import InvalidInput, Unsupported
 
