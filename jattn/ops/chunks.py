@@ -74,6 +74,24 @@ def advance_in_chunks(
     return found
 
 
+def decay_between(gate: jax.Array) -> jax.Array:
+    """Returns the decay from each token to each later one, `[heads, later, token, ...]`; 0 to earlier ones.
+
+    Each is of a sum of its own. A difference of two sums from the chunk's start would have their rounding, which is
+    many times its own for neighbours at the end of a chunk.
+
+    Args:
+        gate: logarithms of each token's decay, at most 0, `[heads, tokens, ...]`.
+    """
+    tokens = jnp.arange(gate.shape[1])
+    is_past = tokens[:, None] >= tokens[None]
+    lower, after = is_past.astype(gate.dtype), (tokens[:, None] > tokens[None]).astype(gate.dtype)
+    # Far below what an exponential is 0 of: -inf times 0 would be NaN.
+    finite = jnp.maximum(gate, -1e4)
+    sums = jnp.einsum("ts,si,hs...->hti...", lower, after, finite, precision="highest")
+    return jnp.where(is_past.reshape(1, *is_past.shape, *[1] * (gate.ndim - 2)), jnp.exp(sums), 0)
+
+
 def initial_states(
     call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array], shape: tuple[int, ...], wide: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:

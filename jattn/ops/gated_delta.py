@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented, refuse_traced
-from jattn.ops.chunks import Chunks, advance_in_chunks
+from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.gated_delta_backward import register_backward
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
@@ -91,14 +91,14 @@ def _gated_delta_rule(call: GatedDeltaCall[jax.Array]) -> dict[str, jax.Array]:
         query, key = (jnp.repeat(x, call.num_heads // call.num_kv_heads, axis=1) for x in (query * call.scale, key))
         gate = call.gk if call.g is None else call.g[..., None]
         gate = jnp.zeros((*beta.shape, 1), beta.dtype) if gate is None else chunks(gate)
-        return query, key, value, beta, jnp.cumsum(gate, axis=2)
+        return query, key, value, beta, gate
 
     size = _CHUNK if call.gk is None else _CHUNK_BY_CHANNEL
     return advance_in_chunks(call, call.value, call.key.shape[2], size, prepare, _chunk)
 
 
 def _chunk(
-    state: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array
+    state: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, gate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the results of a chunk and the state after it, by the WY form (Yang et al. 2024, arXiv:2406.06484).
 
@@ -106,26 +106,22 @@ def _chunk(
         state: `[heads, value_size, key_size]`.
         query, key, value: `[heads, tokens, size]`.
         beta: `[heads, tokens]`.
-        decay: logarithms of the decay from the chunk's start, `[heads, tokens, 1 or key_size]`.
+        gate: logarithms of each token's decay, `[heads, tokens, 1 or key_size]`.
     """
-    through, last = jnp.exp(decay), decay[:, -1:]
+    through, between = jnp.exp(jnp.cumsum(gate, axis=1)), decay_between(gate)
     # Each token corrects what the state and the corrections of earlier tokens of the chunk hold for its key.
     errors = beta[..., None] * (value - _einsum("htk,hvk->htv", key * through, state))
-    overlap = beta[..., None] * _decayed_products(key, key, decay)
+    overlap = beta[..., None] * _decayed_products(key, key, between)
     corrections = jax.lax.linalg.triangular_solve(overlap, errors, left_side=True, lower=True, unit_diagonal=True)
     out = _einsum("htk,hvk->htv", query * through, state)
-    out += _einsum("hti,hiv->htv", _decayed_products(query, key, decay), corrections)
-    state = state * jnp.exp(last) + _einsum("htv,htk->hvk", corrections, key * jnp.exp(last - decay))
+    out += _einsum("hti,hiv->htv", _decayed_products(query, key, between), corrections)
+    state = state * through[:, -1:] + _einsum("htv,htk->hvk", corrections, key * between[:, -1])
     return out, state
 
 
-def _decayed_products(left: jax.Array, right: jax.Array, decay: jax.Array) -> jax.Array:
-    """Returns `sum over k of left[t, k] * exp(decay[t, k] - decay[i, k]) * right[i, k]` for i <= t, and 0 elsewhere."""
-    tokens = jnp.arange(left.shape[1])
-    is_past = (tokens[:, None] >= tokens[None])[None, :, :, None]
-    # Of later tokens the difference would be positive without a bound.
-    weights = jnp.exp(jnp.where(is_past, decay[:, :, None] - decay[:, None], -jnp.inf))
-    if decay.shape[-1] == 1:
+def _decayed_products(left: jax.Array, right: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns `sum over k of left[t, k] * weights[t, i, k] * right[i, k]`."""
+    if weights.shape[-1] == 1:
         return _einsum("htk,hik->hti", left, right) * weights[..., 0]
     return _einsum("htk,htik,hik->hti", left, weights, right)
 

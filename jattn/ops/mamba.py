@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
-from jattn.ops.chunks import Chunks, advance_in_chunks
+from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.mamba_call import MambaChunkScanCall
@@ -87,7 +87,7 @@ def _mamba_chunk_scan(call: MambaChunkScanCall[jax.Array]) -> dict[str, jax.Arra
         if call.dt_softplus:
             steps = jax.nn.softplus(steps)
         steps = jnp.where(is_token[:, None], jnp.clip(steps, *call.dt_limit), 0)
-        return x, weights, reads, steps, jnp.cumsum(steps * call.A.astype(steps.dtype)[None, :, None], axis=2)
+        return x, weights, reads, steps, steps * call.A.astype(steps.dtype)[None, :, None]
 
     def advance(state: jax.Array, x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, state = _chunk(state, x, *arrays)
@@ -97,7 +97,7 @@ def _mamba_chunk_scan(call: MambaChunkScanCall[jax.Array]) -> dict[str, jax.Arra
 
 
 def _chunk(
-    state: jax.Array, x: jax.Array, weights: jax.Array, reads: jax.Array, steps: jax.Array, decay: jax.Array
+    state: jax.Array, x: jax.Array, weights: jax.Array, reads: jax.Array, steps: jax.Array, gate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the results of a chunk and the state after it (SSD; Dao and Gu 2024, arXiv:2405.21060).
 
@@ -106,19 +106,18 @@ def _chunk(
         x: `[heads, tokens, head_dim]`.
         weights, reads: B and C, `[groups, tokens, state_size]`.
         steps: `[heads, tokens]`.
-        decay: logarithms of the decay from the chunk's start, likewise.
+        gate: logarithms of each token's decay, likewise.
     """
     shapes, groups = (x.shape, state.shape), len(weights)
-    state, x, steps, decay = (each.reshape(groups, -1, *each.shape[1:]) for each in (state, x, steps, decay))
-    tokens, last = jnp.arange(x.shape[2]), decay[..., -1:]
-    # Of later tokens the difference would be positive without a bound.
-    is_past = (tokens[:, None] >= tokens[None])[None, None]
-    passed = jnp.exp(jnp.where(is_past, decay[..., None] - decay[..., None, :], -jnp.inf))
-    products = _einsum("gtn,gin->gti", reads, weights)[:, None] * passed * steps[..., None, :]
+    through, between = jnp.exp(jnp.cumsum(gate, axis=1)), decay_between(gate)
+    state, x, steps, through, between = (
+        each.reshape(groups, -1, *each.shape[1:]) for each in (state, x, steps, through, between)
+    )
+    products = _einsum("gtn,gin->gti", reads, weights)[:, None] * between * steps[..., None, :]
     out = _einsum("grti,grip->grtp", products, x)
-    out += _einsum("gtn,grpn->grtp", reads, state) * jnp.exp(decay)[..., None]
-    added = _einsum("grtp,gtn->grpn", x * (steps * jnp.exp(last - decay))[..., None], weights)
-    return out.reshape(shapes[0]), (state * jnp.exp(last)[..., None] + added).reshape(shapes[1])
+    out += _einsum("gtn,grpn->grtp", reads, state) * through[..., None]
+    added = _einsum("grtp,gtn->grpn", x * (steps * between[..., -1, :])[..., None], weights)
+    return out.reshape(shapes[0]), (state * through[..., -1:, None] + added).reshape(shapes[1])
 
 
 register(JaxOp(call=MambaChunkScanCall, jnp=_mamba_chunk_scan, jnp_derivative=True))

@@ -14,6 +14,7 @@ import torch
 from jax.sharding import PartitionSpec
 
 from jattn import ops
+from jattn.ops.chunks import decay_between
 from tests.bridge.test_partition import assert_close, each_way, run_opaque
 from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
@@ -47,6 +48,18 @@ def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     run = _quick(lambda given: ops.gated_delta_rule(**given, **statics))
     out, states = run(arrays_of(call))
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
+
+
+def test_the_decay_between_neighbours_does_not_have_the_rounding_of_the_whole_chunk(seed):
+    gate = -np.random.default_rng(seed).exponential(2, (1, 64)).astype(np.float32)
+    gate[0, 5] = -np.inf
+    found = np.asarray(decay_between(jnp.asarray(gate)), np.float64)[0]
+
+    exact = np.exp(gate[0].astype(np.float64))
+    assert (np.abs(found.diagonal(-1) - exact[1:]) <= 2.0**-22 * exact[1:]).all()
+    assert (found.diagonal() == 1).all()
+    assert not found[5:, :5].any()
+    assert not np.triu(found, 1).any()
 
 
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):

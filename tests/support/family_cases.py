@@ -90,6 +90,10 @@ _GLM_EXPERTS = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 0,
 }
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SOLAR = {name: value for name, value in _GLM_EXPERTS.items() if name != "first_k_dense_replace"} | {"head_dim": 8}
+_TRINITY = _SMALL_WINDOW | _EXPERTS | {"head_dim": 8, "global_attn_every_n_layers": 2}
 _ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MINI_LATENT = {name: _DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")}
@@ -396,6 +400,27 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
 }
 CASES |= {
+    "CwmForCausalLM": (
+        "CwmConfig",
+        [
+            _SMALL_WINDOW | {"head_dim": 8, "layer_types": _ALTERNATING, "rope_parameters": _LLAMA3},
+            _SMALL_WINDOW | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ],
+    ),
+    "SolarOpenForCausalLM": (
+        "SolarOpenConfig",
+        [
+            _SOLAR,
+            _SOLAR | {"attention_bias": True, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+        ],
+    ),
+    "AfmoeForCausalLM": (
+        "AfmoeConfig",
+        [
+            _TRINITY | {"num_dense_layers": 1, "num_shared_experts": 1},
+            _TRINITY | {"num_dense_layers": 0, "mup_enabled": True, "route_scale": 2.5, "layer_types": _ALTERNATING},
+        ],
+    ),
     "BambaForCausalLM": (
         "BambaConfig",
         [
@@ -447,5 +472,6 @@ ABSENT = {
     "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
     "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
     "PersimmonForCausalLM": ("num_key_value_heads",),
+    "SolarOpenForCausalLM": ("intermediate_size",),
 }
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]

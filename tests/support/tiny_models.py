@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def write_tiny_model(folder: Path, seed: int, *, dtype: str | None = None, **cha
 
 def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Returns transformers' logits [batch, tokens, vocab_size] for int[batch, tokens]; skips without transformers."""
+    return next(transformers_runs(folder, token_ids, dtype))
+
+
+def transformers_runs(folder: Path, token_ids: np.ndarray, dtype: str = "float32") -> Iterator[np.ndarray]:
+    """Yields the same, then again and again of weights that are each one unit in the last place away."""
     import pytest
 
     torch = pytest.importorskip("torch")
@@ -84,14 +90,22 @@ def transformers_logits(folder: Path, token_ids: np.ndarray, dtype: str = "float
     kind = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
     model = kind.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation=attend, experts_implementation="eager"
-    )
+    ).eval()
     # Its delta rule is float32 in models of every dtype, which is no truth for float32.
     is_exact = dtype == "float64" and hasattr(config, "linear_conv_kernel_dim")
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        if is_exact:
-            patch.setattr(torch, "float32", torch.float64)
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        return model.eval()(torch.from_numpy(token_ids.astype(np.int64))).logits.double().numpy()
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if is_exact:
+                patch.setattr(torch, "float32", torch.float64)
+                patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            logits = model(torch.from_numpy(token_ids.astype(np.int64))).logits.double().numpy()
+        yield logits
+        with torch.no_grad():
+            for parameter, weight in weights:
+                way = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+                parameter.copy_(torch.nextafter(weight, way * torch.full_like(weight, torch.inf)))
 
 
 def reference_bound(reference: np.ndarray, same_dtype: np.ndarray, epsilon: float = 2.0**-23) -> float:

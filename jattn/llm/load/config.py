@@ -13,6 +13,7 @@ from jattn.llm.load.families.family import Key, Raw
 from jattn.llm.load.generation import forced_token, token_ids
 from jattn.llm.load.rope import read_rope, write_rope
 from jattn.llm.models.config import PARTS, SIZE_LIMITS, ModelConfig
+from jattn.llm.models.parts import MAX_CONTEXT
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported
 from torch_core.base.specs import QUERY_DTYPES
@@ -235,6 +236,9 @@ def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _windows(raw: Mapping[str, Any], family: Family, count: int) -> dict[str, Any]:
     window, types, is_used = raw.get("sliding_window"), raw.get("layer_types"), raw.get("use_sliding_window", True)
+    if family.two_sided_window:
+        check_int(family.two_sided_window, raw[family.two_sided_window], 0, 2 * MAX_CONTEXT - 2)
+        window = raw[family.two_sided_window] // 2 + 1
     if family.windows is None:
         asked = {
             "sliding_window": window is not None and raw.get("use_sliding_window") is not False,
@@ -259,6 +263,8 @@ def _write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
     windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
     window = next((window for window in windows if window is not None), None)
     written: dict[str, Any] = {} if family.windows is None else {"sliding_window": window}
+    if family.two_sided_window:
+        written = {} if window is None else {family.two_sided_window: 2 * (window - 1)}
     if family.windows is not None and "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = window is not None
     if family.windows not in (None, "all") or (family.has_states and "layer_types" not in family.absent):

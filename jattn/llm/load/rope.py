@@ -84,7 +84,7 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": config.rope_local_theta}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if _LOCAL in family.rope_keys:
-        written[_LOCAL] = config.rope_local_theta
+        written[family.rope_keys[_LOCAL]] = config.rope_local_theta
     if scaling is None:
         return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.defaults else None}
     if scaling.rope_type == "longrope":

@@ -30,10 +30,8 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields, limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
-Activation: TypeAlias = Annotated[
-    str,
-    Choices("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "swigluoai", "xielu", error=Unsupported),
-]
+_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+Activation: TypeAlias = Annotated[str, Choices(*_ACTIVATIONS, "swigluoai", "xielu", error=Unsupported)]
 Scalar: TypeAlias = Annotated[float, Limits(1e-6, 1e6)]
 Theta: TypeAlias = Annotated[float, Limits(1.0, 1e12)]
 Window: TypeAlias = Annotated[int | None, Limits(1, MAX_CONTEXT, also="")]
@@ -127,8 +125,12 @@ class ModelConfig:
         attn_output_gate: attention's results are multiplied by the sigmoid of a gate for each element, which is
             projected with the queries.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
-        num_labels: labels that an encoder scores a text with, by its first token; 0 for none.
+        num_labels: labels that an encoder scores a text with; 0 for none.
+        label_pooling: what it scores: the hidden states of the first token ("cls"), or the "mean" of all.
+        pooler_act, pooler_bias, pooler_norm: the layer before the labels has this activation (or "tanh"), a bias, and a
+            norm after it.
         label_activation: what makes a score of one label's logit: "sigmoid" or "identity".
+        first_layer_norm: the first layer has a norm before its attention, as the others have.
         final_norm: there is a norm after the last layer.
         encoder: the encoder that each layer's cross attention (after the self-attention) reads; it has the same
             embedding. None for a model without.
@@ -222,7 +224,12 @@ class ModelConfig:
     attn_output_gate: Flag = False
     is_encoder: Flag = False
     num_labels: Annotated[int, Limits(0, 1 << 16)] = 0
+    label_pooling: Annotated[str, Choices("cls", "mean", error=Unsupported)] = "cls"
+    pooler_act: Annotated[str, Choices("tanh", *_ACTIVATIONS, error=Unsupported)] = "tanh"
+    pooler_bias: Flag = True
+    pooler_norm: Flag = False
     label_activation: Annotated[str, Choices("sigmoid", "identity", error=Unsupported)] = "sigmoid"
+    first_layer_norm: Flag = True
     final_norm: Flag = True
     encoder: Annotated[ModelConfig | None, Limits(wanted="a ModelConfig with is_encoder, or None")] = None
     decoder_start_token_id: int | None = None

@@ -28,8 +28,11 @@ from jattn.llm.models.positions import (
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.ops import row_product, rowwise
-from jattn.ops.activations import activated
+<<<<<<< HEAD
 from jattn.ops.lookup import look_up
+=======
+from jattn.ops.activations import activated
+>>>>>>> 21287996 (Families: ModernBERT, for vectors and for scores)
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
@@ -89,9 +92,10 @@ class Decoder(nnx.Module):
         head: dict[str, Any] = {"use_bias": config.lm_head_bias, "preferred_element_type": jnp.float32, **options}
         has_head = not (config.tie_word_embeddings or config.is_encoder)
         self.lm_head = linear(*reversed(sizes), **head) if has_head else None
-        labels: dict[str, Any] = {"use_bias": True, **options}
-        self.pooler = linear(config.hidden_size, config.hidden_size, **labels) if config.num_labels else None
-        self.classifier = linear(config.hidden_size, config.num_labels, **labels) if config.num_labels else None
+        width, num_labels = config.hidden_size, config.num_labels
+        self.pooler = linear(width, width, use_bias=config.pooler_bias, **options) if num_labels else None
+        self.pooler_norm = norm(config) if num_labels and config.pooler_norm else None
+        self.classifier = linear(width, num_labels, use_bias=True, **options) if num_labels else None
         bias = jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype)) if config.logits_bias else None
         self.final_logits_bias = None if bias is None else nnx.Param(bias)
 
@@ -277,18 +281,11 @@ class Decoder(nnx.Module):
         if pooling not in ("mean", "cls", "last"):
             raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
         *_, hidden = self.hidden_states(token_ids, lengths=lengths)
-        hidden, places = hidden.astype(jnp.float32), jnp.arange(token_ids.shape[1])
-        if pooling == "mean":
-            chosen = (places < lengths[:, None]) / lengths[:, None]
-        else:
-            chosen = places == (0 if pooling == "cls" else lengths[:, None] - 1)
-        chosen = jnp.broadcast_to(chosen, token_ids.shape)
-        # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
-        pooled = jnp.where(chosen[..., None] > 0, hidden * chosen[..., None], 0).sum(1)
+        pooled = _pooled(hidden.astype(jnp.float32), lengths, pooling)
         return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
 
     def label_logits(self, token_ids: jax.Array, lengths: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """Returns float32[batch, num_labels], the logits of a text's labels by its first token (BERT's pooler).
+        """Returns float32[batch, num_labels], the logits of a text's labels.
 
         Args:
             token_ids, lengths: as in `embed`.
@@ -300,7 +297,10 @@ class Decoder(nnx.Module):
         if self.pooler is None or self.classifier is None:
             raise Unsupported("this model has no labels; embed gives vectors.")
         *_, hidden = self.hidden_states(token_ids, lengths=lengths, token_types=token_types)
-        return self.classifier(jnp.tanh(self.pooler(hidden[:, 0]))).astype(jnp.float32)
+        config = self.config
+        pooled = self.pooler(_pooled(hidden, lengths, config.label_pooling))
+        pooled = jnp.tanh(pooled) if config.pooler_act == "tanh" else activated(config.pooler_act, pooled)
+        return self.classifier(through(self.pooler_norm, pooled)).astype(jnp.float32)
 
     def hidden_states(
         self,
@@ -390,6 +390,18 @@ class Decoder(nnx.Module):
         if not self.batch_invariant:
             return self.embed_tokens(token_ids)
         return look_up(self.embed_tokens.embedding[...], token_ids)
+
+
+def _pooled(hidden: jax.Array, lengths: jax.Array, pooling: str) -> jax.Array:
+    """Returns [batch, hidden] of [batch, tokens, hidden]; see `Decoder.embed`."""
+    places = jnp.arange(hidden.shape[1])
+    if pooling == "mean":
+        chosen = (places < lengths[:, None]) / lengths[:, None]
+    else:
+        chosen = places == (0 if pooling == "cls" else lengths[:, None] - 1)
+    chosen = jnp.broadcast_to(chosen, hidden.shape[:2])[..., None]
+    # Not a product with 0: padding may hold anything, and 0 times NaN is NaN.
+    return jnp.where(chosen > 0, hidden * chosen, 0).sum(1).astype(hidden.dtype)
 
 
 def tied_logits(hidden: jax.Array, embedding: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ class DecoderLayer(nnx.Module):
         self.config, self.parallel = config, parallel
         self.norm_placement = config.norm_placement_of(layer)
         before, after = self.norm_placement in ("before", "both"), self.norm_placement != "before"
-        self.input_layernorm = norm(config) if before else None
+        self.input_layernorm = norm(config) if before and (layer or config.first_layer_norm) else None
         mixers, options = config.mixers(layer), {"rngs": rngs, "implementation": implementation}
         latent = LatentAttention if config.index_head_dim is None else SparseAttention
         attention: Any = Attention if config.latent is None else latent

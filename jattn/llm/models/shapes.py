@@ -50,7 +50,8 @@ def num_parameters(config: ModelConfig) -> int:
 def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...]]]:
     kinds: dict[tuple[Any, ...], _Shapes] = {}
     for index in range(config.num_hidden_layers):
-        kind = config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
+        has_norm = index > 0 or config.first_layer_norm
+        kind = has_norm, config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
         if kind not in kinds:
             kinds[kind] = _traced(lambda index=index: DecoderLayer(config, index, rngs=nnx.Rngs(0)))
         for path, shape in kinds[kind].items():

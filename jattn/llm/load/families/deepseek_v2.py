@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw, expert_names
@@ -9,9 +10,14 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import Unsupported
 
 
-def _first_layers(count: Any) -> tuple[int, ...]:
-    check_int("config.json: first_k_dense_replace", count, 0, 512)
-    return tuple(range(count))
+def first_layers(name: str) -> Callable[[Any], tuple[int, ...]]:
+    """Returns the conversion of a number of layers, by the name of its key, to the indices of the first ones."""
+
+    def layers(count: Any) -> tuple[int, ...]:
+        check_int(f"config.json: {name}", count, 0, 512)
+        return tuple(range(count))
+
+    return layers
 
 
 _GROUPS = {
@@ -29,7 +35,7 @@ KEYS = {
     "moe_intermediate_size": "moe.intermediate_size",
     "n_shared_experts": "moe.n_shared_experts",
     "routed_scaling_factor": "moe.routed_scaling_factor",
-    "first_k_dense_replace": Key("moe.dense_layers", _first_layers, len),
+    "first_k_dense_replace": Key("moe.dense_layers", first_layers("first_k_dense_replace"), len),
 } | LATENT_KEYS
 DEFAULTS = {
     "kv_lora_rank": 512,

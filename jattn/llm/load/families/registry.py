@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jattn.llm.load.families.afmoe import AFMOE
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
@@ -14,7 +15,7 @@ from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
-from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
+from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
@@ -22,11 +23,12 @@ from jattn.llm.load.families.helium import HELIUM, INTERNLM3
 from jattn.llm.load.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from jattn.llm.load.families.kimi import KIMI_LINEAR
 from jattn.llm.load.families.lfm2 import LFM2
-from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
+from jattn.llm.load.families.llama import CWM, GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.minicpm3 import MINICPM3
 from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
+from jattn.llm.load.families.modernbert import MODERNBERT, MODERNBERT_CLASSIFIER
 from jattn.llm.load.families.nemotron import APERTUS, ARCEE, NEMOTRON
 from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
@@ -50,8 +52,10 @@ _ORDER = (
     *(GLM4_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, HUNYUAN_DENSE, HUNYUAN_MOE, MINISTRAL3, EXAONE4, COHERE2, OLMOE),
     *(PHI, PHIMOE, NEMOTRON, APERTUS, ARCEE, HELIUM, LLAMA4, STABLELM, PERSIMMON, INTERNLM3),
     *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA),
+    *(CWM, SOLAR_OPEN, AFMOE),
     *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
+    *(MODERNBERT, MODERNBERT_CLASSIFIER),
     *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
