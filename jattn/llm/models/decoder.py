@@ -28,11 +28,8 @@ from jattn.llm.models.positions import (
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata, GroupedMetadata
 from jattn.ops import row_product, rowwise
-<<<<<<< HEAD
-from jattn.ops.lookup import look_up
-=======
 from jattn.ops.activations import activated
->>>>>>> 21287996 (Families: ModernBERT, for vectors and for scores)
+from jattn.ops.lookup import look_up
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
