@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from examples import jax_decode_loop
 from jattn import LLM, SamplingParams, load_model
 from tests.support.tiny_models import write_tiny_model
 
 
+@pytest.mark.nightly
 def test_the_example_loop_gives_the_engines_tokens_in_place(tmp_path: Path) -> None:
     model, config, _ = load_model(write_tiny_model(tmp_path, 0))
     prompts = [[5, 6, 7], [9], list(range(20, 40))]
