@@ -74,6 +74,8 @@ class AttentionMetadata:
         cross: the arrays of cross attention; None for a model without it.
         state_slots: int32[num_seqs]; slot of each sequence's recurrent state, -1 for padding; None for a model without
             such layers.
+        defers_states: whether the ops of such layers return `jattn.ops.DeferredStates`, because proposed tokens may be
+            rejected; static.
         peers: the memory in which a split model sums small arrays, this device's part of `jattn.parallel.Peers.table`;
             None for XLA's sums.
         block_size: tokens of the blocks that tables and slots were made for, which a layer compares with its cache's;
@@ -90,6 +92,7 @@ class AttentionMetadata:
     groups: PrefixGroups | None = None
     cross: CrossMetadata | None = None
     state_slots: jax.Array | None = None
+    defers_states: bool = field(default=False, metadata={"static": True})
     peers: jax.Array | None = None
     block_size: int | None = field(default=None, metadata={"static": True})
     inputs: dict[str, jax.Array] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class AttentionMetadata:
 
     @property
     def states(self) -> dict[str, Any]:
-        """The arrays of an op of layers with a state, such as `jattn.ops.causal_conv1d`, by its keywords.
+        """The keywords of an op of layers with a state, such as `jattn.ops.causal_conv1d`, about the sequences.
 
         Raises:
             InvalidInput: the metadata has no state slots.
@@ -115,6 +118,7 @@ class AttentionMetadata:
             "query_start_loc": self.query_start_loc,
             "cache_indices": self.state_slots,
             "has_initial_state": self.seq_lens > jnp.diff(self.query_start_loc),
+            "defer_states": self.defers_states,
         }
 
     @classmethod

@@ -161,9 +161,13 @@ class Mamba2(nnx.Module):
             return out * gate
         before = self.norm_kind == "before_gate"
         groups = (out if before else out * gate).reshape(len(out), self.num_groups, -1)
-        groups = groups * jax.lax.rsqrt((groups * groups).mean(-1, keepdims=True) + self.epsilon)
+        groups = groups * jax.lax.rsqrt(self._mean_squares(groups) + self.epsilon)
         out = groups.reshape(out.shape) * self.norm.weight[...].astype(jnp.float32)[None]
         return out * gate if before else out
+
+    def _mean_squares(self, groups: jax.Array) -> jax.Array:
+        """Returns float32[tokens, groups, 1] of float32[tokens, groups, channels]."""
+        return (groups * groups).mean(-1, keepdims=True)
 
 
 class _GroupNorm(nnx.Module):

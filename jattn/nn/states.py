@@ -169,6 +169,7 @@ class ShortConv(nnx.Module):
     Args:
         in_features: width of the input and of the output.
         conv_size: tokens that the convolution sees, 2 to 4.
+        num_channels: channels of the convolution; in_features by default.
         use_bias: add biases to projections and convolution.
         dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
         implementation: as in `jattn.ops.causal_conv1d`.
@@ -189,6 +190,7 @@ class ShortConv(nnx.Module):
         in_features: Size,
         *,
         conv_size: Size = 3,
+        num_channels: Size | None = None,
         use_bias: bool = False,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -206,9 +208,10 @@ class ShortConv(nnx.Module):
             "dot_general": dot_general,
             "rngs": rngs,
         }
-        self.in_proj = nnx.Linear(in_features, 3 * in_features, **options)
-        self.conv = ConvWeights(in_features, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
-        self.out_proj = nnx.Linear(in_features, in_features, **options)
+        channels = num_channels or in_features
+        self.in_proj = nnx.Linear(in_features, 3 * channels, **options)
+        self.conv = ConvWeights(channels, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
+        self.out_proj = nnx.Linear(channels, in_features, **options)
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states."""
@@ -221,7 +224,7 @@ class ShortConv(nnx.Module):
         sequences, _ = packed_sequences(inputs, self.in_features, states, metadata)
         before, after, x = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), 3, axis=-1)
         out, states = self.conv(before * x, states, sequences, implementation=self.implementation)
-        out = self.out_proj((after * out).reshape(inputs.shape))
+        out = self.out_proj((after * out).reshape(*inputs.shape[:-1], -1))
         return out if metadata is None else (out, states)
 
 
@@ -233,14 +236,17 @@ class ConvWeights(nnx.Module):
             most = width**-0.5
             return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-most, maxval=most).astype(param_dtype))
 
+        # Not the weights' own: those of a model that is cut are of all devices.
+        self.sizes = (channels, width)
         self.weight = uniform(channels, width)
         self.bias = uniform(channels) if use_bias else None
 
     def state_spec(self, *matrices: tuple[int, ...], dtype: str) -> StateCacheSpec:
         """Returns the layout of a layer's states: of this convolution in `dtype`, and matrices in float32."""
-        channels, width = self.weight.shape
+        channels, width = self.sizes
         shapes = ((width - 1, channels), *matrices)
-        return StateCacheSpec(shapes=shapes, dtypes=(dtype, *["float32"] * len(matrices)))
+        dtypes, split_axes = (dtype, *["float32"] * len(matrices)), (1, *[0] * len(matrices))
+        return StateCacheSpec(shapes=shapes, dtypes=dtypes, split_axes=split_axes)
 
     def __call__(
         self,

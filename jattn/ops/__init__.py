@@ -15,6 +15,7 @@ from jattn.ops.cache import CacheScales, write_kv_cache, write_kv_cache_per_toke
 from jattn.ops.cascade import cascade_attention, shared_prefix
 from jattn.ops.causal_conv import causal_conv1d
 from jattn.ops.choose import available_implementations, choose, launches_kernels
+from jattn.ops.deferred import DeferredStates
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.experts import fused_experts, route_experts
 from jattn.ops.fp8_query import fp8_query
@@ -41,6 +42,7 @@ __all__ = [
     "AdapterRows",
     "CacheScales",
     "CallOptions",
+    "DeferredStates",
     "PagedOptions",
     "add_lora_linear",
     "attention",

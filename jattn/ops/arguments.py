@@ -20,6 +20,8 @@ documented = functools.partial(
     array="jax.Array",
     also={
         "implementation": '"triton", "torch", "xla", or None for the fastest that serves the call.',
+        "defer_states": "return `DeferredStates` instead of new states; their `after` returns the states after some of "
+        "the tokens, as many as were accepted of proposed ones.",
         "out_dtype": "dtype of the output; the query's by default, bfloat16 for an fp8 query.",
     },
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
-from jattn.ops.run import run
+from jattn.ops.deferred import advance
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.conv_call import CausalConvCall
 
@@ -21,9 +23,11 @@ def causal_conv1d(
     conv_states: jax.Array | None = None,
     cache_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
+    num_kept_tokens: jax.Array | None = None,
     activation: str | None = None,
+    defer_states: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Convolves each channel with its last `width` tokens, over ragged sequences, from and to their state slots.
 
     One call takes prompts, chunks of prompts and decoded tokens together; a sequence's results are the same bits in
@@ -55,10 +59,10 @@ def causal_conv1d(
         conv_states=conv_states,
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
+        num_kept_tokens=num_kept_tokens,
         activation=activation,
     )
-    results = run(call, implementation)
-    return results["out"], results.get("conv_states")
+    return advance(call, implementation, defer_states)
 
 
 def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
@@ -85,8 +89,9 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
         known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
         read = states.at[jnp.where(known, slots, absent)].get(mode="fill", fill_value=0, unique_indices=True)
         inputs = inputs.at[history].set(read.astype(wide), unique_indices=True)
-        new = inputs.at[history + lens[:, None]].get(unique_indices=True).astype(states.dtype)
-        kept = jnp.where((slots >= 0) & (lens > 0), slots, absent)
+        lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens
+        new = inputs.at[history + lasts[:, None]].get(unique_indices=True).astype(states.dtype)
+        kept = jnp.where((slots >= 0) & (lasts > 0), slots, absent)
         found["conv_states"] = states.at[kept].set(new, mode="drop", unique_indices=True)
     sums = jnp.zeros((), wide) if call.bias is None else call.bias.astype(wide)[None]
     for tap in range(call.width):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -35,40 +36,18 @@ def advance_in_chunks(
         advance: returns the results `[heads, size, ...]` of a chunk and the state after it; of the state before it, and
             of its part of those arrays.
     """
-    num_tokens, num_seqs = call.num_tokens, call.num_seqs
     wide = jnp.float64 if getattr(call, call.tokens_in).dtype == jnp.float64 else jnp.float32
-    size = min(size, call.max_query_len)
-    starts, lens = call.query_start_loc, jnp.diff(call.query_start_loc)
-    is_short = call.max_query_len <= size
-    if is_short:
-        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
-    else:
-        counts = -(-lens // size)
-        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
-        # Places after the last chunk are of no sequence: number num_seqs.
-        seqs = jnp.searchsorted(ends, places, side="right")
-        chunk = places - (ends - counts).at[seqs].get(mode="clip")
-    steps = chunk[:, None] * size + jnp.arange(size)[None]
-    is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
-    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
-    rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
-
-    def chunks(x: jax.Array) -> jax.Array:
-        # Unique indices: the transpose is a write, never a sum whose order could vary.
-        found = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True).astype(wide)
-        return jnp.moveaxis(found, 2, 1)
-
-    each = prepare(chunks, is_token)
     first, slots = initial_states(call, (*values.shape[1:], columns), wide)
-    if is_short:
-        out, last = jax.vmap(advance)(first, *each)
-    else:
-        out, last = _in_order(advance, first, seqs, chunk == 0, each)
+    advanced = functools.partial(_advanced, call, min(size, call.max_query_len), prepare, advance, first)
+    rows, out, last = advanced(jnp.diff(call.query_start_loc))
+    out = jnp.moveaxis(out, 1, 2).astype(values.dtype)
     result = jnp.zeros(values.shape, values.dtype)
-    out = jnp.moveaxis(out, 1, 2).astype(result.dtype)
     found = {"out": result.at[rows].set(out, mode="drop", unique_indices=True)}
     if call.states is not None:
-        kept = jnp.where(slots_of(call)[1], slots, call.states.shape[0] + jnp.arange(num_seqs))
+        if call.num_kept_tokens is not None:
+            # Of the two, XLA leaves out what is not used.
+            _, _, last = advanced(call.num_kept_tokens)
+        kept = jnp.where(slots_of(call)[1], slots, call.states.shape[0] + jnp.arange(call.num_seqs))
         new = last.astype(call.states.dtype)
         found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
     return found
@@ -109,7 +88,48 @@ def slots_of(
     """Returns each sequence's slot, whether its new state is kept there, and whether it starts from the state there."""
     slots = jnp.arange(call.num_seqs) if call.cache_indices is None else call.cache_indices
     known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
-    return slots, (slots >= 0) & (jnp.diff(call.query_start_loc) > 0), known
+    lasts = jnp.diff(call.query_start_loc) if call.num_kept_tokens is None else call.num_kept_tokens
+    return slots, (slots >= 0) & (lasts > 0), known
+
+
+def _advanced(
+    call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array],
+    size: int,
+    prepare: Callable[[Chunks, jax.Array], tuple[jax.Array, ...]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
+    first: jax.Array,
+    lens: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Takes sequences through their first `lens` tokens; see `advance_in_chunks`.
+
+    Returns:
+        The rows of the tokens of each chunk, [chunks, size], past the end where there is none; the chunks' results,
+        and the last state of each sequence.
+    """
+    num_tokens, num_seqs, starts = call.num_tokens, call.num_seqs, call.query_start_loc
+    wide, is_short = first.dtype, call.max_query_len <= size
+    if is_short:
+        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
+    else:
+        counts = -(-lens // size)
+        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
+        # Places after the last chunk are of no sequence: number num_seqs.
+        seqs = jnp.searchsorted(ends, places, side="right")
+        chunk = places - (ends - counts).at[seqs].get(mode="clip")
+    steps = chunk[:, None] * size + jnp.arange(size)[None]
+    is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
+    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
+    rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
+
+    def chunks(x: jax.Array) -> jax.Array:
+        # Unique indices: the transpose is a write, never a sum whose order could vary.
+        found = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True).astype(wide)
+        return jnp.moveaxis(found, 2, 1)
+
+    each = prepare(chunks, is_token)
+    if is_short:
+        return rows, *jax.vmap(advance)(first, *each)
+    return rows, *_in_order(advance, first, seqs, chunk == 0, each)
 
 
 def _in_order(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented, refuse_traced
 from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
+from jattn.ops.deferred import advance
 from jattn.ops.gated_delta_backward import register_backward
-from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 
@@ -33,10 +34,12 @@ def gated_delta_rule(
     states: jax.Array | None = None,
     cache_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
+    num_kept_tokens: jax.Array | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    defer_states: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Updates the state of each head by the gated delta rule, token by token, and reads it with the queries.
 
     The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
@@ -74,12 +77,12 @@ def gated_delta_rule(
         states=states,
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
+        num_kept_tokens=num_kept_tokens,
         max_query_len=max_query_len,
         scale=key.shape[-1] ** -0.5 if scale is None else scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
-    results = run(call, implementation)
-    return results["out"], results.get("states")
+    return advance(call, implementation, defer_states)
 
 
 def _gated_delta_rule(call: GatedDeltaCall[jax.Array]) -> dict[str, jax.Array]:

@@ -57,10 +57,10 @@ def _gradients_of(call: GatedDeltaCall[jax.Array], gradients: _Arrays, found: _A
     named = {name: found[f"d_{name}"] for name in DIFFERENTIATED if f"d_{name}" in found}
     if call.states is not None:
         # A state that a sequence replaces matters as that sequence's first state alone.
-        slots, is_kept, known = slots_of(call)
+        (slots, is_kept, known), has_tokens = slots_of(call), jnp.diff(call.query_start_loc) > 0
         replaced = jnp.where(is_kept, slots, _no_slots(call))
         d_states = gradients["states"].at[replaced].set(0, mode="drop", unique_indices=True)
-        read = jnp.where(is_kept & known, slots, _no_slots(call))
+        read = jnp.where(has_tokens & known, slots, _no_slots(call))
         d_first = found["d_initial"].astype(d_states.dtype)
         named["states"] = d_states.at[read].add(d_first, mode="drop", unique_indices=True)
     return named

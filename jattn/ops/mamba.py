@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
 from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
-from jattn.ops.run import run
+from jattn.ops.deferred import advance
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.mamba_call import MambaChunkScanCall
 
@@ -32,10 +33,12 @@ def mamba_chunk_scan(
     states: jax.Array | None = None,
     cache_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
+    num_kept_tokens: jax.Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    defer_states: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Updates the state of each head by Mamba-2's rule, token by token, and reads it with C.
 
     The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
@@ -71,12 +74,12 @@ def mamba_chunk_scan(
         states=states,
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
+        num_kept_tokens=num_kept_tokens,
         max_query_len=max_query_len,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
     )
-    results = run(call, implementation)
-    return results["out"], results.get("states")
+    return advance(call, implementation, defer_states)
 
 
 def _mamba_chunk_scan(call: MambaChunkScanCall[jax.Array]) -> dict[str, jax.Array]:

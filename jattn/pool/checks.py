@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.bridge import original_error
 from torch_core.base.checks import check_int
@@ -33,7 +34,7 @@ def check_made_of(specs: tuple[Any, ...], device: Any) -> None:
 
 
 def check_states(states: Sequence[StateCacheSpec], num_slots: int, device: Any) -> tuple[StateCacheSpec, ...]:
-    """Returns the layouts of layers with a state; refuses other values, and sizes that do not go with them."""
+    """Returns the layouts of layers with a state; refuses other values, and sizes and devices that do not fit them."""
     for index, spec in enumerate(states):
         if not isinstance(spec, StateCacheSpec):
             raise InvalidInput(f"states[{index}]", value=spec, wanted="it must be a StateCacheSpec")
@@ -41,9 +42,37 @@ def check_states(states: Sequence[StateCacheSpec], num_slots: int, device: Any) 
         raise InvalidInput("num_slots", f"is {num_slots} and states is empty", "give both or neither")
     if states:
         check_int("num_slots", num_slots, 2)
-        if isinstance(device, jax.sharding.Sharding):
-            raise Unsupported("device", value=device, wanted="a pool with states is on one device")
+        if isinstance(device, NamedSharding):
+            if not device.is_fully_addressable:
+                raise Unsupported("device", value=device, wanted="the devices of a pool with states are of one process")
+            if len(device.spec) and device.spec[0] is not None:
+                raise Unsupported("device", value=device, wanted="a pool with states does not split its blocks")
     return tuple(states)
+
+
+def state_shardings(
+    sharding: NamedSharding, states: Sequence[StateCacheSpec], axis: str | None
+) -> Iterator[NamedSharding]:
+    """Yields how each array of states is spread over the mesh of a pool.
+
+    Args:
+        sharding: that of the blocks.
+        states: layouts of the layers.
+        axis: the mesh axis that splits them along their `split_axes`; None for all of them on every device.
+
+    Raises:
+        InvalidInput: the mesh lacks the axis, or its devices do not divide an array.
+    """
+    if axis is not None and axis not in sharding.mesh.shape:
+        raise InvalidInput("state_axis", value=axis, wanted=f"the mesh has {', '.join(sharding.mesh.shape)}")
+    for spec in states:
+        split = spec.split_axes if axis is not None and spec.split_axes else (None,) * len(spec.shapes)
+        for shape, place in zip(spec.shapes, split, strict=True):
+            if place is not None and shape[place] % sharding.mesh.shape[axis]:
+                wanted = f"{sharding.mesh.shape[axis]} devices split axis {place}, so that they must divide it"
+                raise InvalidInput("states", f"have an array of {shape}", wanted)
+            axes = () if place is None else (*[None] * (place + 1), axis)
+            yield NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def checked_blocks(name: str, blocks: Any, num_blocks: int, *, pairs: bool = False, noun: str = "block") -> np.ndarray:
@@ -120,6 +149,17 @@ def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Na
         "NamedSharding(mesh, PartitionSpec('dp', None, None, 'tp'))"
     )
     raise InvalidInput("device", f"is {sharding}", wanted)
+
+
+def is_placed(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Returns whether an array lies as a sharding says."""
+    return array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def local_bytes(layer: tuple[tuple[int, ...], np.dtype], sharding: NamedSharding | None) -> int:
+    """Returns the bytes of an array, given its shape and dtype, on one device."""
+    shape, dtype = layer
+    return math.prod(shape if sharding is None else sharding.shard_shape(shape)) * dtype.itemsize
 
 
 class _Pool(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,8 +23,11 @@ from jattn.pool.checks import (
     check_states,
     checked_blocks,
     checked_split,
+    is_placed,
+    local_bytes,
     refuse_foreign_views,
     refuse_repeated,
+    state_shardings,
 )
 from jattn.pool.moves import BlockMoves, SwapExecutor
 from jattn.pool.plan import check_room
@@ -54,8 +56,9 @@ class KVPool(Owner):
         num_layers: number of arrays to allocate.
         further: layouts of further layers with the same block size, such as a draft model's.
         states: layouts of the layers with a recurrent state. Their arrays follow those of blocks, those of a layer one
-            after the other. Such a pool is on one device.
+            after the other.
         num_slots: state slots of each such array, the null slot 0 included.
+        state_axis: mesh axis that splits states along their `split_axes`; None for all of them on every device.
         num_blocks: blocks of each array, the null block 0 included.
         device: where to allocate; JAX's default device if None. A NamedSharding that splits the heads, as in
             `NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))`, the blocks (axis 0), or both, spreads the pool
@@ -67,7 +70,8 @@ class KVPool(Owner):
         states: the layout of each layer with a state.
         num_slots: state slots, the null slot included; 0 without states.
         num_blocks: blocks of each array, the null block included.
-        sharding: the sharding of the arrays over a mesh; None on one device.
+        sharding: the sharding of the arrays of the first layer over a mesh; None on one device.
+        shardings: the sharding of each array that a step is given; None on one device.
         generation: counts the allocations; a higher number means that all earlier contents are gone.
 
     Raises:
@@ -93,6 +97,7 @@ class KVPool(Owner):
         further: Sequence[CacheSpec] = (),
         states: Sequence[StateCacheSpec] = (),
         num_slots: int = 0,
+        state_axis: str | None = None,
         device: jax.Device | jax.sharding.Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
         check_int("num_layers", num_layers, 1)
@@ -120,9 +125,12 @@ class KVPool(Owner):
         self.sharding: NamedSharding | None = None
         if sharding is not None:
             self.sharding, *_ = [checked_split(sharding, shape) for shape, _ in self._layers[self._blocks]]
-        parts = 1 if sharding is None else math.prod(self._shape) // math.prod(sharding.shard_shape(self._shape))
+        self.shardings: tuple[NamedSharding | None, ...] = (self.sharding,) * len(self._layers)
+        if self.sharding is not None:
+            of_states = state_shardings(self.sharding, self.states, state_axis)
+            self.shardings = (*self.shardings[self._blocks], *of_states)
         for each in (device,) if sharding is None else sharding.addressable_devices:
-            check_room(self.num_bytes // parts, each)
+            check_room(sum(map(local_bytes, self._layers, self.shardings)), each)
         self._arrays: tuple[jax.Array, ...] = self._allocate()
 
     @property
@@ -205,7 +213,7 @@ class KVPool(Owner):
             result, after = step(before, *args)
             after = tuple(after)
             fits = [(array.shape, array.dtype) for array in after] == layers
-            fits = fits and (self.sharding is None or all(map(self._is_placed, after)))
+            fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             with self.guard():
                 refuse_foreign_views(error)
@@ -396,7 +404,10 @@ class KVPool(Owner):
         refuse_repeated("slots", ids, noun="slot")
         self._check_contents(self._slots, ids, contents)
         padded = programs.pad_blocks(ids)
-        new = jax.device_put([_padded(layer, len(padded)) for layer in contents], self._opened()[0].sharding)
+        new = [
+            jax.device_put(_padded(layer, len(padded)), array.sharding)
+            for layer, array in zip(contents, self._opened()[self._slots], strict=True)
+        ]
         self._run(self._slots, programs.write_blocks, padded, new)
 
     def _check_contents(self, part: slice, ids: np.ndarray, contents: Sequence[np.ndarray]) -> None:
@@ -430,7 +441,10 @@ class KVPool(Owner):
             # Under a mesh of the caller's an array of no device in particular lies on all of them.
             first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
             device = first if self._device is None else self._device
-            arrays = tuple(jnp.zeros(shape, dtype, device=device) for shape, dtype in self._layers)
+            arrays = tuple(
+                jnp.zeros(shape, dtype, device=sharding or device)
+                for (shape, dtype), sharding in zip(self._layers, self.shardings, strict=True)
+            )
         try:
             # A GPU reports an allocation that failed when it is awaited: a step would be the first to do so.
             return jax.block_until_ready(arrays)
@@ -468,9 +482,6 @@ class KVPool(Owner):
         return programs.on_parts(
             programs.copy_blocks if program is programs.copy_blocks_native else program, self.sharding
         )
-
-    def _is_placed(self, array: jax.Array) -> bool:
-        return self.sharding is None or array.sharding.is_equivalent_to(self.sharding, array.ndim)
 
     def _refuse_live_views(self) -> None:
         self._views = [view for view in self._views if view() is not None]

@@ -73,7 +73,6 @@ class Model:
         self.host: dict[int, dict[int, Any]] = {}
         self.state_memory: dict[int, Any] = {}
         self.state_host: dict[int, Any] = {}
-        self.reruns = 0
         self.flights: dict[int, Flight] = {}
         self.complete: set[Any] = set()
         self.refused = 0
@@ -240,9 +239,7 @@ class Model:
         end = start + count
         # The next id is still to be drawn: what the step had there came to nothing.
         del sequence.tokens[end:]
-        if self.config.states is not None:
-            self.reruns += 1
-            end = start
+        self.state_memory.update({slot: sequence.state(end) for row, slot, *_ in flight.states if row == name})
         gone = {
             (ids[position // group.block_size], position % group.block_size)
             for ids, group in zip(sequence.blocks, self.groups, strict=True)

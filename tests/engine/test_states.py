@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from jattn import ops
-from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams, SpeculativeConfig, scheduler
 from jattn.llm.models import PagedSpec
 from jattn.nn import PagedAttention, ShortConv
+from tests.engine.conftest import tiny_decoder
+from tests.engine.test_draft import perturbed
 from tests.engine.test_engine import prompts_of, run
-from torch_core.base.errors import Unsupported
 
 WIDTH, HEADS, SIZE = 32, 4, 8
 TOKENS = 8
@@ -127,7 +128,50 @@ def test_the_samples_of_a_prompt_fork_its_state(hybrid, seed) -> None:
     assert [list(output.token_ids) for output in three[0].outputs] == [list(alone)] * 3
 
 
-def test_speculation_is_refused(hybrid) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    with pytest.raises(Unsupported, match="recurrent layers"):
-        Engine(hybrid, EngineConfig(num_blocks=16, speculative_config=speculative))
+class Oracle:
+    """Guesses from known continuations, one of two tokens wrong: rejections at every place."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts, self.count = texts, 0
+
+    def guess(self, request: Any, count: int) -> tuple[int, ...]:
+        known = list(request.token_ids(0, request.num_known_tokens))
+        text = next((text for text in self.texts if text[: len(known)] == known), known)
+        guesses = text[len(known) : len(known) + count]
+        self.count += 1
+        return tuple(guess if (self.count + index) % 3 else 0 for index, guess in enumerate(guesses))
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_guesses_that_are_accepted_in_part_leave_the_state_after_the_accepted_ones(
+    hybrid, seed, monkeypatch, num_blocks
+) -> None:
+    prompts = prompts_of(seed, 9, 10, 11, 4)
+    wanted = [expected(hybrid, prompt) for prompt in prompts]
+    oracle = Oracle([prompt + tokens for prompt, tokens in zip(prompts, wanted, strict=True)])
+    monkeypatch.setattr(scheduler, "guesses_of", lambda config: oracle)
+    speculative = SpeculativeConfig(num_speculative_tokens=3)
+    sizes = SIZES | {"num_blocks": num_blocks, "num_host_blocks": 0}
+    engine = Engine(hybrid, EngineConfig(**sizes, fixed_shapes=True, speculative_config=speculative))
+
+    assert run(engine, prompts, GREEDY) == wanted
+    stats = engine.speculation_stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert num_blocks > 12 or engine.cache_stats().preemptions
+    # Snapshots of decoded tokens and of prompts hold for later requests.
+    assert run(engine, [[*prompts[1], wanted[1][0], 3]], GREEDY) == [expected(hybrid, [*prompts[1], wanted[1][0], 3])]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("attention", marks=pytest.mark.nightly)])
+def test_a_draft_model_of_either_kind_changes_no_token(hybrid, seed, kind) -> None:
+    draft = perturbed(hybrid, 0.01) if kind == "hybrid" else tiny_decoder(num_hidden_layers=1)
+    prompts = prompts_of(seed, 9, 4, 11)
+    speculative = SpeculativeConfig(num_speculative_tokens=3, model=draft)
+    engine = Engine(hybrid, EngineConfig(**SIZES, fixed_shapes=True, speculative_config=speculative))
+
+    assert run(engine, prompts, GREEDY) == [expected(hybrid, prompt) for prompt in prompts]
+    accepted = engine.speculation_stats().num_accepted_tokens
+    assert kind == "attention" or accepted > 0

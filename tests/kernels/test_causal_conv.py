@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two
+from tests.support.state_cases import KEPT
 from tests.support.triton_ops import run_triton
 
 
@@ -23,6 +24,7 @@ def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
         {"width": 3, "bias": False, "state_dtype": "bfloat16"},
         {"states": False},
         {"lens": (1,), "padding": 0},
+        KEPT,
     ],
     ids=str,
 )

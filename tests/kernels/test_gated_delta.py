@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_call
+from tests.support.state_cases import KEPT
 from tests.support.triton_ops import run_triton
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
@@ -19,9 +20,11 @@ def test_ragged_sequences_are_as_exact_as_torchs(gates, seed):
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 
 
-@pytest.mark.parametrize("options", [{"states": False}, {"use_qk_l2norm_in_kernel": False, "heads": (1, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"states": False}, {"use_qk_l2norm_in_kernel": False, "heads": (1, 1)}, KEPT], ids=str
+)
 def test_each_option_is_as_exact_as_torchs(options, seed):
-    call = delta_call(seed, (2, 0, 3), padding=20, **options)
+    call = delta_call(seed, **{"lens": (2, 0, 3), "padding": 20, **options})
     call.key[:5] /= 3
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.mamba_cases import assert_as_exact_as_torch, mamba_call
+from tests.support.state_cases import KEPT
 from tests.support.triton_ops import run_triton
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
@@ -18,11 +19,12 @@ from torch_core.state.kernels.mamba import plan
         {"dtype": "bfloat16"},
         {"states": False, "optional": False, "padding": 20},
         {"dt_limit": (0.1, 0.3), "heads": (3, 1)},
+        KEPT,
     ],
     ids=str,
 )
 def test_few_tokens_are_as_exact_as_torchs(options, seed):
-    call = mamba_call(seed, (5, 1, 0, 6), **options)
+    call = mamba_call(seed, **{"lens": (5, 1, 0, 6), **options})
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 

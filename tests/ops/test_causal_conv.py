@@ -19,7 +19,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from tests.support.state_cases import each_implementation
+from tests.support.state_cases import KEPT, each_implementation
 from torch_core import ops as torch_ops
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.launch.call import Call
@@ -28,6 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 19, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "width": 2, "activation": None, "bias": False, "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "states": False},
+    KEPT,
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 CHANNELS = {

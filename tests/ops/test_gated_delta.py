@@ -20,7 +20,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_backward_call, delta_call
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from tests.support.state_cases import each_implementation
+from tests.support.state_cases import KEPT, each_implementation
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -29,12 +29,13 @@ from torch_core.launch.call import Call
 OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 70), "gates": "gk"},
+    KEPT,
     {"lens": (5, 1, 0, 130), "gates": None, "states": False},
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_plain_torch_is_as_exact_as_the_reference(options, seed):
     call = delta_call(seed, **options)
     given = call.map(torch.clone)
@@ -141,6 +142,10 @@ def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
         ({"states": torch.zeros(8, 4, 6, 8).double()}, "states is float64; it must be float32, bfloat16 or float16"),
         ({"cache_indices": torch.tensor([0, 1, 2, 3, 8, 5]).int()}, "cache_indices.4. is 8; states has slots 0 to 7"),
         ({"query_start_loc": torch.tensor([0, 5, 6, 6, 26, 27, 28]).int()}, "sequence 3 has 20 rows in query_start_lo"),
+        (
+            {"num_kept_tokens": torch.tensor([5, 2, 0, 3, 1, 2]).int()},
+            "num_kept_tokens.1. is 2; .* from 0 to 1, the tokens",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message, seed):

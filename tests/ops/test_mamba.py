@@ -18,7 +18,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.devices import collectives, mesh, on_four_devices, place
 from tests.support.mamba_cases import assert_as_exact_as_torch, mamba_call
-from tests.support.state_cases import each_implementation
+from tests.support.state_cases import KEPT, each_implementation
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput
@@ -27,6 +27,7 @@ from torch_core.launch.call import Call
 OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 130), "optional": False, "states": False},
+    KEPT,
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+#: Options of a batch whose sequences keep the states after some of their tokens.
+KEPT: dict[str, Any] = {
+    "lens": (5, 1, 0, 4, 1, 2),
+    "num_kept_tokens": torch.tensor([3, 1, 0, 0, 1, 1], dtype=torch.int32),
+}
+
 
 def each_implementation(options: Sequence[dict[str, Any]]) -> pytest.MarkDecorator:
     """Parametrizes a test by implementation and options; Triton's cases need a GPU."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_core import vllm
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, StateCacheSpec
 from torch_core.metadata import SequenceRow, build_common_metadata, metadata_layout, state_layout
 from torch_core.ops import run
@@ -26,10 +26,10 @@ DECODE, CHUNK, PROMPT = (
 )
 
 
-def build(name: str, rows: list[SequenceRow], **options: Any) -> Any:
+def build(name: str, rows: list[SequenceRow], **drafts: Any) -> Any:
     builder = getattr(vllm, f"{name}MetadataBuilder")
-    config = BuilderConfig(num_heads=1, mamba_chunk_size=4)
-    return builder(STATES, ["layer"], config, "cpu").build(0, build_common_metadata(rows, **POOL, **options))
+    config = BuilderConfig(num_heads=1, mamba_chunk_size=4, num_speculative_tokens=2)
+    return builder(STATES, ["layer"], config, "cpu").build(0, build_common_metadata(rows, **POOL), **drafts)
 
 
 def test_gdn_has_a_slot_and_a_start_for_each_sequence():
@@ -62,6 +62,43 @@ def test_mamba2_chunks_end_at_multiples_of_their_size_in_each_sequence():
     assert (found.seq_idx_p.tolist(), found.last_chunk_indices_p.tolist()) == ([0, 0, 0, 1], [2, 3])
     assert (found.chunk_size, found.prep_initial_states) == (4, True)
     assert build("Mamba2Attention", [DECODE]).seq_idx_p is None
+
+
+DRAFTS: dict[str, Any] = {
+    "num_accepted_tokens": torch.tensor([1, 2, 1], dtype=torch.int32),
+    "num_decode_draft_tokens_cpu": torch.tensor([-1, 2, -1]),
+    "spec_state_indices": torch.tensor([[5, 0, 0], [6, 7, 8], [2, 0, 0]], dtype=torch.int32),
+}
+VERIFY = SequenceRow([6, 7], 3, 3, "verify", 6)
+
+
+def test_gdn_has_spec_decodes_with_a_slot_for_each_token_apart():
+    found = build("GDNAttention", [DECODE, VERIFY, PROMPT], **DRAFTS)
+    assert (found.num_decodes, found.num_prefills, found.num_prefill_tokens) == (1, 1, 2)
+    assert (found.num_spec_decodes, found.num_spec_decode_tokens) == (1, 3)
+    assert found.spec_state_indices_tensor.tolist() == [[6, 7, 8]]
+    assert (found.spec_query_start_loc.tolist(), found.num_accepted_tokens.tolist()) == ([0, 3], [2])
+    assert (found.spec_token_indx.tolist(), found.non_spec_token_indx.tolist()) == ([1, 2, 3], [0, 4, 5])
+    assert found.non_spec_query_start_loc.tolist() == [0, 1, 3]
+    assert found.non_spec_state_indices_tensor.tolist() == [5, 2]
+    assert found.has_initial_state.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["Mamba1Attention", "ShortConvAttention"])
+def test_rows_with_drafts_are_decodes_of_a_mamba_and_have_their_slots(name):
+    found = build(name, [DECODE, VERIFY, CHUNK], **DRAFTS)
+    assert (found.num_decodes, found.num_decode_tokens, found.num_prefills) == (2, 4, 1)
+    assert found.state_indices_tensor_d.tolist() == [[5, 0, 0], [6, 7, 8]]
+    assert (found.num_accepted_tokens.tolist(), found.state_indices_tensor_p.tolist()) == ([1, 2], [7])
+
+
+def test_slots_of_drafts_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidInput, match=r"num_accepted_tokens is None; with spec_state_indices it must be .3."):
+        build("GDNAttention", [DECODE, VERIFY, PROMPT], **(DRAFTS | {"num_accepted_tokens": None}))
+    with pytest.raises(InvalidInput, match=r"spec_state_indices has shape .3, 1.; .* .3, 3."):
+        build("ShortConvAttention", [DECODE, VERIFY, PROMPT], **(DRAFTS | {"spec_state_indices": torch.ones(3, 1)}))
+    with pytest.raises(Unsupported, match="linear attention has one slot"):
+        build("LinearAttention", [DECODE, VERIFY, PROMPT], **DRAFTS)
 
 
 def test_a_captured_step_reads_the_next_steps_slots_and_starts():

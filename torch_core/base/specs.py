@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torch_core.base.checks import INT32_MAX, check_bool, check_int
@@ -225,6 +225,8 @@ class StateCacheSpec:
         shapes: shape of one slot of each array, such as a convolution's `(width - 1, channels)` and a delta rule's
             `(heads, value_size, key_size)`.
         dtypes: element type of each array by name: float32, bfloat16 or float16.
+        split_axes: axis of each shape, heads or channels, over which devices may split the array; empty if every device
+            has all of it.
 
     Example:
         >>> spec = StateCacheSpec(shapes=((3, 64), (4, 16, 16)), dtypes=("bfloat16", "float32"))
@@ -234,6 +236,7 @@ class StateCacheSpec:
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    split_axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.shapes or len(self.shapes) != len(self.dtypes):
@@ -247,10 +250,28 @@ class StateCacheSpec:
             if dtype not in QUERY_DTYPES:
                 wanted = f"a state can be one of {', '.join(QUERY_DTYPES)}"
                 raise Unsupported(f"dtypes[{index}]", value=dtype, wanted=wanted)
+        if len(self.split_axes) not in (0, len(self.shapes)):
+            wanted = f"give one for each of the {len(self.shapes)} arrays, or none"
+            raise InvalidInput("split_axes", f"has {len(self.split_axes)} entries", wanted)
+        for index, (axis, shape) in enumerate(zip(self.split_axes, self.shapes, strict=False)):
+            check_int(f"split_axes[{index}]", axis, 0, len(shape) - 1)
 
     def array_shapes(self, num_slots: int) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of each array for `num_slots` slots."""
         return tuple((num_slots, *shape) for shape in self.shapes)
+
+    def of_devices(self, count: int) -> StateCacheSpec:
+        """Returns the layout of the arrays of several devices, of which this one is a device's part.
+
+        Example:
+            >>> StateCacheSpec(shapes=((3, 64),), dtypes=("float32",), split_axes=(1,)).of_devices(2).shapes
+            ((3, 128),)
+        """
+        shapes = tuple(
+            tuple(size * (count if place == axis else 1) for place, size in enumerate(shape))
+            for axis, shape in zip(self.split_axes, self.shapes, strict=True)
+        )
+        return replace(self, shapes=shapes)
 
     @property
     def bytes_per_slot(self) -> int:

@@ -35,7 +35,7 @@ def audit_slots(
         holds.update(slot for _, slot in table.snapshots)
     records = state.steps.values()
     for record in records:
-        holds.update(chain(record.pinned_slots, record.dropped_slots, record.rollbacks.values()))
+        holds.update(record.pinned_slots)
     report = audit_pool(slots.pool, holds, chain.from_iterable(record.pinned_slots for record in records))
     hosted = [*slots.host_free, *chain.from_iterable(record.host_state_slots for record in records)]
     for sequence in state.sequences.values():

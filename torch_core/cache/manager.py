@@ -278,8 +278,7 @@ class CacheManager:
         A step may have reserved slots for tokens whose ids were not yet known: drafts, or several decoding steps in one
         program. `num_kept_tokens` releases the slots of rejected tokens; the sequence continues after the kept tokens,
         as if the step had been that short. (vLLM reserves such slots as `num_lookahead_tokens` of `allocate_slots`.)
-        A cache with states has none after the kept tokens alone: the sequence continues from the start of its row, and
-        a later step computes the kept tokens again, together with new ones (`num_computed_tokens`).
+        The step itself leaves the state after the kept tokens in a sequence's slot (`num_kept_tokens` of the ops).
 
         Args:
             step_id: the step.
@@ -321,9 +320,6 @@ class CacheManager:
     @_verb
     def num_computed_tokens(self, seq_id: str) -> int:
         """Returns the tokens of a sequence that committed steps have computed; 0 while it is not on the device.
-
-        With states, a sequence goes back to the start of a step whose last tokens were rejected: ask after `retire`
-        with `num_kept_tokens`.
 
         Raises:
             InvalidInput: unknown sequence.

@@ -101,7 +101,7 @@ class StepPlan:
         counts: number of new tokens of each sequence.
         ends: number of tokens of each sequence after the step.
         growths: mapping from position in the work to the blocks that its table takes.
-        moves: mapping from position in the work to what becomes of its table's state slot.
+        moves: mapping from position in the work to whether the old of its table's state slots becomes a snapshot.
     """
 
     num_tokens: int

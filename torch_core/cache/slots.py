@@ -1,14 +1,14 @@
 """State slots: the second kind of cache, with the holds, keys and steps of blocks.
 
 A table has one slot, with the state after its last committed step. A step writes it in place, unless another sequence
-holds it, it is a snapshot, or its content is wanted again: then the step writes a copy.
+holds it or it is, or becomes, a snapshot: then the step writes a copy. If the last tokens of a row are rejected, the
+slot has the state after the kept ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch_core.cache.config import NULL_BLOCK, CacheConfig, StateConfig
 from torch_core.cache.keys import KeyChain
@@ -16,18 +16,6 @@ from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.records import StateCopy
 from torch_core.cache.table import SequenceTable
-
-
-class SlotMove(NamedTuple):
-    """A new slot for a table's state. The old one is copied to it, unless it is the null slot.
-
-    Attributes:
-        snapshot: the old state stays until its key is known.
-        rollback: the old state stays until the step retires, whose last tokens may come to nothing.
-    """
-
-    snapshot: bool
-    rollback: bool
 
 
 class StateSlots:
@@ -85,35 +73,34 @@ class StateSlots:
             return False
         return tokens == table.last_boundary or tokens % (self.block_size * self.config.snapshot_blocks) == 0
 
-    def plan(self, tables: Sequence[SequenceTable], counts: Sequence[int], ends: Sequence[int]) -> dict[int, SlotMove]:
-        """Returns the moves of a step, by position; there may be too few slots for them. Changes nothing."""
-        moves: dict[int, SlotMove] = {}
+    def plan(self, tables: Sequence[SequenceTable]) -> dict[int, bool]:
+        """Returns which rows of a step get a new slot, and whether their old one stays until its key is known.
+
+        The old state is copied to the new slot. There may be too few slots. Changes nothing.
+        """
+        moves: dict[int, bool] = {}
         wanted: list[int] = []
         claimed: dict[int, int] = {}
         pool = self.pool
         for position, table in enumerate(tables):
             slot = table.slot
-            # The step's last tokens can be cut off only if their ids are not known yet.
-            rollback = counts[position] > 1 and ends[position] > table.known
             others = pool.refs[slot] - pool.pins.get(slot, 0) - claimed.get(slot, 0) > 1
-            if slot == NULL_BLOCK or rollback or others or slot in self.index.keys:
-                moves[position] = SlotMove(slot != NULL_BLOCK and self.is_due(table), rollback)
-                claimed[slot] = claimed.get(slot, 0) + (not any(moves[position]))
+            if slot == NULL_BLOCK or others or slot in self.index.keys:
+                moves[position] = slot != NULL_BLOCK and self.is_due(table)
+                claimed[slot] = claimed.get(slot, 0) + (not moves[position])
             elif self.is_due(table):
                 wanted.append(position)
         for position in wanted[: max(0, pool.num_available - len(moves))]:
-            moves[position] = SlotMove(True, False)
+            moves[position] = True
         return moves
 
-    def move(self, table: SequenceTable, move: SlotMove, fresh: int, pinned: list[int]) -> tuple[StateCopy, ...]:
+    def move(self, table: SequenceTable, is_snapshot: bool, fresh: int, pinned: list[int]) -> tuple[StateCopy, ...]:
         """Gives a table a new slot and returns the copy to it; the caller unpins `pinned` when the step retires."""
         old, table.slot = table.slot, fresh
         if old == NULL_BLOCK:
             return ()
-        if move.snapshot:
+        if is_snapshot:
             table.snapshots.append((table.scheduled, old))
-            self.pool.hold((old,))
-        if move.rollback:
             self.pool.hold((old,))
         self.pool.pin(old)
         pinned.append(old)

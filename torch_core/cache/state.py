@@ -32,8 +32,6 @@ class StepRecord:
         pinned: sources of the step's copies; one pin each is released.
         host_slots: host slots that are free when the step retires.
         pinned_slots: sources of the step's copies of states; one pin each is released.
-        dropped_slots: state slots that left a table; one hold each is released.
-        rollbacks: position of a row to the slot that its table had before; one hold each is released.
         host_state_slots: host slots of states that are free when the step retires.
         seen: the step was retired, but an earlier one was not yet.
     """
@@ -46,16 +44,13 @@ class StepRecord:
     pinned: list[int] = field(default_factory=list)
     host_slots: list[int] = field(default_factory=list)
     pinned_slots: list[int] = field(default_factory=list)
-    dropped_slots: list[int] = field(default_factory=list)
-    rollbacks: dict[int, int] = field(default_factory=dict)
     host_state_slots: list[int] = field(default_factory=list)
     seen: bool = False
 
     @property
     def holds_memory(self) -> bool:
         """Whether blocks or slots return when the step retires."""
-        slots = self.pinned_slots or self.dropped_slots or self.rollbacks
-        return bool(self.leaving or self.dropped or self.pinned or slots)
+        return bool(self.leaving or self.dropped or self.pinned or self.pinned_slots)
 
 
 class CacheState:
@@ -136,7 +131,6 @@ class CacheState:
         if self.slots is not None:
             for slot in record.pinned_slots:
                 self.slots.pool.unpin(slot)
-            self.slots.pool.release((*record.dropped_slots, *record.rollbacks.values()))
             self.slots.host_free.extend(record.host_state_slots)
         for table in record.leaving:
             self.release_table(table)

@@ -9,7 +9,7 @@ from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.cache.config import NULL_BLOCK
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.records import BlockCopy, CommittedStep, StateCopy, StepPlan, StepRow, StepRows
-from torch_core.cache.slots import SlotMove, StateSlots
+from torch_core.cache.slots import StateSlots
 from torch_core.cache.state import CacheState, StepRecord
 from torch_core.cache.table import Growth, SequenceTable
 
@@ -42,9 +42,9 @@ def plan_step(state: CacheState, work: Sequence[tuple[str, int]]) -> StepPlan:
         needed = sum(fresh + (copied != NULL_BLOCK) for growth in growths.values() for fresh, copied in growth)
     if needed:
         _check_room(state, [tables[position] for position in growths], needed)
-    moves: dict[int, SlotMove] = {}
+    moves: dict[int, bool] = {}
     if state.slots is not None:
-        moves = state.slots.plan(tables, counts, ends)
+        moves = state.slots.plan(tables)
         _check_slots(state, state.slots.pool, len(moves))
     return StepPlan(
         num_tokens=sum(counts),
@@ -150,11 +150,8 @@ def _grow(
 
 def _move(slots: StateSlots, record: StepRecord, plan: StepPlan) -> tuple[StateCopy, ...]:
     copies: list[StateCopy] = []
-    for (position, move), fresh in zip(plan.moves.items(), slots.pool.take(len(plan.moves)), strict=True):
-        table = plan.tables[position]
-        if move.rollback:
-            record.rollbacks[position] = table.slot
-        copies.extend(slots.move(table, move, fresh, record.pinned_slots))
+    for (position, is_snapshot), fresh in zip(plan.moves.items(), slots.pool.take(len(plan.moves)), strict=True):
+        copies.extend(slots.move(plan.tables[position], is_snapshot, fresh, record.pinned_slots))
     return tuple(copies)
 
 
@@ -192,11 +189,6 @@ def _cut(state: CacheState, record: StepRecord, position: int, end: int) -> None
         # It left its sequence: all of its blocks go when the step settles.
         record.ends[position] = end
         return
-    if state.slots is not None:
-        # No state is between those before and after the step: the kept tokens are computed again.
-        end = record.ends[position] - record.counts[position]
-        record.dropped_slots.append(table.slot)
-        table.slot = record.rollbacks.pop(position)
     record.ends[position] = end
     for group, blocks in zip(state.groups, table.blocks, strict=True):
         columns = -(-end // group.block_size)

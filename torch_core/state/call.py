@@ -23,6 +23,8 @@ class StateCall(Call[A]):
             is not kept. No two sequences with tokens share a slot. None for slot i for sequence i.
         has_initial_state: whether a sequence starts from the state in its slot; if False, from zeros, and the slot
             is not read. None for True.
+        num_kept_tokens: tokens of each sequence whose state is kept; later ones, such as rejected proposals, have
+            results and change no state, and with 0 the slot keeps its own. None for all.
     """
 
     #: The array with a row for each token, and the array with a state in each slot, which may be None.
@@ -32,6 +34,7 @@ class StateCall(Call[A]):
     query_start_loc: Int32[A, "num_seqs+1"]
     cache_indices: Int32[A, "num_seqs"] | None = None
     has_initial_state: Bool[A, "num_seqs"] | None = None
+    num_kept_tokens: Int32[A, "num_seqs"] | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -54,7 +57,7 @@ class StateCall(Call[A]):
         return tuple(name for name in (self.states_in, "out") if getattr(self, name) is not None)
 
     def check_values(self, *, more_queries: bool = False) -> None:
-        """Checks offsets and slots."""
+        """Checks offsets, slots and kept tokens."""
         lens = check_starts(
             "query_start_loc",
             self.query_start_loc,
@@ -62,6 +65,11 @@ class StateCall(Call[A]):
             getattr(self, "max_query_len", None),
             rows_in=self.tokens_in,
         )
+        if self.num_kept_tokens is not None:
+            for seq, kept in enumerate(self.num_kept_tokens.tolist()):
+                if not 0 <= kept <= lens[seq]:
+                    wanted = f"it must be from 0 to {lens[seq]}, the tokens of the sequence"
+                    raise InvalidInput(f"num_kept_tokens[{seq}]", value=kept, wanted=wanted)
         states = getattr(self, self.states_in)
         if states is None or self.cache_indices is None:
             return
@@ -80,7 +88,7 @@ class StateCall(Call[A]):
         """Checks that slots and states are given together, and that there is a slot for each sequence."""
         states: Any = getattr(self, self.states_in)
         if states is None:
-            for name in ("cache_indices", "has_initial_state"):
+            for name in ("cache_indices", "has_initial_state", "num_kept_tokens"):
                 if getattr(self, name) is not None:
                     raise InvalidInput(name, f"is given without {self.states_in}", "give both or neither")
         elif self.cache_indices is None and states.shape[0] < self.num_seqs:

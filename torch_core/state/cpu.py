@@ -28,8 +28,9 @@ def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     if call.conv_states is not None:
         slots, known = _slots(call)
         inputs[first[known, None] + window] = call.conv_states[slots[known]].float()
-        kept = (slots >= 0) & (lens > 0)
-        call.conv_states[slots[kept]] = inputs[(first + lens)[kept, None] + window].to(call.conv_states.dtype)
+        lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens.long()
+        kept = (slots >= 0) & (lasts > 0)
+        call.conv_states[slots[kept]] = inputs[(first + lasts)[kept, None] + window].to(call.conv_states.dtype)
     sums = inputs.new_zeros(len(inputs) - past, inputs.shape[1])
     if call.bias is not None:
         sums += call.bias.float()
@@ -105,6 +106,7 @@ def _token_by_token(
     out = torch.zeros_like(values) if call.out is None else call.out.zero_()
     states = torch.zeros(call.num_seqs, *values.shape[1:], columns)
     slots, known = _slots(call)
+    lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens.long()
     if call.states is not None:
         states[known] = call.states[slots[known]].float()
     for step in range(int(lens.max())):
@@ -112,9 +114,9 @@ def _token_by_token(
         rows = starts[seqs] + step
         states[seqs], found = advance(states[seqs], rows)
         out[rows] = found.to(out.dtype)
-    if call.states is not None:
-        kept = (slots >= 0) & (lens > 0)
-        call.states[slots[kept]] = states[kept].to(call.states.dtype)
+        if call.states is not None:
+            kept = (slots >= 0) & (lasts == step + 1)
+            call.states[slots[kept]] = states[kept].to(call.states.dtype)
     return {"out": out}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_core.launch.tensors import torch_dtype
 from torch_core.state.delta_backward_call import DIFFERENTIATED, GatedDeltaBackwardCall
 from torch_core.state.delta_call import L2NORM_EPSILON
-from torch_core.state.reference import initial_state
+from torch_core.state.reference import initial_state, kept_tokens
 
 
 def gated_delta_backward(
@@ -56,14 +56,15 @@ def _gradients(call: GatedDeltaBackwardCall[Tensor], dtype: torch.dtype) -> dict
 
 
 def _forward(call: GatedDeltaBackwardCall[Tensor], moved: dict[str, Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the results of all tokens, and the state after each sequence."""
+    """Returns the results of all tokens, and the state that is kept of each sequence."""
     query, key = moved["query"], moved["key"]
     if call.use_qk_l2norm_in_kernel:
         query, key = (x / (x.square().sum(-1, keepdim=True) + L2NORM_EPSILON).sqrt() for x in (query, key))
     group = call.num_heads // call.num_kv_heads
     query, key = (x.repeat_interleave(group, 1) for x in (query * call.scale, key))
     rows, last = [call.value.new_zeros(0, *call.value.shape[1:], dtype=first.dtype)], []
-    for state, (start, end) in zip(first, pairwise(call.query_start_loc.tolist()), strict=True):
+    for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):
+        state, kept = first[seq], first[seq]
         for token in range(start, end):
             if "gk" in moved:
                 state = state * moved["gk"][token, :, None].exp()
@@ -73,5 +74,7 @@ def _forward(call: GatedDeltaBackwardCall[Tensor], moved: dict[str, Tensor], fir
             error = moved["beta"][token, :, None] * (moved["value"][token] - known)
             state = state + error[..., None] * key[token, :, None]
             rows.append((state * query[token, :, None]).sum(-1)[None])
-        last.append(state)
+            if token + 1 - start == kept_tokens(call, seq):
+                kept = state
+        last.append(kept)
     return torch.cat(rows), torch.stack(last)

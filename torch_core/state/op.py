@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch_core.base.specs import ArraySpec
@@ -13,15 +14,16 @@ from torch_core.state.delta_backward_call import GatedDeltaBackwardCall, backwar
 from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
-_SLOTS = ("query_start_loc", "cache_indices", "has_initial_state")
+_SLOTS = ("query_start_loc", "cache_indices", "has_initial_state", "num_kept_tokens")
 _LARGEST_BACKWARD_HEAD = 128
 
 
 def _backward_limit(call: Any, implementation: str) -> str | None:
     if implementation != "triton":
         return None
-    if call.gk is not None:
-        return "gk has a derivative"
+    for name in ("gk", "num_kept_tokens"):
+        if getattr(call, name) is not None:
+            return f"{name} has a derivative"
     largest = max(call.key.shape[2], call.value.shape[2])
     if largest > _LARGEST_BACKWARD_HEAD:
         return f"heads have {largest} elements"
@@ -87,9 +89,11 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
     Representative calls of Qwen3-Next: a convolution of 8192 channels, 32 states of 128 x 128 for 16 heads of keys. Of
     Nemotron-H: 128 states of 64 x 128 in 8 groups; of Falcon-H1: 32 states of 128 x 256 in 2 groups.
     """
+    kept = ArraySpec((64,), "int32")
     return {
         "causal conv": _conv(8192, 8),
         "causal conv decode": _conv(64, 64),
+        "causal conv verifying": _conv(256, 64, num_kept_tokens=kept),
         "causal conv without states": _conv(8192, 8, conv_states=None, cache_indices=None, has_initial_state=None),
         "gated delta decode": _delta(64, 64, g=ArraySpec((64, 32), "float32")),
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
@@ -97,7 +101,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta by channel": _delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32")),
         "gated delta backward": _delta_backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
+        "gated delta verifying": _delta(64, 256, g=ArraySpec((256, 32), "float32"), num_kept_tokens=kept),
         "mamba decode": _mamba(64, 64),
+        "mamba verifying": replace(_mamba(64, 256), num_kept_tokens=kept),
         "mamba": _mamba(8, 16384),
         "mamba in spans": _mamba(1, 8192),
         "mamba of wide states in spans": _mamba(1, 8192, num_heads=32, head_dim=128, groups=2, state_size=256),
@@ -117,7 +123,7 @@ def _conv(num_tokens: int, num_seqs: int, **changes: Any) -> CausalConvCall[Arra
     return CausalConvCall(**{**fields, **changes})
 
 
-def _delta(num_seqs: int, num_tokens: int, **gates: Any) -> GatedDeltaCall[ArraySpec]:
+def _delta(num_seqs: int, num_tokens: int, **changes: Any) -> GatedDeltaCall[ArraySpec]:
     heads = ArraySpec((num_tokens, 16, 128), "bfloat16")
     return GatedDeltaCall(
         query=heads,
@@ -131,7 +137,7 @@ def _delta(num_seqs: int, num_tokens: int, **gates: Any) -> GatedDeltaCall[Array
         max_query_len=num_tokens // num_seqs,
         scale=128**-0.5,
         use_qk_l2norm_in_kernel=True,
-        **gates,
+        **changes,
     )
 
 

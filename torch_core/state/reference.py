@@ -40,9 +40,10 @@ def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = 
             if call.bias is not None:
                 total = total + call.bias.to(compute_dtype)
             out[start + token] = total if call.activation is None else total / (1 + (-total).exp())
-        slot = _slot(call, seq)
-        if slot >= 0:
-            call.conv_states[slot] = inputs[end - start :].to(call.conv_states.dtype)  # type: ignore[index, union-attr]
+        slot, kept = _slot(call, seq), kept_tokens(call, seq)
+        if slot >= 0 and kept:
+            kept_inputs = inputs[kept : kept + call.width - 1]
+            call.conv_states[slot] = kept_inputs.to(call.conv_states.dtype)  # type: ignore[index, union-attr]
     return out
 
 
@@ -81,9 +82,7 @@ def gated_delta_rule(call: GatedDeltaCall[Tensor], *, compute_dtype: torch.dtype
                 error = beta[token, head] * (call.value[token, head].to(compute_dtype) - state @ key)
                 states[head] = state + torch.outer(error, key)
                 out[token, head] = call.scale * states[head] @ query
-        slot = _slot(call, seq)
-        if slot >= 0:
-            call.states[slot] = torch.stack(states).to(call.states.dtype)  # type: ignore[index, union-attr]
+            _keep(call, seq, token + 1 - start, states)
     return out
 
 
@@ -124,9 +123,7 @@ def mamba_chunk_scan(call: MambaChunkScanCall[Tensor], *, compute_dtype: torch.d
             out[token] = (state * reads).sum(2)
             if call.D is not None:
                 out[token] += call.D.to(compute_dtype)[:, None] * x
-        slot = _slot(call, seq)
-        if slot >= 0:
-            call.states[slot] = state.to(call.states.dtype)  # type: ignore[index, union-attr]
+            _keep(call, seq, token + 1 - start, list(state))
     return out
 
 
@@ -136,6 +133,21 @@ def initial_state(call: StateCall[Tensor], seq: int, shape: tuple[int, ...]) -> 
     if slot < 0 or (call.has_initial_state is not None and not call.has_initial_state[seq]):
         return torch.zeros(shape)
     return getattr(call, call.states_in)[slot]
+
+
+def kept_tokens(call: StateCall[Tensor], seq: int) -> int:
+    """Returns the tokens of a sequence whose state is kept."""
+    kept = call.query_start_loc.diff() if call.num_kept_tokens is None else call.num_kept_tokens
+    return int(kept[seq])
+
+
+def _keep(
+    call: GatedDeltaCall[Tensor] | MambaChunkScanCall[Tensor], seq: int, num_tokens: int, state: list[Tensor]
+) -> None:
+    """Stores the state of a sequence's heads after some of its tokens, if it is the one that is kept."""
+    slot = _slot(call, seq)
+    if slot >= 0 and num_tokens == kept_tokens(call, seq):
+        call.states[slot] = torch.stack(state).to(call.states.dtype)  # type: ignore[index, union-attr]
 
 
 def _slot(call: StateCall[Tensor], seq: int) -> int:

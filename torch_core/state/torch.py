@@ -28,6 +28,7 @@ def gated_delta_rule(
     states: Tensor | None = None,
     cache_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    num_kept_tokens: Tensor | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Tensor:
@@ -64,6 +65,7 @@ def gated_delta_rule(
         states=states,
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
+        num_kept_tokens=num_kept_tokens,
         max_query_len=max_query_len,
         scale=key.shape[-1] ** -0.5 if scale is None else scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

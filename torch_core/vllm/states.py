@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_core.base.checks import check_int
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.vllm.buffers import upload
@@ -47,19 +47,23 @@ class LinearAttentionMetadata:
 class GDNAttentionMetadata:
     """The batch of Gated DeltaNet (vLLM: `v1/attention/backends/gdn_attn.py`). Decodes come first.
 
-    A sequence has one slot, and its state after rejected tokens is computed again from the state before the step. So no
-    sequence is a decode with a slot for each drafted token, and vLLM's fields of those are empty.
+    A spec decode verifies drafts with a slot for each of its tokens; without `spec_state_indices` there is none. With
+    one slot for each sequence, rows that verify drafts are prefills, and `num_kept_tokens` of this project's ops says
+    which state is kept.
 
     Attributes:
-        num_prefills, num_prefill_tokens: rows with several new tokens, drafts that are verified among them.
-        num_decodes, num_decode_tokens: rows with one new token; padding too, without prefills.
+        num_prefills, num_prefill_tokens: other rows with several new tokens.
+        num_decodes, num_decode_tokens: other rows with one new token; padding too, without prefills and spec decodes.
         num_actual_tokens: new tokens without padding.
-        has_initial_state: bool[num_seqs]; whether a sequence continues from the state in its slot.
-        non_spec_query_start_loc: int32[num_seqs + 1].
-        non_spec_state_indices_tensor: int32[num_seqs]; slot of each sequence, -1 for padding.
-        num_spec_decodes, num_spec_decode_tokens: always 0.
-        spec_query_start_loc, spec_state_indices_tensor, spec_sequence_masks, spec_token_indx, non_spec_token_indx,
-        num_accepted_tokens: always None.
+        has_initial_state: bool[other rows]; whether a sequence continues from the state in its slot.
+        non_spec_query_start_loc: int32[other rows + 1].
+        non_spec_state_indices_tensor: int32[other rows]; slot of each sequence, -1 for padding.
+        num_spec_decodes, num_spec_decode_tokens: spec decodes and their tokens.
+        spec_query_start_loc: int32[num_spec_decodes + 1]; None without spec decodes, and so are all further fields.
+        spec_state_indices_tensor: int32[num_spec_decodes, 1 + num_speculative_tokens]; slots.
+        spec_sequence_masks: bool[num_reqs].
+        spec_token_indx, non_spec_token_indx: int64; places of the tokens of spec decodes, and of the others.
+        num_accepted_tokens: int32[num_spec_decodes]; those of the last step.
     """
 
     num_prefills: int
@@ -88,15 +92,17 @@ class ShortConvAttentionMetadata:
 
     Attributes:
         num_prefills, num_prefill_tokens: rows with several new tokens, and their tokens.
-        num_decodes, num_decode_tokens: rows with one new token, and their tokens; padding too, without prefills.
+        num_decodes, num_decode_tokens: rows with one new token, or with drafts that have a slot for each token, and
+            their tokens; padding too, without prefills.
         num_reqs: rows without padding.
         seq_lens: int32[num_seqs].
         query_start_loc_d: int32[num_decodes + 1].
-        state_indices_tensor_d: int32[num_decodes]; slots, -1 for padding.
+        state_indices_tensor_d: int32[num_decodes]; slots, -1 for padding. With drafts int32[num_decodes, 1 +
+            num_speculative_tokens].
         query_start_loc_p: int32[num_prefills + 1], counted from the first prefill.
         state_indices_tensor_p: int32[num_prefills]; slots.
         has_initial_states_p: bool[num_prefills]; whether a sequence continues from the state in its slot.
-        num_accepted_tokens: always None, as in `GDNAttentionMetadata`.
+        num_accepted_tokens: int32[num_decodes]; those of the last step. None without slots of drafts.
     """
 
     num_prefills: int
@@ -111,6 +117,11 @@ class ShortConvAttentionMetadata:
     state_indices_tensor_p: Tensor | None
     has_initial_states_p: Tensor | None
     num_accepted_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mamba1AttentionMetadata(ShortConvAttentionMetadata):
+    """The batch of Mamba-1 (vLLM: `v1/attention/backends/mamba1_attn.py`): that of a convolution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +141,14 @@ class Mamba2AttentionMetadata(ShortConvAttentionMetadata):
     cu_chunk_seqlen_p: Tensor | None
     seq_idx_p: Tensor | None
     last_chunk_indices_p: Tensor | None
+
+
+class _Drafts(NamedTuple):
+    """The arguments of `StateMetadataBuilder.build` about drafts."""
+
+    num_accepted_tokens: Tensor
+    num_decode_draft_tokens_cpu: Tensor
+    spec_state_indices: Tensor
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder[M]):
@@ -165,18 +184,43 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         fast_build: bool = False,
         *,
         arrays: Mapping[str, Tensor] | None = None,
+        num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
+        spec_state_indices: Tensor | None = None,
     ) -> M:
         """See `AttentionMetadataBuilder.build`; a shared prefix makes no difference, and the build is always fast.
 
+        Args:
+            common_prefix_len, common_attn_metadata, fast_build, arrays: as there.
+            num_accepted_tokens: int32[num_reqs]; tokens that a row's last step kept, the sampled one included.
+            num_decode_draft_tokens_cpu: int[num_reqs]; drafted tokens of each row, -1 of a row that verifies none.
+            spec_state_indices: int32[num_reqs, 1 + num_speculative_tokens]; a slot for the state after each new token,
+                which vLLM has in the block table. None, with one slot for each sequence, ignores both others.
+
         Raises:
-            InvalidInput: the batch has no state slots, or decodes after prefills.
+            InvalidInput: the batch has no state slots, or decodes after prefills; arrays of another batch.
+            Unsupported: slots of drafts for linear attention.
         """
         del common_prefix_len, fast_build  # A state is read whole, and there is no slower build.
         common = common_attn_metadata
         if common.state_slots is None:
             wanted = f"{self._layers()} need them: build it with num_slots, from rows that have a state_slot"
             raise InvalidInput("common_attn_metadata", "has no state_slots", wanted)
-        split = split_decodes_and_prefills(common, 1)
+        if spec_state_indices is None:
+            return self._made(common, *self._counted(common, arrays, 1))
+        shapes = (common.num_reqs,), (common.num_reqs,), (common.num_reqs, 1 + self.vllm_config.num_speculative_tokens)
+        given = num_accepted_tokens, num_decode_draft_tokens_cpu, spec_state_indices
+        for name, array, shape in zip(_Drafts._fields, given, shapes, strict=True):
+            if array is None or tuple(array.shape) != shape:
+                problem = "is None" if array is None else f"has shape {list(array.shape)}"
+                raise InvalidInput(name, problem, f"with spec_state_indices it must be {list(shape)}")
+        return self._made_with_drafts(common, _Drafts(*given), arrays)  # type: ignore[arg-type]
+
+    def _counted(
+        self, common: CommonAttentionMetadata, arrays: Mapping[str, Tensor] | None, threshold: int
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the counts of decodes and prefills, and the batch on the device."""
+        split = split_decodes_and_prefills(common, threshold)
         counts: dict[str, Any] = split._asdict()
         if not split.num_prefills:
             # Padding belongs to the decodes then: graphs are captured and replayed with it.
@@ -188,14 +232,33 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         on_device["has_initial_state"] = torch.gt(
             on_device["seq_lens"], query_lens, out=self._continues[: common.num_seqs]
         )
-        return self._made(common, counts, on_device)
+        return counts, on_device
 
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> M:
         raise NotImplementedError
 
+    def _made_with_drafts(
+        self, common: CommonAttentionMetadata, drafts: _Drafts, arrays: Mapping[str, Tensor] | None
+    ) -> M:
+        """Rows with drafts are decodes of several tokens."""
+        counts, on_device = self._counted(common, arrays, 1 + self.vllm_config.num_speculative_tokens)
+        rows = min(counts["num_decodes"], common.num_reqs)
+        found: Any = self._made(common, counts, on_device)
+        return replace(
+            found,
+            state_indices_tensor_d=drafts.spec_state_indices[:rows] if rows else None,
+            query_start_loc_d=on_device["query_start_loc"][: rows + 1] if rows else None,
+            num_accepted_tokens=drafts.num_accepted_tokens[:rows] if rows else None,
+        )
+
 
 class LinearAttentionMetadataBuilder(StateMetadataBuilder[LinearAttentionMetadata]):
-    """Builds `LinearAttentionMetadata`."""
+    """Builds `LinearAttentionMetadata`, which has no fields of drafts."""
+
+    def _made_with_drafts(
+        self, common: CommonAttentionMetadata, drafts: _Drafts, arrays: Mapping[str, Tensor] | None
+    ) -> Any:
+        raise Unsupported("spec_state_indices", "is given", "linear attention has one slot for each sequence")
 
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
         return LinearAttentionMetadata(
@@ -219,12 +282,53 @@ class GDNAttentionMetadataBuilder(StateMetadataBuilder[GDNAttentionMetadata]):
             non_spec_state_indices_tensor=arrays["state_slots"],
         )
 
+    def _made_with_drafts(
+        self, common: CommonAttentionMetadata, drafts: _Drafts, arrays: Mapping[str, Tensor] | None
+    ) -> Any:
+        counts, on_device = self._counted(common, arrays, 1)
+        num_reqs, lens = common.num_reqs, torch.from_numpy(common.query_lens[: common.num_reqs]).long()
+        is_spec = drafts.num_decode_draft_tokens_cpu.cpu() >= 0
+        if not is_spec.any():
+            return self._made(common, counts, on_device)
+        of_tokens = torch.repeat_interleave(is_spec, lens)
+        num_decodes, num_spec_tokens = int((lens[~is_spec] == 1).sum()), int(of_tokens.sum())
+        spec, other = is_spec.to(self.device), (~is_spec).to(self.device)
+
+        def starts(lens: Tensor) -> Tensor:
+            return torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(self.device, torch.int32)
+
+        return GDNAttentionMetadata(
+            num_prefills=int((~is_spec).sum()) - num_decodes,
+            num_prefill_tokens=len(of_tokens) - num_spec_tokens - num_decodes,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_actual_tokens=common.num_actual_tokens,
+            has_initial_state=on_device["has_initial_state"][:num_reqs][other],
+            non_spec_query_start_loc=starts(lens[~is_spec]),
+            non_spec_state_indices_tensor=on_device["state_slots"][:num_reqs][other],
+            num_spec_decodes=int(is_spec.sum()),
+            num_spec_decode_tokens=num_spec_tokens,
+            spec_query_start_loc=starts(lens[is_spec]),
+            spec_state_indices_tensor=drafts.spec_state_indices[spec],
+            spec_sequence_masks=spec,
+            spec_token_indx=of_tokens.nonzero()[:, 0].to(self.device),
+            non_spec_token_indx=(~of_tokens).nonzero()[:, 0].to(self.device),
+            num_accepted_tokens=drafts.num_accepted_tokens[spec],
+        )
+
 
 class ShortConvAttentionMetadataBuilder(StateMetadataBuilder[ShortConvAttentionMetadata]):
     """Builds `ShortConvAttentionMetadata`."""
 
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
         return ShortConvAttentionMetadata(**_parts(common, counts, arrays))
+
+
+class Mamba1AttentionMetadataBuilder(StateMetadataBuilder[Mamba1AttentionMetadata]):
+    """Builds `Mamba1AttentionMetadata`."""
+
+    def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        return Mamba1AttentionMetadata(**_parts(common, counts, arrays))
 
 
 class Mamba2AttentionMetadataBuilder(StateMetadataBuilder[Mamba2AttentionMetadata]):

@@ -43,7 +43,7 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]], salts: S
     core.settle()
     cache = core.cache
     cache.reset()
-    device.pool.run(_jitted_fill(device.pool.sharding))
+    device.pool.run(_jitted_fill(device.pool.shardings))
     longest = cache.config.max_step_tokens or _MOST_TOKENS
     for index, prompt in enumerate(prompts):
         name = f"filled {index}"
@@ -56,8 +56,8 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]], salts: S
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted_fill(sharding: NamedSharding | None) -> Any:
-    return jax.jit(_filled, donate_argnums=0, keep_unused=True, out_shardings=(None, sharding))
+def _jitted_fill(shardings: tuple[NamedSharding | None, ...]) -> Any:
+    return jax.jit(_filled, donate_argnums=0, keep_unused=True, out_shardings=(None, shardings))
 
 
 def _filled(kv_caches: _Caches) -> tuple[None, _Caches]:

@@ -309,6 +309,8 @@ class Scheduler:
             rows: list[ScheduledRow] = []
             for request, wanted in decodable:
                 # The last token that a request wants follows its guesses.
+                if self._cache.config.states is not None:
+                    wanted = self._cache.until_snapshot(request.request_id, wanted)
                 guesses = self._guesses.guess(request, min(num_guesses, wanted - 1)) if num_guesses else ()
                 count = min(wanted, num_steps) + len(guesses)
                 work.append((request.request_id, count))

@@ -104,8 +104,10 @@ class Decoder(nnx.Module):
             raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
         # Heads that several devices have are as many heads of the cache.
         kv_heads = config.num_key_value_heads
+        states = tuple(spec for layer in self.layers if (spec := layer.state_spec) is not None)
         if parallel is not None:
             kv_heads = parallel.kv_heads(config) * parallel.parts("heads")
+            states = tuple(spec.of_devices(parallel.parts("heads")) for spec in states)
         return PagedSpec(
             vocab_size=config.vocab_size,
             max_model_len=config.max_position_embeddings,
@@ -114,7 +116,7 @@ class Decoder(nnx.Module):
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             index_head_dim=config.index_head_dim,
-            states=tuple(spec for layer in self.layers if (spec := layer.state_spec) is not None),
+            states=states,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
             layer_windows=config.layer_windows and tuple(map(config.window_of, config.cache_layers)),

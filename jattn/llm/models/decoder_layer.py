@@ -56,7 +56,8 @@ class DecoderLayer(nnx.Module):
         attention: Any = Attention if config.latent is None else latent
         self.self_attn = attention(config, layer, parallel=parallel, **options) if "self_attn" in mixers else None
         for name in STATE_CONFIGS:
-            setattr(self, name, recurrent_mixer(name, config, **options) if name in mixers else None)
+            mixer = recurrent_mixer(name, config, parallel=parallel, **options) if name in mixers else None
+            setattr(self, name, mixer)
         self.attention_output_norm = norm(config) if after else None
         has_encoder = config.encoder is not None
         self.cross_attn = CrossAttention(config, rngs=rngs, implementation=implementation) if has_encoder else None

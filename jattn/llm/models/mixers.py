@@ -35,11 +35,12 @@ _Width: TypeAlias = Annotated[int, Limits(2, 4)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
-    """The gated short convolution of LFM2 (arXiv:2511.23404), over all channels of the residual stream.
+    """The gated short convolution of LFM2 (arXiv:2511.23404).
 
     Attributes:
         conv_size: number of tokens that the convolution sees.
         use_bias: projections and convolution have biases.
+        num_channels: channels of the convolution; None for the hidden size.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -47,6 +48,7 @@ class ShortConvConfig:
 
     conv_size: _Width = 3
     use_bias: Flag = False
+    num_channels: Annotated[int | None, Limits(1, 1 << 20)] = None
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="short_conv.")
@@ -94,6 +96,7 @@ class MambaConfig:
         state_size: columns of a head's state.
         num_groups: groups of heads that share B and C, and whose results have a norm of their own; it divides
             num_heads.
+        group_parts: devices over which the heads of a group are spread, in the config of a device's part of a model.
         conv_size: number of tokens that the convolution sees.
         use_bias, conv_bias, out_bias: the first projection, the convolution and the last projection have a bias.
         norm: "gated" is over the results times the gate, "before_gate" over the results; None for no norm.
@@ -110,6 +113,7 @@ class MambaConfig:
     head_dim: Annotated[int, Limits(1, 1 << 12)]
     state_size: Annotated[int, Limits(1, 1 << 12)]
     num_groups: Annotated[int, Limits(1, 1024)] = 1
+    group_parts: Annotated[int, Limits(1, 1024)] = 1
     conv_size: _Width = 4
     use_bias: Flag = False
     conv_bias: Flag = True

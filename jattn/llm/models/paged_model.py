@@ -111,6 +111,11 @@ class PagedSpec:
         return self.num_layers + len(self.further_specs(block_size=1))
 
     @property
+    def num_state_arrays(self) -> int:
+        """Arrays of states."""
+        return sum(len(spec.shapes) for spec in self.states)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with a cache."""
         return self.layer_windows or (self.sliding_window,) * self.num_layers

@@ -14,6 +14,7 @@ from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
+from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
@@ -40,7 +41,8 @@ class ShortConvolution(_Layer, ShortConv):
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         sizes = _sizes(config, "conv")
-        super().__init__(config.hidden_size, conv_size=sizes.conv_size, use_bias=sizes.use_bias, **options)
+        options |= {name: getattr(sizes, name) for name in ("conv_size", "use_bias", "num_channels")}
+        super().__init__(config.hidden_size, **options)
 
 
 class DeltaNet(_Layer, GatedDeltaNet):
@@ -64,13 +66,22 @@ class KimiDelta(_Layer, KimiDeltaAttention):
 
 
 class Mamba(_Layer, Mamba2):
-    """Mamba-2 of one layer."""
+    """Mamba-2 of one layer. If there are more devices than groups, each group has a copy on several devices."""
 
-    def __init__(self, config: ModelConfig, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel | None, **options: Any) -> None:
         sizes = _sizes(config, "mamba")
+        self.parallel, self.group_parts = parallel, sizes.group_parts
         names = ("head_dim", "state_size", "num_groups", "conv_size", "use_bias", "conv_bias", "out_bias", "norm")
         options |= {name: getattr(sizes, name) for name in (*names, "dt_limit", "multipliers")}
         super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **options)
+
+    def _mean_squares(self, groups: jax.Array) -> jax.Array:
+        found, parallel, count = super()._mean_squares(groups), self.parallel, self.group_parts
+        if parallel is None or count == 1:
+            return found
+        # Each device adds its part at the group's place.
+        own = jnp.arange(parallel.parts("heads") // count) == parallel.first("heads", 1) // count
+        return (parallel.summed(found * own[None, :, None], "heads") * own[None, :, None]).sum(1, keepdims=True) / count
 
 
 _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
@@ -78,9 +89,18 @@ _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
 )
 
 
-def recurrent_mixer(name: str, config: ModelConfig, *, rngs: nnx.Rngs, implementation: str | None = None) -> nnx.Module:
-    """Returns the module of a mixer with a state, by its name in a layer."""
+def recurrent_mixer(
+    name: str,
+    config: ModelConfig,
+    *,
+    rngs: nnx.Rngs,
+    implementation: str | None = None,
+    parallel: TensorParallel | None = None,
+) -> nnx.Module:
+    """Returns the module of a mixer with a state, or of a device's part of one, by its name in a layer."""
     options = {"param_dtype": jnp.dtype(config.dtype), "kernel_init": INITIALIZER, "dot_general": dot_general}
+    if name == "mamba":
+        options["parallel"] = parallel
     return _MODULES[name](config, rngs=rngs, implementation=implementation, **options)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import build_model
+from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.quantized import Fp8Kernel, QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from jattn.llm.models.tensor_parallel import TensorParallel, logical_axes
@@ -23,6 +25,21 @@ from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
+#: Axes of parameters of mixers that keep a state, by mixer and module or by leaf; a trainer's mesh does not split them.
+_STATE_AXES: Mapping[tuple[str, str] | str, tuple[str | None, ...]] = MappingProxyType(
+    {
+        ("conv", "conv"): ("heads", None),
+        ("linear_attn", "conv1d"): ("heads", None),
+        ("kda", "conv1d"): ("heads", None),
+        ("mamba", "conv1d"): ("heads", None),
+        ("kda", "f_b_proj"): (None, "heads"),
+        ("kda", "g_b_proj"): (None, "heads"),
+        ("mamba", "norm"): ("heads",),
+        "A_log": ("heads",),
+        "D": ("heads",),
+        "dt_bias": ("heads",),
+    }
+)
 #: The index of an element that a device has and the parameter does not have: 0.
 _NONE = -1
 
@@ -249,13 +266,19 @@ class _Cutter:
     def shards(self, path: ParameterPath, shape: tuple[int, ...]) -> ParameterShards:
         parallel, (*_, module, leaf) = self._parallel, ("", *path)
         axes = logical_axes(path, len(shape))
+        mixer = next((str(name) for name in path if name in STATE_CONFIGS), None)
+        if mixer is not None:
+            axes = _STATE_AXES.get((mixer, str(module)), _STATE_AXES.get(str(leaf), axes))[: len(shape)]
         if self._config.qk_norm == "all" and module in ("q_norm", "k_norm"):
             axes = ("heads",)
         split = [(index, name) for index, name in enumerate(axes) if name is not None and parallel.rules[name]]
         if split:
             ((axis, name),) = split
-            return ParameterShards(shape, axis, self._order(path, name, shape[axis]), parallel.axis)
-        summed = {"o_proj": "heads", "down_proj": "mlp"}.get(str(module))
+            order = (
+                self._order(path, name, shape[axis]) if mixer is None else self._state_order(mixer, path, shape[axis])
+            )
+            return ParameterShards(shape, axis, order, parallel.axis)
+        summed = {"o_proj": "heads", "out_proj": "heads", "down_proj": "mlp"}.get(str(module))
         if leaf == "bias" and len(shape) == 1 and summed and parallel.parts(summed) > 1:
             # Added on each device before the sum: the first one has it, the others have zeros.
             order = np.pad(np.arange(shape[0]), (0, (parallel.size - 1) * shape[0]), constant_values=_NONE)
@@ -269,12 +292,11 @@ class _Cutter:
             columns = np.arange(length)
             by_head = np.split(columns, [query, query + key, query + 2 * key])
             owners = (self._heads, self._kv_heads, self._kv_heads, self._heads)
-            parts = [
-                part.reshape(-1, config.head_dim)[heads].reshape(len(heads), -1)
+            return _dealt(
+                (part.reshape(-1, config.head_dim), heads)
                 for part, heads in zip(by_head, owners, strict=True)
                 if part.size
-            ]
-            return np.concatenate(parts, axis=1).ravel()
+            )
         if module == "k_norm":
             per_head = length // config.num_key_value_heads
             return np.arange(length).reshape(-1, per_head)[self._kv_heads].ravel()
@@ -284,6 +306,40 @@ class _Cutter:
             padded = self._parallel.vocab(length) * self._parallel.parts(name)
             return None if padded == length else np.pad(np.arange(length), (0, padded - length), constant_values=_NONE)
         return None
+
+    def _state_order(self, mixer: str, path: ParameterPath, length: int) -> np.ndarray | None:
+        """Returns the order of an axis of a mixer that keeps a state: some of its parts are one after the other."""
+        config, count, module = self._config, self._parallel.parts("heads"), path[-2]
+        is_input, is_conv = module == "in_proj", module == "conv1d"
+        if not (is_input or is_conv):
+            return None
+        each, everywhere = np.arange(count)[:, None], np.zeros((count, 1), int)
+        # Sizes of the parts, and the devices' shares of each: an equal one, or all of it.
+        parts = [(length // 3, count, each)] * 3
+        if (delta := config.delta_net) is not None and mixer == "linear_attn":
+            keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
+            parts = [(keys, count, each), (keys, count, each), (values, count, each)]
+        elif (kimi := config.kimi_delta) is not None and mixer == "kda" and is_input:
+            size = kimi.num_heads * kimi.head_dim
+            parts = [(size, count, each)] * 3 + [(2 * kimi.head_dim, 1, everywhere), (kimi.num_heads, count, each)]
+        elif (mamba := config.mamba) is not None and mixer == "mamba":
+            inner, groups = mamba.num_heads * mamba.head_dim, mamba.num_groups
+            # Of fewer groups than devices each has a copy on neighbours, whose heads are its own.
+            owners = each * groups // count + np.arange(max(groups // count, 1))
+            shared = [(groups * mamba.state_size, groups, owners)] * 2
+            parts = [(inner, count, each)] * (1 + is_input) + shared + [(mamba.num_heads, count, each)] * is_input
+        ends = np.cumsum([size for size, *_ in parts])
+        columns = np.split(np.arange(length), ends[:-1])
+        return _dealt((some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True))
+
+
+def _dealt(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Returns the places that devices have, one device after the other.
+
+    Args:
+        parts: the places of each head, [heads, places], and the heads that each device has, [devices, heads].
+    """
+    return np.concatenate([part[heads].reshape(len(heads), -1) for part, heads in parts], axis=1).ravel()
 
 
 @functools.lru_cache(maxsize=64)

@@ -177,15 +177,17 @@ class TensorParallel:
         """Raises InvalidInput or Unsupported for a decoder that cannot be cut so; the message has the size."""
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
-        if config.has_states:
-            problem = f"are {', '.join(sorted(set(config.layer_types)))}"
-            raise Unsupported("layer_types", problem, "layers with a state are not cut over devices")
         self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
         heads, parts = config.num_key_value_heads, self.parts("heads")
         if heads % parts and parts % heads:
             raise InvalidInput(
                 f"num_key_value_heads is {heads} and tensor_parallel.size {parts}; one must be a multiple of the other."
             )
+        for name, size in _state_heads(config).items():
+            self._check_divides(config, name, size, "heads")
+        if config.mamba is not None and (groups := config.mamba.num_groups) % parts and parts % groups:
+            problem = f"is {groups} and tensor_parallel.size {parts}"
+            raise InvalidInput("mamba.num_groups", problem, "one must be a multiple of the other")
         copies = max(parts // heads, 1)
         if self.context_size > 1 and config.latent is not None:
             raise Unsupported(
@@ -215,7 +217,23 @@ class TensorParallel:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             intermediate_size=max(config.intermediate_size // self.parts("mlp"), 1),
+            **self._local_states(config),
         )
+
+    def _local_states(self, config: ModelConfig) -> dict[str, Any]:
+        """Returns the configs of one device's part of the mixers that keep a state."""
+        parts, local = self.parts("heads"), {}
+        if (conv := config.short_conv) is not None:
+            local["short_conv"] = replace(conv, num_channels=config.hidden_size // parts)
+        if (delta := config.delta_net) is not None:
+            sizes = {"num_heads": delta.num_heads // parts, "num_kv_heads": delta.num_kv_heads // parts}
+            local["delta_net"] = replace(delta, **sizes)
+        if (kimi := config.kimi_delta) is not None:
+            local["kimi_delta"] = replace(kimi, num_heads=kimi.num_heads // parts)
+        if (mamba := config.mamba) is not None:
+            groups, each = max(mamba.num_groups // parts, 1), max(parts // mamba.num_groups, 1)
+            local["mamba"] = replace(mamba, num_heads=mamba.num_heads // parts, num_groups=groups, group_parts=each)
+        return local
 
     def kv_heads(self, config: ModelConfig) -> int:
         """Returns the key/value heads that one device has."""
@@ -232,3 +250,14 @@ class TensorParallel:
                 f"by jattn.llm.models.shard_model(model, mesh, TensorParallel(size={self.size}, "
                 f"rules={{{axis!r}: None}}))."
             )
+
+
+def _state_heads(config: ModelConfig) -> dict[str, int]:
+    """Returns the numbers of heads, or channels, of the mixers that keep a state, by the names of the config."""
+    found = {} if config.short_conv is None else {"hidden_size": config.hidden_size}
+    if config.delta_net is not None:
+        found["delta_net.num_kv_heads"] = config.delta_net.num_kv_heads
+    for name in ("kimi_delta", "mamba"):
+        if (sizes := getattr(config, name)) is not None:
+            found[f"{name}.num_heads"] = sizes.num_heads
+    return found

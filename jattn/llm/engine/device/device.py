@@ -274,9 +274,6 @@ class _CachePlan:
 
 def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model_len: int) -> _Placed:
     vocab_size, context = model.paged_spec.vocab_size, config.decode_context_parallel_size
-    if model.paged_spec.states and config.num_speculative_tokens:
-        wanted = "a model with recurrent layers is served without: leave it None"
-        raise Unsupported("speculative_config", "is given", wanted)
     check_processors(config.logits_processors or {}, vocab_size=vocab_size, max_model_len=max_model_len)
     if config.enable_return_routed_experts:
         check_routes(model)
@@ -293,6 +290,7 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
                 "is not; annotate both, or use n-grams."
             )
         model = WithDraft(model.base, draft)
+        shape = replace(shape, states=model.paged_spec.states)
     model = placement.with_scales(model)
     # Refuse now: a call that cannot run on this machine would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
@@ -319,7 +317,8 @@ def _plan_cache(
     if shape.states:
         num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
         states = StateConfig(num_slots=num_slots, num_host_slots=config.max_num_seqs * (config.num_host_blocks > 0))
-        num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states))
+        of_devices = mesh.shape["tp"] if mesh is not None and placed.placement.splits_heads else 1
+        num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states) // of_devices)
     plan = _plan(config, placed.spec, layers, further, num_bytes * parts, max_model_len=longest)
     return _CachePlan(
         plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, states
@@ -335,6 +334,7 @@ def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
         further=cache.further,
         states=placed.shape.states,
         num_slots=cache.states.num_slots if cache.states else 0,
+        state_axis="tp" if placed.placement.splits_heads else None,
     )
 
 
@@ -366,8 +366,6 @@ def _build(placed: _Placed, cache: _CachePlan, pool: KVPool, config: EngineConfi
     # Explicit steps are as many; to announce each to other processes takes the host longer.
     if not config.num_scheduler_steps and channel is None and outlasts_the_host(jax.tree.leaves(nnx.state(model))):
         num_scheduler_steps = 1
-    # The states before several tokens would be kept, and so copied.
-    num_scheduler_steps = 1 if cache.states else num_scheduler_steps
     runner = _runner(
         placed,
         cache,

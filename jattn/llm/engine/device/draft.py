@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import jax
@@ -32,8 +33,9 @@ class WithDraft(nnx.Module):
 
     @property
     def paged_spec(self) -> PagedSpec:
-        """The base's."""
-        return self.base.paged_spec
+        """The base's, with the states of both."""
+        spec = self.base.paged_spec
+        return replace(spec, states=(*spec.states, *self.draft.paged_spec.states))
 
     @property
     def parallel(self) -> TensorParallel | None:
@@ -48,7 +50,7 @@ class WithDraft(nnx.Module):
         hidden, own = self.base(token_ids, positions, own, metadata)
         # Adapters are the base's: with others the draft guesses as well, or worse.
         _, drafts = self.draft(token_ids, positions, drafts, replace(metadata, adapters=None))
-        return hidden, (*own, *drafts)
+        return hidden, self.joined(own, drafts)
 
     def with_routed_experts(
         self, token_ids: jax.Array, positions: jax.Array, kv_caches: tuple[jax.Array, ...], metadata: AttentionMetadata
@@ -57,16 +59,26 @@ class WithDraft(nnx.Module):
         own, drafts = self.split(kv_caches)
         hidden, own, experts = cast(RoutedModel, self.base).with_routed_experts(token_ids, positions, own, metadata)
         _, drafts = self.draft(token_ids, positions, drafts, replace(metadata, adapters=None))
-        return hidden, (*own, *drafts), experts
+        return hidden, self.joined(own, drafts), experts
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the base's."""
         return self.base.logits(hidden)
 
     def split(self, kv_caches: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Returns the base's caches and the draft's."""
-        count = self.base.paged_spec.num_arrays
-        return kv_caches[:count], kv_caches[count:]
+        """Returns the base's caches and the draft's, the states of each at the end."""
+        spec, num_drafts = self.base.paged_spec, self.draft.paged_spec.num_state_arrays
+        ends = spec.num_arrays, len(kv_caches) - num_drafts - spec.num_state_arrays, len(kv_caches) - num_drafts
+        own, drafts, states, draft_states = (kv_caches[slice(*each)] for each in pairwise((0, *ends, None)))
+        return (*own, *states), (*drafts, *draft_states)
+
+    def joined(self, own: tuple[jax.Array, ...], drafts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Returns the inverse of `split`: the caches of both, then the states of both."""
+        first, second = (
+            len(caches) - model.paged_spec.num_state_arrays
+            for caches, model in ((own, self.base), (drafts, self.draft))
+        )
+        return (*own[:first], *drafts[:second], *own[first:], *drafts[second:])
 
 
 def with_draft(model: PagedModel, config: EngineConfig, max_model_len: int) -> PagedModel:

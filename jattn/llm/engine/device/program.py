@@ -24,6 +24,7 @@ from jattn.llm.engine.request.outputs import Logprobs
 from jattn.llm.models import PagedModel, TensorParallel
 from jattn.llm.models.request_inputs import InputDtypes, unpacked
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
+from jattn.ops import DeferredStates
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
 from torch_core.metadata import group_fields
@@ -74,6 +75,7 @@ class _Batch:
         groups = tuple(
             replace(
                 AttentionMetadata.of_fields(fields, max_query_len=bucket.max_query_len, cache_group=index, cross=cross),
+                defers_states=bucket.num_guesses > 0,
                 # Found in the tables of the first group.
                 groups=_groups(fields, bucket) if index == 0 else None,
                 peers=self.peers,
@@ -115,7 +117,7 @@ def jitted_step(
     structure: Structure,
     placement: Placement,
     layers: LayerGroups,
-    cache_spec: Any,
+    cache_specs: tuple[Any, ...],
     leaf_specs: Any,
     *,
     routes: bool = False,
@@ -131,7 +133,7 @@ def jitted_step(
         structure: the model's, or that of one device's part of it.
         placement: the devices; each runs the step on its own part, and all have the results.
         layers: the cache groups.
-        cache_spec: partition spec of a layer's cache.
+        cache_specs: partition specs of the caches.
         leaf_specs: partition specs of the leaves.
         routes: report the experts of each token.
         adapters: layout of the adapters' memory, which steps of buckets with adapters are given, and others not.
@@ -142,8 +144,8 @@ def jitted_step(
         split = whole if adapters is None or operands[-1] is None else adapters.specs
         return placement.mapped(
             functools.partial(_step, structure, layers, routes, adapters, **sizes),
-            in_specs=(cache_spec, list(leaf_specs), whole, whole, whole, PartitionSpec("tp"), split),
-            out_specs=(whole, cache_spec),
+            in_specs=(cache_specs, list(leaf_specs), whole, whole, whole, PartitionSpec("tp"), split),
+            out_specs=(whole, cache_specs),
         )(*operands)
 
     # donate_argnums=0 is the pool: KVPool.run refuses a step that does not consume it.
@@ -236,6 +238,8 @@ def _decoded(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
             "sample_index": fields["sample_index"] + done,
             "slot": jnp.where(wanted, fields["slot"], state.neutral_slot),
         }
+        if "state_slots" in fields:
+            now["state_slots"] = jnp.where(wanted, fields["state_slots"], -1)
         sampled, state, kv_caches = _sampled(
             replace(batch, fields=now, token_ids=token_ids, state=state, kv_caches=kv_caches)
         )
@@ -267,8 +271,11 @@ def _verified(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     # Each place is sampled with the key that it has without speculation, so the tokens are the same ones. For a guess
     # that is certain of itself, to keep it where it was drawn is the rejection rule of arXiv:2211.17192.
     is_right = is_guess & (sampled.tokens[:-1] == token_ids[jnp.minimum(first + places, token_ids.size - 1)])
-    tokens = sampled.tokens.at[1:].set(jnp.where(jnp.cumprod(is_right, axis=0) > 0, sampled.tokens[1:], -1))
-    return sampled._replace(tokens=tokens), state, kv_caches
+    is_right = jnp.cumprod(is_right, axis=0, dtype=jnp.int32)
+    tokens = sampled.tokens.at[1:].set(jnp.where(is_right > 0, sampled.tokens[1:], -1))
+    num_kept = jnp.minimum(num_slots, 1) + is_right.sum(axis=0, dtype=jnp.int32)
+    kept = (each.after(num_kept) if isinstance(each, DeferredStates) else each for each in kv_caches)
+    return sampled._replace(tokens=tokens), state, tuple(kept)
 
 
 def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
@@ -282,18 +289,26 @@ def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
     # Who has a slot has no guesses.
     fields = batch.fields | {"slot": jnp.full_like(batch.fields["slot"], batch.state.neutral_slot)}
     own, drafts = model().split(batch.kv_caches)
+    num_states = model().draft.paged_spec.num_state_arrays
+    blocks, held = drafts[: len(drafts) - num_states], drafts[len(drafts) - num_states :]
+    states = ()
+    if held:
+        # Copies: the verification advances the states themselves, by accepted tokens.
+        slots = fields["state_slots"]
+        states = tuple(each[jnp.maximum(slots, 0)] for each in held)
+        fields["state_slots"] = jnp.where(slots < 0, slots, jnp.arange(slots.size, dtype=jnp.int32))
     sampled, _, drafts = _decoded(
         replace(
             batch,
             model=lambda: model().draft,
             bucket=alone,
             fields=fields,
-            kv_caches=drafts,
+            kv_caches=(*blocks, *states),
             routes=False,
             adapters=None,
         )
     )
-    return sampled.tokens, (*own, *drafts)
+    return sampled.tokens, model().joined(own, (*drafts[: len(blocks)], *held))
 
 
 def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:

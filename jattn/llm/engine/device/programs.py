@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
@@ -92,7 +93,10 @@ class Programs:
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
-            tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool.sharding) for shape, dtype in pool.shapes),
+            tuple(
+                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                for (shape, dtype), sharding in zip(pool.shapes, pool.shardings, strict=True)
+            ),
             [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in weights.leaves],
             self._on_all((max_num_seqs,)),
         )
@@ -111,7 +115,8 @@ class Programs:
         self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
         self._has_cublas = is_wide and self._on_gpu
         self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
-        cut = (placement, layers, placement.cache_spec(pool.spec), weights.specs)
+        cache_specs = tuple(PartitionSpec() if each is None else each.spec for each in pool.shardings)
+        cut = (placement, layers, cache_specs, weights.specs)
         layout = None if adapters is None else adapters.layout
         self._step, self.compiled = _shared(weights.structure, *cut, operands, max_blocks, routes, layout)
 
@@ -264,11 +269,11 @@ def _shared(
     structure: Structure,
     placement: Placement,
     layers: LayerGroups,
-    cache_spec: Any,
+    cache_specs: tuple[Any, ...],
     leaf_specs: tuple[Any, ...],
     operands: tuple[Any, ...],
     max_blocks: int,
     routes: bool,
     adapters: AdapterLayout | None,
 ) -> tuple[Any, _Compiled]:
-    return jitted_step(structure, placement, layers, cache_spec, leaf_specs, routes=routes, adapters=adapters), {}
+    return jitted_step(structure, placement, layers, cache_specs, leaf_specs, routes=routes, adapters=adapters), {}

@@ -16,6 +16,7 @@ def causal_conv_kernel(
     query_start_loc,
     cache_indices,
     has_initial_state,
+    num_kept_tokens,
     conv_states,
     out,
     num_tokens,
@@ -85,21 +86,22 @@ def causal_conv_kernel(
     tl.store(places, sums.to(out.dtype.element_ty), mask=live[:, None] & inside)
 
     if conv_states is not None and has_slot:
+        kept = length if num_kept_tokens is None else tl.load(num_kept_tokens + seq)
         sequence = x + start.to(tl.int64) * x_token_stride + channels[None, :]
         _replace_state(
-            state, sequence, length, inside, reads_state, state_token_stride, x_token_stride, PAST, BLOCK_STATE
+            state, sequence, kept, inside, reads_state, state_token_stride, x_token_stride, PAST, BLOCK_STATE
         )
 
 
 @triton.jit
 def _replace_state(
-    state, sequence, length, inside, reads_state, state_token_stride, x_token_stride, PAST: tl.constexpr,
+    state, sequence, kept, inside, reads_state, state_token_stride, x_token_stride, PAST: tl.constexpr,
     BLOCK_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the last PAST inputs of a sequence, those before its first token from its old state or zeros."""
+    """Stores the PAST inputs of a sequence that end with its kept tokens, the first from its old state or zeros."""
     entries = tl.arange(0, BLOCK_STATE)
-    tokens = length - PAST + entries
-    exists = (entries < PAST)[:, None] & inside
+    tokens = kept - PAST + entries
+    exists = (entries < PAST)[:, None] & inside & (kept > 0)
     is_past = (tokens < 0)[:, None]
     rows = sequence + tokens.to(tl.int64)[:, None] * x_token_stride
     latest = tl.load(rows, mask=exists & (tokens >= 0)[:, None], other=0.0).to(tl.float32)

@@ -21,7 +21,7 @@ def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> O
     num_tokens, num_channels = call.x.shape
     rows = _FEW_ROWS if num_tokens <= _FEW_TOKENS * call.num_seqs else _MANY_ROWS
     columns = min(_COLUMNS, power_of_two(num_channels))
-    optional = ("bias", "cache_indices", "has_initial_state", "conv_states")
+    optional = ("bias", "cache_indices", "has_initial_state", "num_kept_tokens", "conv_states")
     arguments: dict[str, Argument] = {
         **dict.fromkeys(optional, ABSENT),
         **{name: Pointer(name) for name in (*arrays, "out")},

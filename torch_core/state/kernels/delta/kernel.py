@@ -19,6 +19,7 @@ def gated_delta_kernel(
     query_start_loc,
     cache_indices,
     has_initial_state,
+    num_kept_tokens,
     states,
     out,
     num_tokens,
@@ -87,7 +88,13 @@ def gated_delta_kernel(
         found = scale * (tl.sum(state * q[None, :], 1) + error * tl.sum(k * q, 0))
         state += error[:, None] * k[None, :]
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
-    store_state(
-        states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
-        states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
-    )  # fmt: skip
+        if num_kept_tokens is not None and step + 1 == tl.load(num_kept_tokens + seq):
+            store_state(
+                states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states,
+                states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+            )  # fmt: skip
+    if num_kept_tokens is None:
+        store_state(
+            states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
+            states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+        )  # fmt: skip

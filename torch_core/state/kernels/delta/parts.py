@@ -103,7 +103,8 @@ def arguments_of(
 ) -> dict[str, Argument]:
     """Returns the arguments by name; `made` are the buffers that the launches write, besides the states."""
     absent = ArraySpec((1, 1, 1, 1), "float32")
-    optional = ("g", "gk", "cache_indices", "has_initial_state", "states", "summaries", *_BY_CHANNEL)
+    slots = ("cache_indices", "has_initial_state", "num_kept_tokens", "states")
+    optional = ("g", "gk", *slots, "summaries", *_BY_CHANNEL)
     return {
         **dict.fromkeys(optional, ABSENT),
         **{name: Pointer(name) for name in (*arrays, *made)},

@@ -56,8 +56,10 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
     """Plans a checked call that is not empty; buffers are named as the fields of the call."""
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}
+    # The state within a chunk is never computed.
     in_chunks = (
         call.max_query_len > _FEW_TOKENS
+        and call.num_kept_tokens is None
         and max(call.key.shape[2], call.value.shape[2]) <= _LARGEST_HEAD
         and call.key.dtype != "float32"
         and call.query.dtype == call.key.dtype == call.value.dtype

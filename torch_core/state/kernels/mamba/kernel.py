@@ -20,6 +20,7 @@ def mamba_step_kernel(
     query_start_loc,
     cache_indices,
     has_initial_state,
+    num_kept_tokens,
     states,
     out,
     num_tokens,
@@ -87,10 +88,16 @@ def mamba_step_kernel(
         if D is not None:
             found += tl.load(D + head).to(tl.float32) * value
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
-    store_state(
-        states, state, cache_indices, seq, head, row[:, None], column[None, :], num_states, states_slot_stride,
-        states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
-    )  # fmt: skip
+        if num_kept_tokens is not None and index + 1 == tl.load(num_kept_tokens + seq):
+            store_state(
+                states, state, cache_indices, seq, head, row[:, None], column[None, :], num_states,
+                states_slot_stride, states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
+            )  # fmt: skip
+    if num_kept_tokens is None:
+        store_state(
+            states, state, cache_indices, seq, head, row[:, None], column[None, :], num_states, states_slot_stride,
+            states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
+        )  # fmt: skip
 
 
 @triton.jit

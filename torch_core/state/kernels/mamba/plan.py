@@ -45,8 +45,10 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}
     is_narrow = call.x.dtype != "float32"
+    # The state within a chunk is never computed.
     in_chunks = (
         call.max_query_len > _FEW_TOKENS
+        and call.num_kept_tokens is None
         and call.state_size <= _LARGEST_STATE
         and is_narrow
         and call.x.dtype == call.B.dtype == call.C.dtype
@@ -131,7 +133,7 @@ def _scratch(call: MambaChunkScanCall[ArraySpec], span: int) -> dict[str, ArrayS
 def _arguments(
     call: MambaChunkScanCall[ArraySpec], arrays: dict[str, ArraySpec], out: ArraySpec, scratch: dict[str, ArraySpec]
 ) -> dict[str, Argument]:
-    optional = ("D", "dt_bias", "cache_indices", "has_initial_state", "states", "span_states")
+    optional = ("D", "dt_bias", "cache_indices", "has_initial_state", "num_kept_tokens", "states", "span_states")
     least, largest = (min(each, _LARGEST) for each in call.dt_limit)
     return {
         **dict.fromkeys(optional, ABSENT),
