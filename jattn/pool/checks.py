@@ -151,9 +151,9 @@ def checked_split(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Na
     raise InvalidInput("device", f"is {sharding}", wanted)
 
 
-def is_placed(array: jax.Array, sharding: NamedSharding) -> bool:
-    """Returns whether an array lies as a sharding says."""
-    return array.sharding.is_equivalent_to(sharding, array.ndim)
+def is_placed(array: jax.Array, sharding: NamedSharding | None) -> bool:
+    """Returns whether an array lies as a sharding says; None is any place."""
+    return sharding is None or array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
 def local_bytes(layer: tuple[tuple[int, ...], np.dtype], sharding: NamedSharding | None) -> int:

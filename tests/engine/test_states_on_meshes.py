@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, open_engine
 from jattn.llm.models import Decoder, TensorParallel
 from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, MambaConfig, ShortConvConfig
 from tests.engine.conftest import tiny_decoder
@@ -71,7 +71,8 @@ def test_guesses_forks_and_swaps_on_several_devices_and_copies_change_no_token()
         {"tensor_parallel_size": 2, "num_blocks": 18, "num_host_blocks": 16},
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
     ):
-        assert run(Engine(model, EngineConfig(**SIZES, **options)), prompts, SAMPLED) == expected, options
+        engine = open_engine(model, EngineConfig(**SIZES, **options))
+        assert run(engine, prompts, SAMPLED) == expected, options
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.pool import HostBlocks, KVPool
+from tests.support.devices import mesh, on_four_devices
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, StateCacheSpec
 from torch_core.cache import CacheConfig, CacheManager, StateConfig
@@ -101,11 +102,28 @@ def test_wrong_slots_are_refused_and_nothing_changes(call, words):
     assert values(pool)[0] == [0, 1, 2, 3, 4, 5]
 
 
-def test_states_without_slots_and_states_over_a_mesh_are_refused():
+def test_states_that_cannot_be_are_refused():
     with pytest.raises(InvalidInput, match="num_slots"):
         KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[STATES])
     with pytest.raises(InvalidInput, match=r"states\[0\]"):
         KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[BLOCKS], num_slots=4)  # type: ignore[list-item]
-    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    with pytest.raises(Unsupported, match="one device"):
-        make(device=NamedSharding(mesh, PartitionSpec()))
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), PartitionSpec("tp"))
+    with pytest.raises(Unsupported, match="does not split its blocks"):
+        make(device=sharding)
+    with pytest.raises(InvalidInput, match="state_axis is 'dp'; the mesh has tp"):
+        make(device=NamedSharding(sharding.mesh, PartitionSpec()), state_axis="dp")
+
+
+@on_four_devices
+def test_slots_that_are_split_over_devices_are_copied_swapped_and_scrubbed():
+    spec = StateCacheSpec(shapes=((2, 4), (8, 2, 2)), dtypes=("bfloat16", "float32"), split_axes=(1, 0))
+    sharding = NamedSharding(mesh("auto"), PartitionSpec())
+    pool = KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[spec], num_slots=6, state_axis="tp", device=sharding)
+    assert [tuple(each.spec) for each in pool.shardings if each] == [(), (None, None, "tp"), (None, "tp")]
+    pool.write_states([1, 2], [np.full_like(each, 3) for each in pool.read_states([1, 2])])
+    pool.copy_states([(1, 5)])
+    pool.scrub_states([2])
+    assert values(pool)[0] == [0, 3, 0, 0, 0, 3]
+    indivisible = StateCacheSpec(shapes=((2, 6),), dtypes=("float32",), split_axes=(1,))
+    with pytest.raises(InvalidInput, match=r"states have an array of \(2, 6\); 4 devices split axis 1"):
+        KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[indivisible], num_slots=6, state_axis="tp", device=sharding)

@@ -40,6 +40,7 @@ ARROWS: dict[str, set[str]] = {
         "torch_core.latent",
         "torch_core.cache_writes",
         "torch_core.metadata",
+        "torch_core.state",
     },
     "jattn.bridge": {"torch_core.launch"},
     "jattn.table": set(),

@@ -13,7 +13,7 @@ from tests.support.delta_cases import delta_call
 from tests.support.mamba_cases import mamba_call
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.ops import run
-from torch_core.vllm import ops
+from torch_core.vllm.ops import states as ops
 
 LENS = (5, 1, 3)
 

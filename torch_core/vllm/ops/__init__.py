@@ -20,26 +20,12 @@ from torch_core.vllm.ops.cache import (
 )
 from torch_core.vllm.ops.decode import decode_attention_fwd
 from torch_core.vllm.ops.prefix_prefill import chunked_prefill_paged_decode
-from torch_core.vllm.ops.states import (
-    causal_conv1d_fn,
-    causal_conv1d_update,
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    mamba_chunk_scan_combined_varlen,
-    selective_state_update,
-)
 
 __all__ = [
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
     "chunked_prefill_paged_decode",
     "context_attention_fwd",
     "decode_attention_fwd",
-    "fused_recurrent_gated_delta_rule",
-    "mamba_chunk_scan_combined_varlen",
     "merge_attn_states",
-    "selective_state_update",
     "triton_reshape_and_cache_flash",
     "triton_reshape_and_cache_flash_diffkv",
     "triton_reshape_and_cache_flash_per_token_head_quant",
