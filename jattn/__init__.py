@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch_core.base.specs import LatentCacheSpec as LatentCacheSpec
     from torch_core.metadata import SequenceRow as SequenceRow
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "jattn.bridge": ["to_jax", "to_torch", "typed_errors"],

@@ -22,6 +22,7 @@ MODULES = {
     "torch_core.ops": "The operations on torch tensors.",
     "torch_core.vllm": "vLLM's attention backends, builders and selection.",
     "torch_core.vllm.ops": "vLLM's operations, with its names and parameters.",
+    "torch_core.vllm.ops.states": "vLLM's operations of layers with a state.",
 }
 #: Public names of modules without a list of them.
 ALSO = {
@@ -43,7 +44,7 @@ def pages() -> dict[str, str]:
     found = {}
     for module, sentence in MODULES.items():
         entries = []
-        for name in sorted(import_module(module).__all__, key=str.lower):
+        for name in sorted(names(module), key=str.lower):
             if module != "jattn" and name in main and _same(module, name):
                 entries.append(f"## {name}\n\nSee [jattn.{name}](jattn.md#jattn.{name}).\n")
             else:
@@ -53,6 +54,13 @@ def pages() -> dict[str, str]:
     others = "\n".join(f"::: {path}\n" for path in ALSO["jattn.integrations"])
     found["jattn.integrations.md"] = f"# jattn.integrations\n\nTrainers and layers of other projects.\n\n{others}"
     return found
+
+
+def names(module: str) -> list[str]:
+    """Returns a module's public names: its list, or the functions and classes that it defines."""
+    found = vars(import_module(module))
+    own = [name for name, each in found.items() if getattr(each, "__module__", None) == module and name[0] != "_"]
+    return list(getattr(import_module(module), "__all__", own))
 
 
 def _same(module: str, name: str) -> bool:

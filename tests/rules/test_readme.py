@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import jattn
 from jattn.llm.load import known_families
 from jattn.llm.load.families.table import families_table
 from torch_core.serves import serves_table
@@ -88,3 +89,11 @@ def test_pre_commit_checks_what_ci_checks() -> None:
     checks = re.findall(r"^(ruff \w+|pyright)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
     assert hooks == checks
+
+
+def test_the_changelog_begins_with_the_version_and_is_short() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [(number, line) for number, line in enumerate(lines) if line.startswith("## ")]
+
+    assert versions[0][1] == f"## {jattn.__version__}"
+    assert versions[1][0] - versions[0][0] <= 80
