@@ -1,0 +1,1 @@
+"""Pages of the site; `docs.scripts` writes the generated ones."""
