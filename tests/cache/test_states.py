@@ -146,6 +146,12 @@ def test_random_traces_with_states_keep_every_promise(seed):
         assert sum(getattr(model.cache.stats(), name) for model in models) > 0, name
 
 
+@pytest.mark.nightly
+def test_200_000_moves_with_states_keep_every_promise(seed):
+    models = [run_trace(seed + trace, 500, states=True) for trace in range(400)]
+    assert sum(model.cuts for model in models) > 100
+
+
 def _writes_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         StateSlots, "plan", _without(StateSlots.plan, lambda is_snapshot, table: table.slot and not is_snapshot)

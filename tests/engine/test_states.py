@@ -108,6 +108,17 @@ def test_a_prefix_continues_from_a_snapshot(engine, hybrid, seed) -> None:
     assert request.output_token_ids == expected(hybrid, longer)
 
 
+def test_a_snapshot_of_other_weights_is_no_prefix(engine, hybrid, seed) -> None:
+    (prompt,) = prompts_of(seed, 21)
+    run(engine, [prompt], GREEDY)
+    engine.update_weights(hybrid)
+    request = engine.add([*prompt, 5], GREEDY)
+    while engine.num_unfinished:
+        engine.step()
+
+    assert request.num_cached_tokens == 0
+
+
 def test_preempted_and_swapped_sequences_go_on(hybrid, seed) -> None:
     prompts = prompts_of(seed, 9, 10, 11)
     wanted = [expected(hybrid, prompt) for prompt in prompts]
@@ -145,7 +156,7 @@ class Oracle:
         pass
 
 
-@pytest.mark.parametrize("num_blocks", [64, 12])
+@pytest.mark.parametrize("num_blocks", [pytest.param(64, marks=pytest.mark.nightly), 12])
 def test_guesses_that_are_accepted_in_part_leave_the_state_after_the_accepted_ones(
     hybrid, seed, monkeypatch, num_blocks
 ) -> None:
@@ -165,7 +176,8 @@ def test_guesses_that_are_accepted_in_part_leave_the_state_after_the_accepted_on
     assert run(engine, [[*prompts[1], wanted[1][0], 3]], GREEDY) == [expected(hybrid, [*prompts[1], wanted[1][0], 3])]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("attention", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["hybrid", "attention"])
 def test_a_draft_model_of_either_kind_changes_no_token(hybrid, seed, kind) -> None:
     draft = perturbed(hybrid, 0.01) if kind == "hybrid" else tiny_decoder(num_hidden_layers=1)
     prompts = prompts_of(seed, 9, 4, 11)

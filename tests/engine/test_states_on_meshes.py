@@ -36,21 +36,13 @@ def decoder(**changes: Any) -> Decoder:
 
 
 @on_four_devices
-def test_tokens_of_every_mixer_are_those_of_one_device() -> None:
+def test_tokens_of_every_mixer_are_those_of_one_device_and_only_sums_and_choices_cross_devices() -> None:
     model, prompts = decoder(), prompts_of(1, 6)
-    expected = run(Engine(model, EngineConfig(**SIZES)), prompts, SAMPLED)
-    for size in (2, 4):
-        engine = Engine(model, EngineConfig(**SIZES, tensor_parallel_size=size))
-        assert run(engine, prompts, SAMPLED) == expected, size
-        states = engine._core.device.pool.shardings[-1]
-        assert states is not None
-        assert states.shard_shape((9, 8, 4, 6)) == (9, 8 // size, 4, 6)
-
-
-@on_four_devices
-def test_only_sums_and_the_choice_of_a_token_cross_devices() -> None:
-    engine = Engine(decoder(), EngineConfig(**SIZES, tensor_parallel_size=4))
-    run(engine, prompts_of(2, 2), SAMPLED)
+    engine = Engine(model, EngineConfig(**SIZES, tensor_parallel_size=4))
+    assert run(engine, prompts, SAMPLED) == run(Engine(model, EngineConfig(**SIZES)), prompts, SAMPLED)
+    states = engine._core.device.pool.shardings[-1]
+    assert states is not None
+    assert states.shard_shape((9, 8, 4, 6)) == (9, 2, 4, 6)
     for program in engine._core.device.runner.programs.compiled.values():
         found = COLLECTIVE.findall(program.as_text())
         kinds = Counter(kind for _, kind in found)
@@ -66,12 +58,14 @@ def test_guesses_forks_and_swaps_on_several_devices_and_copies_change_no_token()
     model, prompts = decoder(), prompts_of(3, 6)
     expected = run(Engine(model, EngineConfig(**SIZES)), prompts, SAMPLED)
     speculative = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1)
-    for options in (
+    choices: list[dict[str, Any]] = [
+        {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "speculative_config": speculative},
         {"tensor_parallel_size": 2, "num_blocks": 18, "num_host_blocks": 16},
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
-    ):
-        engine = open_engine(model, EngineConfig(**SIZES, **options))
+    ]
+    for options in choices:
+        engine: Any = open_engine(model, EngineConfig(**SIZES, **options))
         assert run(engine, prompts, SAMPLED) == expected, options
 
 

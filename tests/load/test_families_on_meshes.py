@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
-from jattn.llm.load import known_families, load_model
+from jattn.llm.load import load_model
 from jattn.llm.models import Decoder, partition_specs
 from tests.support.devices import mesh, on_four_devices
 from tests.support.family_models import CASES, write_checkpoint
@@ -46,7 +46,7 @@ def test_a_family_has_the_same_logits_with_its_parameters_on_a_training_mesh(arc
     assert np.abs(found - expected).max() <= 64 * 2.0**-23 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("architecture", [name for name in CASES if not known_families()[name].has_states])
+@pytest.mark.parametrize("architecture", list(CASES))
 @on_four_devices
 def test_a_family_says_the_same_on_two_devices(architecture: str) -> None:
     model, sizes = model_of(architecture), {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 32}

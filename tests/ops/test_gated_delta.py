@@ -142,6 +142,8 @@ def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
         ({"states": torch.zeros(8, 4, 6, 8).double()}, "states is float64; it must be float32, bfloat16 or float16"),
         ({"cache_indices": torch.tensor([0, 1, 2, 3, 8, 5]).int()}, "cache_indices.4. is 8; states has slots 0 to 7"),
         ({"query_start_loc": torch.tensor([0, 5, 6, 6, 26, 27, 28]).int()}, "sequence 3 has 20 rows in query_start_lo"),
+        ({"states": torch.zeros(8, 3, 20)}, "states has shape .8, 3, 20.; it must have 4 axes"),
+        ({"has_initial_state": torch.ones(5).bool()}, "has_initial_state has shape .5.; it must be .*num_seqs = 6"),
         (
             {"num_kept_tokens": torch.tensor([5, 2, 0, 3, 1, 2]).int()},
             "num_kept_tokens.1. is 2; .* from 0 to 1, the tokens",

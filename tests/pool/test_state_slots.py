@@ -105,6 +105,8 @@ def test_wrong_slots_are_refused_and_nothing_changes(call, words):
 def test_states_that_cannot_be_are_refused():
     with pytest.raises(InvalidInput, match="num_slots"):
         KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[STATES])
+    with pytest.raises(InvalidInput, match=r"spec is StateCacheSpec.*it must be a KVCacheSpec or a LatentCacheSpec"):
+        KVPool(STATES, num_layers=1, num_blocks=4)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"states\[0\]"):
         KVPool(BLOCKS, num_layers=1, num_blocks=4, states=[BLOCKS], num_slots=4)  # type: ignore[list-item]
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tp",)), PartitionSpec("tp"))

@@ -22,7 +22,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def delta(seed: int, lens: tuple[int, ...] = LENS) -> tuple[Any, list[torch.Tensor]]:
+def delta(seed: int, lens: tuple[int, ...] = LENS) -> tuple[Any, list[Any]]:
     """Returns a call whose sequences have the slots 1, 2 and so on, and its arrays with vLLM's axis of the batch."""
     call = delta_call(seed, lens, padding=0)
     states = torch.randn(len(call.states) + 4, *call.states.shape[1:])
@@ -35,6 +35,7 @@ def test_the_gated_delta_rule_of_prompts_and_of_slots(seed):
     call, arrays = delta(seed)
     given = {"cu_seqlens": call.query_start_loc.long(), "use_qk_l2norm_in_kernel": True}
     first = call.states[call.cache_indices].clone()
+    last: Any
     out, last = ops.chunk_gated_delta_rule(*arrays, initial_state=first, output_final_state=True, **given)
     slots, states = call.cache_indices, call.states.clone()
     again, _ = ops.fused_recurrent_gated_delta_rule(*arrays, initial_state=states, ssm_state_indices=slots, **given)
@@ -111,9 +112,10 @@ def test_mamba2_of_prompts_and_of_decoded_tokens(seed):
     call = mamba_call(seed, LENS, padding=0).with_arrays({"cache_indices": None, "has_initial_state": None})
     call = call.with_arrays({"states": torch.randn(len(LENS), *call.states.shape[1:])})
     out, z = torch.empty_like(call.x), torch.randn(call.x.shape)
+    unused = torch.empty(0)
     given = {"D": call.D, "dt_bias": call.dt_bias, "dt_softplus": call.dt_softplus}
     last = ops.mamba_chunk_scan_combined_varlen(
-        call.x, call.dt, call.A, call.B, call.C, 4, call.query_start_loc, *[torch.empty(0)] * 3, out, z=z,
+        call.x, call.dt, call.A, call.B, call.C, 4, call.query_start_loc, unused, unused, unused, out, z=z,
         initial_states=call.states.clone(), **given,
     )  # fmt: skip
     assert_close(out, run(call)["out"] * functional.silu(z))
@@ -138,6 +140,6 @@ def test_what_has_no_counterpart_is_refused(seed):
         ops.chunk_gated_delta_rule(*arrays, initial_state=call.states, cu_seqlens=call.query_start_loc)
     with pytest.raises(InvalidInput, match="q has a batch of 2"):
         ops.chunk_gated_delta_rule(*[torch.cat([each] * 2) for each in arrays], cu_seqlens=call.query_start_loc)
-    x, state = torch.ones(2, 3, 4), torch.zeros(2, 3, 4, 5)
+    x, state, weights = torch.ones(2, 3, 4), torch.zeros(2, 3, 4, 5), torch.ones(2, 1, 5)
     with pytest.raises(Unsupported, match="dt differs within a head"):
-        ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), *[torch.ones(2, 1, 5)] * 2)
+        ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), weights, weights)

@@ -296,7 +296,7 @@ def _with_slots(call: Any, names: tuple[str, ...], slots: Tensor | None, num_acc
     first = torch.zeros_like(rows) if num_accepted is None else num_accepted.long() - 1
     before = slots[rows, first.clamp(0, last)].long()
     ones = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-    out = torch.zeros_like(getattr(call, "value", getattr(call, "x", None)))
+    out = torch.zeros_like(call.value if isinstance(call, GatedDeltaCall) else call.x)
     for step in range(slots.shape[1]):
         live, own = lens > step, slots[:, step]
         is_kept = live & (own >= 0) & (before >= 0)
