@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -80,6 +80,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = next((kind for kind in (int, float) if kind in kinds), str)
+            if any(get_origin(kind) is tuple for kind in kinds):
+                options["nargs"] = "+"
             options["metavar"] = _METAVARS.get(field.name, options["type"].__name__.upper())
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)
 

@@ -17,6 +17,7 @@ from jattn.ops.causal_conv import causal_conv1d
 from jattn.ops.choose import available_implementations, choose, launches_kernels
 from jattn.ops.deferred import DeferredStates
 from jattn.ops.dropout import dropout_seeds
+from jattn.ops.expert_adapters import ExpertAdapters
 from jattn.ops.experts import fused_experts, route_experts
 from jattn.ops.fp8_query import fp8_query
 from jattn.ops.gated_delta import gated_delta_rule
@@ -43,6 +44,7 @@ __all__ = [
     "CacheScales",
     "CallOptions",
     "DeferredStates",
+    "ExpertAdapters",
     "PagedOptions",
     "add_lora_linear",
     "attention",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jattn.ops.arguments import documented
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.adapters.call import LoraCall
+
+# Up to this number of slots the rows of each are counted by comparisons, which need no launch of their own.
+_COMPARED_SLOTS = 64
 
 
 class AdapterRows(NamedTuple):
@@ -38,7 +41,10 @@ class AdapterRows(NamedTuple):
             ([2, 0, 3, 1], [0, 1, 3])
         """
         slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
-        counts = (slots[:, None] == jnp.arange(num_slots)).sum(0, dtype=jnp.int32)
+        if num_slots <= _COMPARED_SLOTS:
+            counts = (slots[:, None] == jnp.arange(num_slots)).sum(0, dtype=jnp.int32)
+        else:
+            counts = jnp.bincount(slots, length=num_slots).astype(jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         return cls(jnp.argsort(slots, stable=True).astype(jnp.int32), starts)
 
@@ -89,38 +95,64 @@ def add_lora_linear(
 
 
 def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
-    """Computes a checked call: slot after slot, all rows by the slot's matrices, of which its own are kept.
+    """Computes a checked call.
 
     `jax.lax.ragged_dot` would multiply every row with every slot's matrices on a CPU. Here a slot without rows costs
-    nothing, and no matrix is copied for each row.
+    nothing: where rows are fewer than slots, each reads its own matrices; else every slot multiplies all rows, which
+    keep the products of their own.
     """
-    x, slices, starts = call.x, call.output_slices, call.lora_token_start_loc
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    places = jnp.arange(len(x), dtype=jnp.int32)
-    of_places = (places[:, None] >= starts[None, 1:]).sum(1, dtype=jnp.int32)
+    starts, places = call.lora_token_start_loc, jnp.arange(len(call.x), dtype=jnp.int32)
+    of_places = jnp.searchsorted(starts[1:], places, side="right", method="compare_all").astype(jnp.int32)
     slots = jnp.full_like(of_places, call.num_slots)
     slots = slots.at[call.token_indices_sorted_by_lora_ids].set(of_places, mode="drop")
+    wide = jnp.float64 if call.x.dtype == jnp.float64 else jnp.float32
+    total = _by_row(call, slots, wide) if len(call.x) < call.num_slots else _by_slot(call, slots, wide)
+    if call.y is None:
+        return {"out": total.astype(call.x.dtype)}
+    return {"y": (call.y.astype(wide) + total).astype(call.y.dtype)}
+
+
+def _by_row(call: LoraCall[jax.Array], slots: jax.Array, wide: Any) -> jax.Array:
+    """Returns the products of each row, 0 without a slot; the slots may be many, as those of experts are."""
+
+    def one_row(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, slot = operands
+
+        def product() -> jax.Array:
+            lora_a, lora_b = (jax.lax.dynamic_index_in_dim(each, slot, keepdims=False) for each in matrices)
+            return _products(row[None], lora_a, lora_b, call, wide)[0]
+
+        return jax.lax.cond(slot < call.num_slots, product, lambda: jnp.zeros(call.lora_b.shape[1], wide))
+
+    matrices = call.lora_a, call.lora_b
+    return jax.lax.map(one_row, (call.x, slots))
+
+
+def _by_slot(call: LoraCall[jax.Array], slots: jax.Array, wide: Any) -> jax.Array:
+    """Returns the same, slot by slot; no matrix is copied for each row."""
 
     def add(total: jax.Array, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         slot, count, lora_a, lora_b = operands
 
         def added() -> jax.Array:
-            inner = jnp.einsum("ti,ri->tr", x, lora_a, preferred_element_type=wide).astype(x.dtype)
-            products, first = [], 0
-            for index, size in enumerate(slices):
-                own = inner[:, index * call.rank : (index + 1) * call.rank]
-                matrix = lora_b[first : first + size]
-                products.append(jnp.einsum("tr,or->to", own, matrix, preferred_element_type=wide))
-                first += size
-            return jnp.where((slots == slot)[:, None], jnp.concatenate(products, axis=1), total)
+            return jnp.where((slots == slot)[:, None], _products(call.x, lora_a, lora_b, call, wide), total)
 
         return jax.lax.cond(count > 0, added, lambda: total), None
 
-    operands = (jnp.arange(call.num_slots, dtype=jnp.int32), jnp.diff(starts), call.lora_a, call.lora_b)
-    total, _ = jax.lax.scan(add, jnp.zeros((len(x), call.lora_b.shape[1]), wide), operands)
-    if call.y is None:
-        return {"out": total.astype(x.dtype)}
-    return {"y": (call.y.astype(wide) + total).astype(call.y.dtype)}
+    counts = jnp.diff(call.lora_token_start_loc)
+    operands = (jnp.arange(call.num_slots, dtype=jnp.int32), counts, call.lora_a, call.lora_b)
+    return jax.lax.scan(add, jnp.zeros((len(call.x), call.lora_b.shape[1]), wide), operands)[0]
+
+
+def _products(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, call: LoraCall[jax.Array], wide: Any) -> jax.Array:
+    """Returns the products of rows with one slot's matrices."""
+    inner = jnp.einsum("ti,ri->tr", x, lora_a, preferred_element_type=wide).astype(x.dtype)
+    products, first = [], 0
+    for index, size in enumerate(call.output_slices):
+        own = inner[:, index * call.rank : (index + 1) * call.rank]
+        products.append(jnp.einsum("tr,or->to", own, lora_b[first : first + size], preferred_element_type=wide))
+        first += size
+    return jnp.concatenate(products, axis=1)
 
 
 register(JaxOp(call=LoraCall, jnp=_add_lora_linear, jnp_derivative=True))

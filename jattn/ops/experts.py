@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
-from jattn.ops.routed import ExpertKernels, chosen_experts, routed_experts
+from jattn.ops.expert_products import ExpertKernels
+from jattn.ops.routed import chosen_experts, routed_experts
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.experts.call import ExpertsCall

@@ -4,56 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.activations import activated, gated
+from jattn.ops.expert_adapters import ExpertAdapters
+from jattn.ops.expert_products import ExpertProduct
 
 _Activate: TypeAlias = Callable[[jax.Array], jax.Array]
-
-
-class ExpertProduct(Protocol):
-    """One linear map for each expert, computed in two ways."""
-
-    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps rows `[rows, in]` that are sorted by expert, `group_sizes` of them for each."""
-        ...
-
-    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """Maps rows `[rows, in]` one by one, each with its own expert."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertKernels:
-    """`x @ kernel[expert] + bias[expert]`.
-
-    Attributes:
-        kernel: float[experts, in, out].
-        bias: float[experts, out], or None.
-    """
-
-    kernel: jax.Array
-    bias: jax.Array | None
-
-    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """One ragged product."""
-        return self._biased(jax.lax.ragged_dot(x, self.kernel, group_sizes), experts)
-
-    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """Reads the experts that are hit, no others."""
-
-        def one_row(arguments: tuple[jax.Array, jax.Array]) -> jax.Array:
-            row, expert = arguments
-            return row @ jax.lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False)
-
-        return self._biased(jax.lax.map(one_row, (x, experts)), experts)
-
-    def _biased(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        return x if self.bias is None else x + self.bias[experts]
 
 
 def chosen_experts(
@@ -86,6 +46,7 @@ def chosen_experts(
 def routed_experts(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
     experts: jax.Array, num_experts: int, in_rows: bool = False, is_gated: bool = True,
+    adapters: ExpertAdapters | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sums of the outputs of each row's experts, `[rows, hidden]` in the dtype of the weights.
 
@@ -98,36 +59,43 @@ def routed_experts(
         num_experts: number of experts.
         in_rows: multiply row by row; else only if rows are fewer than experts.
         is_gated: `gate_up` is gate and up, not up alone.
+        adapters: low-rank adapters of the rows; None for none.
     """
     act = functools.partial(gated if is_gated else activated, activation)
     is_expert = (experts >= 0) & (experts < num_experts)
     # After the last expert comes a group of rows without an expert.
     experts = jnp.where(is_expert, experts, num_experts)
     routed = by_rows if in_rows or experts.size < num_experts else by_groups
-    found = routed(gate_up, down, act, rows, experts, num_experts)
+    found = routed(gate_up, down, act, rows, experts, num_experts, adapters)
     # Values without an expert are undefined there.
     found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)
     return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype)
 
 
 def by_groups(
-    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int
-) -> jax.Array:
+    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int,
+    adapters: ExpertAdapters | None = None,
+) -> jax.Array:  # fmt: skip
     """Returns the outputs of each row's experts, `[rows, top_k, hidden]`, by grouped products."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    chosen = flat[order]
+    chosen, tokens = flat[order], order // experts.shape[-1]
+    if adapters is not None:
+        gate_up, down = adapters.around(gate_up, down, tokens, chosen)
     sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
-    inner = gate_up.grouped(rows[order // experts.shape[-1]], chosen, sizes)
+    inner = gate_up.grouped(rows[tokens], chosen, sizes)
     out = down.grouped(act(inner), chosen, sizes)
     # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
     return out[jnp.argsort(order)].reshape(*experts.shape, -1)
 
 
 def by_rows(
-    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int
-) -> jax.Array:
+    gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int,
+    adapters: ExpertAdapters | None = None,
+) -> jax.Array:  # fmt: skip
     """Returns the same as `by_groups`, row by row."""
-    flat = experts.reshape(-1)
-    inner = gate_up.gathered(jnp.repeat(rows, experts.shape[-1], axis=0), flat)
+    flat, tokens = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32) // experts.shape[-1]
+    if adapters is not None:
+        gate_up, down = adapters.around(gate_up, down, tokens, flat)
+    inner = gate_up.gathered(rows[tokens], flat)
     return down.gathered(act(inner), flat).reshape(*experts.shape, -1)

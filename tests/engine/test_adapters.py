@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,30 @@ from flax import nnx
 import jattn
 from jattn.llm.engine import Engine, EngineConfig, LoRARequest, SamplingParams
 from jattn.llm.engine.adapter_slots import AdapterSlots
+from jattn.llm.engine.clients.adapters import AdapterRegistry
 from jattn.llm.engine.request.lora import LoadedAdapter
-from jattn.llm.models import Adapters
+from jattn.llm.models import Adapters, MoEConfig, adapter_targets
 from tests.support.devices import on_four_devices
 from tests.support.lora_models import merged_model, peft_folder, peft_tensors, tiny_adapters
 from tests.support.tiny_models import tiny_config, tiny_model
 
-CONFIG = tiny_config(num_hidden_layers=1)
+# Adapters are of all parts: attention, experts, the embedding and the head, which is tied.
+MOE = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8)
+CONFIG = tiny_config(num_hidden_layers=1, moe=MOE, tie_word_embeddings=True)
+ALL = tuple(target.module for target in adapter_targets(CONFIG))
 NUM_ADAPTERS, NUM_SLOTS = 200, 16
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def trained(seed: int, **options: Any) -> Adapters:
+    return tiny_adapters(CONFIG, seed, rank=2, target_modules=ALL, **options)
 
 
 class Running(Engine):
     """An engine with adapters of one module, and that module."""
 
     def __init__(self) -> None:
-        self.model, self.trained = tiny_model(CONFIG, 3), tiny_adapters(CONFIG, 5, rank=2, num_adapters=NUM_ADAPTERS)
+        self.model, self.trained = tiny_model(CONFIG, 3), trained(5, num_adapters=NUM_ADAPTERS)
         super().__init__(
             self.model,
             EngineConfig(
@@ -67,6 +76,11 @@ def _logits(model, adapters, tokens, ids):
     return model.forward_dense(tokens, adapters=adapters.batch(ids, tokens.shape[1]))
 
 
+@nnx.jit
+def _merged_logits(model, tokens):
+    return model.forward_dense(tokens)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Running]:
     with Running() as engine:
@@ -93,7 +107,9 @@ def test_tokens_and_logprobs_of_a_mixed_batch_are_those_of_merged_models(named):
     models = [merged_model(named.model, named.trained, 1), named.model, merged_model(named.model, named.trained, 0)]
     for request, prompt, model in zip(requests, prompts, models, strict=True):
         tokens = request.output_token_ids
-        logprobs = jax.nn.log_softmax(model.forward_dense(jnp.array([prompt + tokens])))[0, len(prompt) - 1 : -1]
+        padded = jnp.array([[*prompt, *tokens, *[0] * (4 - len(prompt))]])
+        places = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+        logprobs = jax.nn.log_softmax(_merged_logits(model, padded))[0, places]
         assert tokens == logprobs.argmax(-1).tolist()
         found = [each[token].logprob for each, token in zip(request.output().outputs[0].logprobs, tokens, strict=True)]
         np.testing.assert_allclose(found, logprobs.max(-1), atol=1e-5)
@@ -125,8 +141,8 @@ def test_another_adapter_compiles_nothing(named):
 
 def test_a_running_request_keeps_its_version_and_a_new_one_has_the_trained(named):
     prompt, params = [9, 8, 7], SamplingParams(max_tokens=6, **GREEDY)
-    module = tiny_adapters(CONFIG, 11, rank=2, num_adapters=1)
-    before = Adapters(CONFIG, rank=2, rngs=nnx.Rngs(0))
+    module = trained(11, num_adapters=1)
+    before = Adapters(CONFIG, rank=2, target_modules=ALL, rngs=nnx.Rngs(0))
     nnx.update(before, nnx.state(module))
     named.add_lora("trained", module)
     first = named.add(prompt, params, lora="trained")
@@ -224,7 +240,7 @@ def test_without_enable_lora_an_adapter_is_refused():
 
 @on_four_devices
 def test_devices_share_adapters_as_they_share_the_products(seed):
-    model, adapters = tiny_model(CONFIG, seed), tiny_adapters(CONFIG, seed, num_adapters=1)
+    model, adapters = tiny_model(CONFIG, seed), trained(seed, num_adapters=1)
     config = EngineConfig(
         tensor_parallel_size=4, num_blocks=16, max_num_seqs=2, enable_lora=True, max_lora_rank=8, num_scheduler_steps=1
     )
@@ -269,3 +285,73 @@ def test_a_slot_whose_upload_failed_is_free():
         slots.take(adapter)
     slots.begin([])
     assert slots.num_loads == 0
+
+
+def registry(**options: Any) -> AdapterRegistry:
+    return AdapterRegistry(tiny_model(CONFIG, 0), EngineConfig(enable_lora=True, max_loras=2, **options))
+
+
+def test_a_pinned_adapter_keeps_its_slot_and_its_next_version_does():
+    loads, adapters, known = [], trained(0, num_adapters=3), registry()
+    slots = AdapterSlots(2, lambda slot, adapter: loads.append((slot, adapter.name)))
+    for index, name in enumerate("abc"):
+        known.add(LoRARequest(name, index + 1), adapters, index=index, follow=False)
+
+    def run(name: str) -> None:
+        slots.begin([])
+        assert slots.take(known.of(name))
+
+    known.pin(1)
+    for name in "abcb":
+        run(name)
+    assert loads == [(0, "a"), (1, "b"), (1, "c"), (1, "b")]
+    known.add(LoRARequest("a", 1), adapters, index=1, follow=False)
+    for name in "acb":
+        run(name)
+    # The old version had the slot that was unused for longest.
+    assert loads[4:] == [(0, "a"), (1, "c"), (1, "b")]
+
+
+def test_requests_of_other_adapters_are_refused_while_all_slots_are_pinned():
+    known, adapters = registry(), trained(0, num_adapters=1)
+    for name in "abc":
+        known.add(LoRARequest(name), adapters, follow=False)
+    for name in "aba":
+        known.pin(name)
+    text = r"'c' gets no slot; all of max_loras \(2\) are pinned: 'a', 'b'. Remove one of them"
+    for refused in (known.pin, known.of):
+        with pytest.raises(jattn.InvalidInput, match=text):
+            refused("c")
+    known.remove("a")
+    known.pin("c")
+    with pytest.raises(jattn.InvalidInput, match="lora 'a' is not loaded"):
+        known.pin("a")
+    with pytest.raises(jattn.InvalidInput, match="lora 7 is not loaded"):
+        known.pin(7)
+
+
+def test_a_request_that_was_there_before_all_slots_were_pinned_gets_one():
+    pinned = {1, 2}
+    slots = AdapterSlots(2, lambda slot, adapter: None)
+    held = [LoadedAdapter(name, version, 1, {}, pinned=pinned) for version, name in enumerate("abc", 1)]
+    for adapter in held[:2]:
+        slots.begin([])
+        slots.take(adapter)
+    slots.begin([held[0]])
+    assert slots.take(held[2])
+    assert slots.slot_of(held[0]) == 0
+
+
+def test_parts_without_memory_have_no_adapters():
+    known = registry(lora_target_modules=["o_proj", "moe.down_proj"])
+    known.add(LoRARequest("fits"), trained_of(("o_proj",)))
+    with pytest.raises(jattn.InvalidInput, match="lm_head has an adapter in 'more'; the engine's lora_target_modules"):
+        known.add(LoRARequest("more"), trained_of(("o_proj", "lm_head")))
+    with pytest.raises(jattn.InvalidInput, match="lora_target_modules has 'router'; this model has embed_tokens"):
+        registry(lora_target_modules=("router",))
+    with pytest.raises(jattn.InvalidInput, match=r"lora_target_modules\[0\] is 3"):
+        EngineConfig(lora_target_modules=(3,))  # type: ignore[arg-type]
+
+
+def trained_of(names: tuple[str, ...]) -> Adapters:
+    return Adapters(CONFIG, rank=2, target_modules=names, rngs=nnx.Rngs(0))

@@ -14,7 +14,8 @@ from flax import nnx
 from jattn.llm.models import MoEConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.ops.activations import gated
-from jattn.ops.routed import ExpertKernels, by_groups, by_rows
+from jattn.ops.expert_products import ExpertKernels
+from jattn.ops.routed import by_groups, by_rows
 from tests.support.tiny_models import tiny_config
 from torch_core.base.errors import InvalidInput
 

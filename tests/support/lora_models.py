@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jattn.llm.load.plan import plan_parameters
-from jattn.llm.models import Adapters, Decoder, ModelConfig, adapter_targets
+from jattn.llm.models import Adapters, AdapterTarget, Decoder, ModelConfig, adapter_targets, decoder_of
 
-__all__ = ["PROJECTIONS", "matrices", "merged_model", "peft_folder", "peft_tensors", "tiny_adapters"]
+__all__ = ["PROJECTIONS", "fused_tensors", "matrices", "merged_model", "peft_folder", "peft_tensors", "tiny_adapters"]
 
 #: The linear layers of a Llama by name in a file.
 PROJECTIONS = (
@@ -26,42 +27,48 @@ PROJECTIONS = (
 
 def tiny_adapters(config: ModelConfig, seed: int, *, rank: int = 4, num_adapters: int = 2, **options: Any) -> Adapters:
     """Returns adapters whose products are as large as the layers' own results."""
-    adapters, random = Adapters(config, rank=rank, num_adapters=num_adapters, rngs=nnx.Rngs(seed), **options), seed
-    generator = np.random.default_rng(random)
-    for layer in adapters.layers:
-        for module in layer.values():
-            shape = module["lora_b"].shape
-            module["lora_b"][...] = jnp.asarray(generator.normal(0, 0.1, shape), config.dtype)
+    adapters = Adapters(config, rank=rank, num_adapters=num_adapters, rngs=nnx.Rngs(seed), **options)
+    generator = np.random.default_rng(seed)
+    for module in (*(module for layer in adapters.layers for module in layer.values()), *adapters.outside.values()):
+        for name in ("lora_a", "lora_b"):
+            # Those of the embedding begin as zeros and large numbers.
+            if name == "lora_b" or not module[name][...].any():
+                scale = 0.1 if name == "lora_b" else 1.0
+                module[name][...] = jnp.asarray(generator.normal(0, scale, module[name].shape), config.dtype)
     return adapters
 
 
-def matrices(adapters: Adapters, index: int) -> dict[tuple[int, str], list[tuple[np.ndarray, np.ndarray]]]:
-    """Returns A and scaled B of each joined layer, float64, by layer and module."""
+def matrices(adapters: Adapters, index: int, xp: Any = np) -> dict[AdapterTarget, list[tuple[Any, Any]]]:
+    """Returns A [..., rank, in] and scaled B [..., out, rank] of each joined layer by target: float64 of numpy."""
     config, found = adapters.config, {}
     for target in adapter_targets(config):
-        if target.module not in adapters.layers[target.layer]:
+        if (module := adapters.of(target)) is None:
             continue
-        module = adapters.layers[target.layer][target.module]
-        first, second = (np.asarray(module[name][...][index], np.float64) for name in ("lora_a", "lora_b"))
-        own = np.split(first, target.num_slices)
+        first, second = (
+            xp.asarray(module[name][...][index], np.float64 if xp is np else None) for name in ("lora_a", "lora_b")
+        )
+        own = [first.T] if target.is_embedding else xp.split(first, target.num_slices, axis=-2)
         keys = config.key_value_size
         ends = {1: [], 2: [target.out_size // 2], 3: [target.out_size - 2 * keys, target.out_size - keys]}
-        parts = np.split(second, ends[target.num_slices])
-        found[target.layer, target.module] = [(a, b * adapters.scaling) for a, b in zip(own, parts, strict=True)]
+        parts = xp.split(second, ends[target.num_slices], axis=-2)
+        found[target] = [(a, b * adapters.scaling) for a, b in zip(own, parts, strict=True)]
     return found
 
 
-def merged_model(model: Decoder, adapters: Adapters, index: int) -> Decoder:
-    """Returns a copy of a model whose kernels have an adapter's products added, in float64."""
-    copy = nnx.clone(model)
-    for (layer, path), parts in matrices(adapters, index).items():
-        module: Any = copy.layers[layer]
-        for name in path.split("."):
-            module = getattr(module, name)
-        added = np.concatenate([(b @ a).T for a, b in parts], axis=1)
-        kernel = module.kernel[...]
-        module.kernel[...] = jnp.asarray(np.asarray(kernel, np.float64) + added, kernel.dtype)
-    return copy
+def merged_model(model: Decoder, adapters: Adapters, index: int, xp: Any = np) -> Decoder:
+    """Returns a copy of a model whose kernels have an adapter's products added; its head is not tied.
+
+    The sum is float64 by numpy, and has derivatives by jax.numpy.
+    """
+    state: dict[Any, Any] = {path: nnx.as_pure(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    config = replace(model.config, tie_word_embeddings=False)
+    if model.config.tie_word_embeddings:
+        state["lm_head", "kernel"] = state["embed_tokens", "embedding"].T
+    for target, parts in matrices(adapters, index, xp).items():
+        path = ("lm_head", "kernel") if target.module == "lm_head" else target.kernel
+        added = xp.concatenate([(b @ a).swapaxes(-1, -2) for a, b in parts], axis=-1)
+        state[path] = jnp.asarray(xp.asarray(state[path], added.dtype) + added, state[path].dtype)
+    return decoder_of(config, state, model.implementation)
 
 
 def peft_tensors(
@@ -75,10 +82,37 @@ def peft_tensors(
         if not module.endswith(tuple(modules)):
             continue
         rank = next((value for key, value in ranks.items() if module.endswith(key)), r)
-        for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
-            found = generator.normal(0, 0.1, size).astype(np.float32)
-            tensors[f"base_model.model.{module}.lora_{part}.weight"] = found
+        is_embedding = module.endswith("embed_tokens")
+        sizes = shape if is_embedding else shape[::-1]
+        for part, size in (("A", (rank, sizes[0])), ("B", (sizes[1], rank))):
+            name = f"lora_embedding_{part}" if is_embedding else f"lora_{part}.weight"
+            tensors[f"base_model.model.{module}.{name}"] = generator.normal(0, 0.1, size).astype(np.float32)
     return tensors
+
+
+def fused_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray], *, swapped: bool = False) -> Any:
+    """Returns experts' matrices as those of a parameter of all experts, by "gate_up_proj" and "down_proj".
+
+    The layout is that of PEFT's ParamWrapper: a row of the first tensor for each expert and rank, a column of the
+    second for each rank and expert. `swapped` is the older one, of parameters [experts, out, in]. Gate and up of an
+    expert must have the same first matrix.
+    """
+    moe, where = config.moe, "base_model.model.model.layers.0.mlp.experts"
+    assert moe is not None
+
+    def stacked(name: str, part: str) -> np.ndarray:
+        return np.stack([tensors[f"{where}.{one}.{name}.lora_{part}.weight"] for one in range(moe.num_experts)])
+
+    seconds = {"gate_up_proj": np.concatenate([stacked("gate_proj", "B"), stacked("up_proj", "B")], axis=1)}
+    seconds["down_proj"] = stacked("down_proj", "B")
+    found = {}
+    for name, second in seconds.items():
+        first = stacked(name.replace("gate_up", "up"), "A")
+        # The product is the transpose of the transposed matrices' product.
+        first, second = (second.swapaxes(1, 2), first.swapaxes(1, 2)) if swapped else (first, second)
+        columns = second.transpose(1, 2, 0)
+        found[name] = first.reshape(-1, first.shape[2]), columns.reshape(len(columns), -1)
+    return found
 
 
 def peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:

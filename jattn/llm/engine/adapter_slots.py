@@ -11,7 +11,8 @@ from torch_core.base.errors import CacheCorruption
 class AdapterSlots:
     """Finds a slot for the adapter of each request that starts; the adapter that was unused for longest gives way.
 
-    An adapter of a running request keeps its slot. Not thread-safe; the engine's thread owns it. It outlives the
+    An adapter of a running request keeps its slot. A pinned one gives way only if all others are in use, to a request
+    that was there before it was pinned. Not thread-safe; the engine's thread owns it. It outlives the
     scheduler, as the memory does.
 
     Args:
@@ -45,7 +46,7 @@ class AdapterSlots:
             free = [slot for slot in range(len(self._contents)) if slot not in self._in_use]
             if not free:
                 return False
-            slot = min(free, key=lambda each: (self._contents[each] is not None, self._used_at[each]))
+            slot = min(free, key=self._worth)
             self._contents[slot] = None
             self._load(slot, adapter)
             self._contents[slot] = adapter
@@ -55,6 +56,10 @@ class AdapterSlots:
         self._used_at[slot] = self._clock
         self._in_use.add(slot)
         return True
+
+    def _worth(self, slot: int) -> tuple[bool, bool, int]:
+        held = self._contents[slot]
+        return held is not None and held.is_pinned, held is not None, self._used_at[slot]
 
     def slot_of(self, adapter: LoadedAdapter) -> int:
         """Returns the slot of an adapter of a running request."""

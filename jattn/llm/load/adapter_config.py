@@ -22,7 +22,6 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_bdlora": (None, False),
@@ -42,6 +41,7 @@ class PeftConfig:
         lora_alpha: the products are scaled by lora_alpha / r.
         use_rslora: by lora_alpha / sqrt(r) instead.
         rank_pattern, alpha_pattern: other values by the last parts of modules' names.
+        target_parameters: names of parameters that have adapters, such as "mlp.experts.down_proj".
     """
 
     r: int
@@ -49,6 +49,7 @@ class PeftConfig:
     use_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    target_parameters: tuple[str, ...] = ()
 
     def of_module(self, name: str) -> tuple[int, float]:
         """Returns rank and alpha of a module."""
@@ -80,13 +81,16 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if not isinstance(use_rslora, bool):
             raise InvalidInput("use_rslora", value=use_rslora, wanted="it must be true or false")
         ranks, alphas = _pattern(raw, "rank_pattern"), _pattern(raw, "alpha_pattern")
+        parameters = raw.get("target_parameters") or []
+        if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+            raise InvalidInput("target_parameters", value=parameters, wanted="it must be a list of names")
         for name, value in ranks.items():
             check_int(f"rank_pattern[{name!r}]", value, 1, MAX_RANK)
         for name, value in alphas.items():
             _check_alpha(f"alpha_pattern[{name!r}]", value)
     except InvalidInput as error:
         raise error.under(_NAME) from None
-    return PeftConfig(rank, alpha, use_rslora, ranks, alphas)
+    return PeftConfig(rank, alpha, use_rslora, ranks, alphas, tuple(parameters))
 
 
 def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:

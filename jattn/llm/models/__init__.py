@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jattn.llm.models.adapters import Adapters, AdapterTarget, adapter_targets, chosen_targets, lora_scaling
-from jattn.llm.models.batch_adapters import BatchAdapters, LoraWeights
+from jattn.llm.models.adapter_targets import AdapterTarget, adapter_targets, chosen_targets
+from jattn.llm.models.adapters import Adapters, lora_scaling
+from jattn.llm.models.batch_adapters import EMBEDDING, HEAD, BatchAdapters, LoraWeights
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import EncoderDecoder
@@ -26,6 +27,8 @@ from jattn.llm.models.tensor_parallel import DEFAULT_RULES, TensorParallel, logi
 
 __all__ = [
     "DEFAULT_RULES",
+    "EMBEDDING",
+    "HEAD",
     "AdapterTarget",
     "Adapters",
     "BatchAdapters",

@@ -1,96 +1,28 @@
-"""The linear layers of a decoder that low-rank adapters (LoRA, arXiv:2106.09685) may change, and trainable adapters."""
+"""Trainable low-rank adapters (LoRA, arXiv:2106.09685) of a decoder."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.llm.models.adapter_targets import AdapterTarget, chosen_targets
 from jattn.llm.models.batch_adapters import BatchAdapters, LoraWeights
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.shapes import parameter_shapes
-from jattn.ops import AdapterRows
 from torch_core.adapters.call import MAX_RANK
-from torch_core.base.checks import check_int, shown
-from torch_core.base.errors import InvalidInput, Unsupported
-
-# Modules of a layer that may have an adapter: linear layers that are called, and whose kernels nothing else reads.
-_ATTENTION = ("qkv_proj", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-_MODULES = {
-    "self_attn": _ATTENTION,
-    "mlp": ("gate_up_proj", "up_proj", "down_proj"),
-    "moe.shared_expert": ("gate_up_proj", "up_proj", "down_proj"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterTarget:
-    """A linear layer that adapters may change.
-
-    Attributes:
-        layer: index of the decoder's layer.
-        module: path of the module in the layer, such as "self_attn.qkv_proj".
-        in_size, out_size: sizes of its kernel.
-        num_slices: layers that it joins: queries, keys and values, or gate and up.
-    """
-
-    layer: int
-    module: str
-    in_size: int
-    out_size: int
-    num_slices: int
-
-    @property
-    def kernel(self) -> tuple[str | int, ...]:
-        """Path of its kernel in the model."""
-        return ("layers", self.layer, *self.module.split("."), "kernel")
-
-    def shapes(self, num_slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of `LoraWeights`."""
-        return (num_slots, self.num_slices * rank, self.in_size), (num_slots, self.out_size, rank)
-
-
-@functools.lru_cache(maxsize=16)
-def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
-    """Returns the linear layers of a decoder that adapters may change, layer by layer.
-
-    Those of attention and of the feed-forward part. Experts, routers, layers with a state, embeddings and heads have
-    none, nor have queries, keys and values that are joined with a gate.
-
-    Example:
-        >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-        ...                      num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-        >>> [(target.module, target.num_slices) for target in adapter_targets(config)]
-        [('mlp.down_proj', 1), ('mlp.gate_up_proj', 2), ('self_attn.o_proj', 1), ('self_attn.qkv_proj', 3)]
-    """
-    if config.encoder is not None or config.is_encoder:
-        raise Unsupported("config", "has an encoder", "adapters are for decoders")
-    found = []
-    for path, shape in parameter_shapes(config).items():
-        if path[0] != "layers" or path[-1] != "kernel" or len(shape) != 2:
-            continue
-        if path[-2] not in _MODULES.get(".".join(map(str, path[2:-2])), ()):
-            continue
-        if path[-2] == "qkv_proj" and config.attn_output_gate:
-            continue
-        num_slices = {"gate_up_proj": 2, "qkv_proj": 3}.get(str(path[-2]), 1)
-        # Keys and values that are another layer's.
-        num_slices = 1 if path[-2] == "qkv_proj" and shape[1] == config.query_size else num_slices
-        found.append(AdapterTarget(int(path[1]), ".".join(map(str, path[2:-1])), *shape, num_slices))
-    return tuple(found)
+from torch_core.base.checks import check_int
 
 
 class Adapters(nnx.Module):
     """Trainable adapters of one decoder, whose weights stay as they are: gradients are taken of this module alone.
 
     One batch may have rows of all of them, and each gets the gradient of its own rows. The parameters are
-    `nnx.LoRAParam`. At first an adapter changes nothing, as in PEFT: its second matrices are 0.
+    `nnx.LoRAParam`. At first an adapter changes nothing, as in PEFT: its second matrices are 0, or the embedding's
+    first.
 
     Args:
         config: config of the decoder.
@@ -98,9 +30,14 @@ class Adapters(nnx.Module):
         num_adapters: number of adapters.
         alpha: the products are scaled by alpha / rank; None for the rank.
         use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
-        target_modules: names of modules, such as "qkv_proj" or "self_attn.qkv_proj"; None for all of `adapter_targets`.
+        target_modules: names of modules of `adapter_targets`, such as "qkv_proj", "moe.down_proj" or "lm_head"; None
+            for all but the embedding and the head.
         dtype: dtype of the parameters; None for the decoder's. The products are computed in the decoder's.
         rngs: source of the initial values.
+
+    Attributes:
+        layers: the modules of each layer by name, each with `lora_a` and `lora_b`.
+        outside: those of the embedding and the head.
 
     Raises:
         InvalidInput: a size out of range, or a target that the decoder has not.
@@ -130,18 +67,22 @@ class Adapters(nnx.Module):
         self.config, self.rank, self.num_adapters = config, rank, num_adapters
         self.scaling = lora_scaling(rank, rank if alpha is None else alpha, use_rslora=use_rslora)
         param_dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-        targets = chosen_targets(config, target_modules)
-        # The bound of torch's linear layers, as in PEFT.
-        uniform = jax.nn.initializers.variance_scaling(
-            1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2, batch_axis=0
-        )
         self.layers = nnx.List([nnx.Dict() for _ in range(config.num_hidden_layers)])
-        for target in targets:
-            first, second = target.shapes(num_adapters, rank)
-            self.layers[target.layer][target.module] = nnx.Dict(
-                lora_a=nnx.LoRAParam(uniform(rngs.params(), first, param_dtype)),
-                lora_b=nnx.LoRAParam(jnp.zeros(second, param_dtype)),
-            )
+        self.outside = nnx.Dict()
+        for target in chosen_targets(config, target_modules):
+            first, second = ((num_adapters, *shape) for shape in target.shapes(rank))
+            if target.is_embedding:
+                lora_a, lora_b = jnp.zeros(first, param_dtype), jax.random.normal(rngs.params(), second, param_dtype)
+            else:
+                lora_a, lora_b = _uniform(len(first))(rngs.params(), first, param_dtype), jnp.zeros(second, param_dtype)
+            pair = nnx.Dict(lora_a=nnx.LoRAParam(lora_a), lora_b=nnx.LoRAParam(lora_b))
+            (self.outside if target.layer is None else self.layers[target.layer])[target.module] = pair
+
+    def of(self, target: AdapterTarget) -> Any:
+        """Returns the matrices of a target, `lora_a` and `lora_b`; None if it has none here."""
+        if target.layer is None:
+            return self.outside.get(target.module)
+        return self.layers[target.layer].get(target.module) if target.layer < len(self.layers) else None
 
     def batch(self, adapters: jax.Array, num_tokens: int = 1) -> BatchAdapters:
         """Returns the adapters of a batch, for `Decoder.forward_dense(adapters=...)`.
@@ -152,12 +93,16 @@ class Adapters(nnx.Module):
         """
         dtype = jnp.dtype(self.config.dtype)
 
-        def weights(module: Any) -> LoraWeights:
-            scaled = module["lora_b"][...] * self.scaling
-            return LoraWeights(module["lora_a"][...].astype(dtype), scaled.astype(dtype))
+        def weights(modules: Any) -> dict[str, LoraWeights]:
+            return {
+                name: LoraWeights(
+                    module["lora_a"][...].astype(dtype), (module["lora_b"][...] * self.scaling).astype(dtype)
+                )
+                for name, module in modules.items()
+            }
 
-        layers = tuple({name: weights(module) for name, module in layer.items()} for layer in self.layers)
-        return BatchAdapters(layers, AdapterRows.of(jnp.repeat(adapters, num_tokens), self.num_adapters))
+        layers = tuple(weights(layer) for layer in self.layers)
+        return BatchAdapters.of(layers, weights(self.outside), jnp.repeat(adapters, num_tokens), self.num_adapters)
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool) -> float:
@@ -165,23 +110,7 @@ def lora_scaling(rank: int, alpha: float, *, use_rslora: bool) -> float:
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
-def chosen_targets(config: ModelConfig, names: Sequence[str] | None) -> tuple[AdapterTarget, ...]:
-    """Returns the targets with one of the names: a module's last one or more.
-
-    Raises:
-        InvalidInput: a name that no module has.
-    """
-    targets = adapter_targets(config)
-    if names is None:
-        return targets
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput("target_modules", value=names, wanted="it must be a list of names")
-    for name in names:
-        if not any(_has_name(target, name) for target in targets):
-            known = sorted({target.module for target in targets})
-            raise InvalidInput("target_modules", f"has {shown(name)}", f"this model has {', '.join(known)}")
-    return tuple(target for target in targets if any(_has_name(target, name) for name in names))
-
-
-def _has_name(target: AdapterTarget, name: str) -> bool:
-    return f".{target.module}".endswith(f".{name}")
+def _uniform(num_axes: int) -> Any:
+    """Returns the initialiser of torch's linear layers, as in PEFT, of matrices [..., out, in]."""
+    batch = tuple(range(num_axes - 2))
+    return jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2, batch_axis=batch)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) of the linear layers that a batch runs through.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of the parts of a decoder that a batch runs through.
 
 The base model never changes: a batch brings its adapters' matrices, and which row has which.
 """
@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jattn.ops import AdapterRows, add_lora_linear
+from jattn.ops import AdapterRows, ExpertAdapters, add_lora_linear
 from torch_core.base.errors import Unsupported
+
+#: The modules outside of the layers that may have an adapter.
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
 class LoraWeights(NamedTuple):
     """The matrices of a linear layer in each slot; see `jattn.ops.add_lora_linear`.
 
     Attributes:
-        lora_a: [slots, slices * rank, in].
-        lora_b: [slots, out, rank], multiplied with the adapters' scales.
+        lora_a: [slots, slices * rank, in]; of experts [slots, experts, slices * rank, in]; of the embedding
+            [slots, vocab_size, rank].
+        lora_b: [slots, out, rank], multiplied with the adapters' scales; of experts [slots, experts, out, rank].
     """
 
     lora_a: jax.Array
@@ -36,10 +41,12 @@ class LayerAdapters:
 
     Attributes:
         weights: matrices by the module's path in the layer.
+        slots: int32[rows], the slot of each row.
         rows: the rows of each slot.
     """
 
     weights: dict[str, LoraWeights]
+    slots: jax.Array
     rows: AdapterRows
 
 
@@ -50,15 +57,48 @@ class BatchAdapters:
 
     Attributes:
         layers: for each layer of the decoder, the matrices by the module's path in it.
+        outside: the matrices of embedding and head by name.
+        slots: int32[rows], the slot of each row; -1 for none.
         rows: the rows of each slot.
     """
 
     layers: tuple[dict[str, LoraWeights], ...]
+    outside: dict[str, LoraWeights]
+    slots: jax.Array
     rows: AdapterRows
+
+    @classmethod
+    def of(
+        cls,
+        layers: tuple[dict[str, LoraWeights], ...],
+        outside: dict[str, LoraWeights],
+        slots: jax.Array,
+        num_slots: int,
+    ) -> BatchAdapters:
+        """Returns the adapters of rows with these slots."""
+        return cls(layers, outside, slots, AdapterRows.of(slots, num_slots))
+
+    def of_rows(self, slots: jax.Array) -> BatchAdapters:
+        """Returns the same adapters for other rows, by their slots."""
+        return replace(self, slots=slots, rows=AdapterRows.of(slots, len(self.rows.lora_token_start_loc) - 1))
 
     def of_layer(self, layer: int) -> LayerAdapters | None:
         """Returns a layer's adapters; None if it has none."""
-        return LayerAdapters(self.layers[layer], self.rows) if self.layers[layer] else None
+        return LayerAdapters(self.layers[layer], self.slots, self.rows) if self.layers[layer] else None
+
+    def with_embedding(self, x: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Returns embedded tokens [..., hidden] with the products of the embedding's adapters."""
+        if EMBEDDING not in self.outside:
+            return x
+        columns, lora_b = self.outside[EMBEDDING]
+        # The first product chooses a column: it is looked up, and what is left of it multiplies by 1.
+        inner = columns[jnp.maximum(self.slots, 0), token_ids.reshape(-1)]
+        ones = jnp.broadcast_to(jnp.eye(inner.shape[-1], dtype=inner.dtype), (len(lora_b), *[inner.shape[-1]] * 2))
+        return _added(inner.astype(x.dtype), x, LoraWeights(ones, lora_b), self.rows)
+
+    def with_head(self, logits: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Returns logits [..., vocab] of hidden states [..., hidden] with the products of the head's adapters."""
+        return _added(hidden, logits, self.outside[HEAD], self.rows) if HEAD in self.outside else logits
 
 
 def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
@@ -68,11 +108,18 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
     if layer.batch_invariant:
         raise Unsupported("adapters", "are given to a batch-invariant model", "merge them into its weights")
     layer = nnx.merge(*nnx.split(layer))
+    experts: dict[str, LoraWeights] = {}
     for path, weights in adapters.weights.items():
         *front, name = path.split(".")
         parent = functools.reduce(getattr, front, layer)
-        adapted = _Adapted(getattr(parent, name), weights, adapters.rows, _slices(parent, weights))
-        setattr(parent, name, nnx.static(adapted))
+        if weights.lora_a.ndim == 4:
+            experts[name] = weights
+        else:
+            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, _slices(parent, weights))
+            setattr(parent, name, nnx.static(adapted))
+    if experts:
+        first = experts.get("gate_up_proj", experts.get("up_proj"))
+        layer.moe.adapters = nnx.data(ExpertAdapters(first, experts.get("down_proj"), adapters.slots))
     return layer
 
 
@@ -85,14 +132,11 @@ class _Adapted:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        rows = x.reshape(-1, x.shape[-1])
         if self._adds_products:
+            rows = x.reshape(-1, x.shape[-1])
             products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
             return self._linear(x) + products.reshape(*x.shape[:-1], -1)
-        y = self._linear(x)
-        columns = y.reshape(-1, y.shape[-1])
-        adapted = add_lora_linear(rows, columns, *self._weights, *self._rows, output_slices=self._slices)
-        return adapted.reshape(y.shape)
+        return _added(x, self._linear(x), self._weights, self._rows, self._slices)
 
     @property
     def _adds_products(self) -> bool:
@@ -103,6 +147,13 @@ class _Adapted:
         """
         linear = self._linear
         return isinstance(linear, nnx.Linear) and linear.bias is None and linear.preferred_element_type is None
+
+
+def _added(
+    x: jax.Array, y: jax.Array, weights: LoraWeights, rows: AdapterRows, slices: tuple[int, ...] | None = None
+) -> jax.Array:
+    flat, columns = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    return add_lora_linear(flat, columns, *weights, *rows, output_slices=slices).reshape(y.shape)
 
 
 def _slices(parent: Any, weights: LoraWeights) -> tuple[int, ...]:

@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         peers, adapters = metadata.of_layer(0)[0].peers, metadata.of_layer(0)[0].adapters
-        x, angles = self.embedded(token_ids, positions, peers)
+        x, angles = self.embedded(token_ids, positions, peers, adapters=adapters)
         caches = list(kv_caches)
         yield x, tuple(caches), None
         normed = through(self.layers[0].input_layernorm, x)
@@ -205,10 +205,11 @@ class Decoder(nnx.Module):
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
         yield from zip(self.layers, norms[1:], strict=True)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, adapters: BatchAdapters | None = None) -> jax.Array:
         """Returns float32[..., vocab_size], the unnormalised log-probabilities of the next token, for chosen rows.
 
-        Of a model that is split these are the device's part of the vocabulary, -inf if that is padding.
+        Of a model that is split these are the device's part of the vocabulary, -inf if that is padding. `adapters` are
+        low-rank adapters of these rows; None for none.
         """
         if self.config.is_encoder:
             raise Unsupported("this model is an encoder and has no output projection; use embed.")
@@ -219,6 +220,8 @@ class Decoder(nnx.Module):
             embedding = self.embed_tokens.embedding[...]
             product = tied_logits_by_row if self.batch_invariant else tied_logits
             logits = product(hidden, embedding)
+        if adapters is not None:
+            logits = adapters.with_head(logits, hidden)
         bias = () if self.final_logits_bias is None else (self.final_logits_bias[0],)
         finish = functools.partial(rowwise, self._finished) if self.batch_invariant else self._finished
         logits = finish(logits, *bias)
@@ -261,7 +264,7 @@ class Decoder(nnx.Module):
         experts = checked_experts(routed_experts, token_ids.shape, self.config)
         dropout = checked_dropout(dropout_rate, dropout_key)
         *_, hidden = self.hidden_states(token_ids, dropout, routed_experts=experts, adapters=adapters)
-        return self.logits(hidden)
+        return self.logits(hidden, adapters)
 
     def embed(
         self, token_ids: jax.Array, lengths: jax.Array, *, pooling: str = "mean", normalize: bool = True
@@ -323,7 +326,7 @@ class Decoder(nnx.Module):
         """
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
-        x, angles = self.embedded(token_ids, positions, token_types=token_types)
+        x, angles = self.embedded(token_ids, positions, token_types=token_types, adapters=adapters)
         x = dropout(x)
         yield x
         shared: KeysValues = {}
@@ -340,14 +343,18 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         peers: jax.Array | None = None,
         token_types: jax.Array | None = None,
+        adapters: BatchAdapters | None = None,
     ) -> tuple[jax.Array, Angles | None]:
         """Returns the first layer's input, and the attention inputs computed from positions, if any.
 
-        `token_ids` is int32[..., tokens], or their embeddings, float[..., tokens, hidden]; positions are int32[tokens].
+        `token_ids` is int32[..., tokens], or their embeddings, float[..., tokens, hidden], which have no adapters;
+        positions are int32[tokens].
         """
         config = self.config
         is_embedded = jnp.issubdtype(token_ids.dtype, jnp.floating)
         x, added = token_ids if is_embedded else self._embed(token_ids, peers), []
+        if adapters is not None and not is_embedded:
+            x = adapters.with_embedding(x, token_ids)
         if self.position_embedding is not None:
             added.append(self.position_embedding(positions + config.position_offset))
         if self.token_type_embedding is not None:

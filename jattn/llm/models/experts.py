@@ -11,8 +11,9 @@ from flax import nnx
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, MLP, linear
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.ops import fused_experts, in_tiles, route_experts
-from jattn.ops.routed import ExpertKernels, ExpertProduct, chosen_experts, routed_experts
+from jattn.ops import ExpertAdapters, fused_experts, in_tiles, route_experts
+from jattn.ops.expert_products import ExpertKernels, ExpertProduct
+from jattn.ops.routed import chosen_experts, routed_experts
 from torch_core.base.errors import InvalidInput
 
 
@@ -34,9 +35,13 @@ class SparseMLP(nnx.Module):
 
     There is no capacity: rows that share an expert are multiplied together, and an expert without rows is not read. Of
     a model that is split, each device has some of the experts and routes over all.
+
+    Attributes:
+        adapters: low-rank adapters of the rows of a call; None for none.
     """
 
     batch_invariant: bool = False
+    adapters: ExpertAdapters | None = None
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
         moe, width, dtype = config.moe, config.hidden_size, config.dtype
@@ -99,11 +104,13 @@ class SparseMLP(nnx.Module):
         `weights` and `experts` are as `route` returns them; ids that are none of this device's add nothing.
         """
         gate_up = _product(self.gate_up_proj if self.is_gated else self.up_proj)
-        down, act = _product(self.down_proj), self.hidden_act
-        if self.batch_invariant or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
-            # Kernels in fewer bits become numbers where jnp multiplies them.
+        down, act, adapters = _product(self.down_proj), self.hidden_act, self.adapters
+        in_parts = self.batch_invariant or adapters is not None
+        if in_parts or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
+            # Kernels in fewer bits become numbers where jnp multiplies them, and adapters change what is activated.
             sizes = self.num_local_experts, self.batch_invariant, self.is_gated
-            return routed_experts(gate_up, down, act, rows, weights, experts, *sizes)
+            own = None if adapters is None else adapters.of_rows(len(rows))
+            return routed_experts(gate_up, down, act, rows, weights, experts, *sizes, own)
         return fused_experts(
             rows,
             weights,

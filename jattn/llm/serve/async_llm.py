@@ -212,6 +212,22 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
                 if update.output is not None:
                     yield update.output
 
+    async def add_lora(self, lora_request: LoRARequest | str, adapter: Any = None, **options: Any) -> None:
+        """Loads an adapter on another thread; see `Engine.add_lora`."""
+        await asyncio.to_thread(self.llm.add_lora, lora_request, adapter, **options)
+
+    async def remove_lora(self, name: str | int) -> None:
+        """Forgets an adapter; see `Engine.remove_lora`."""
+        await asyncio.to_thread(self.llm.remove_lora, name)
+
+    async def pin_lora(self, name: str | int) -> None:
+        """Keeps an adapter on the device; see `Engine.pin_lora`."""
+        await asyncio.to_thread(self.llm.pin_lora, name)
+
+    async def list_loras(self) -> dict[str, LoRARequest]:
+        """Returns how each adapter was loaded, by name."""
+        return self.llm.list_loras()
+
     def close(self) -> None:
         """Ends every request with an error and closes the engine."""
         if not self._closed:

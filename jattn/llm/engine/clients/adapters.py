@@ -9,10 +9,13 @@ from typing import Any
 
 from flax import nnx
 
+from jattn.llm.engine.device.adapters import engine_targets
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.request.lora import LoadedAdapter, LoRARequest
-from jattn.llm.load.adapters import AdapterWeights, adapter_of, load_adapter
-from jattn.llm.models import Decoder, ModelConfig
+from jattn.llm.load.adapter_pieces import AdapterWeights
+from jattn.llm.load.adapter_state import adapter_of
+from jattn.llm.load.adapters import load_adapter
+from jattn.llm.models import AdapterTarget, Decoder, ModelConfig
 from jattn.llm.models.changes import ModuleWatch
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
@@ -44,9 +47,13 @@ class AdapterRegistry:
     def __init__(self, model: object, config: EngineConfig) -> None:
         self._model = model.config if isinstance(model, Decoder) else None
         self._config, self.max_loras = config, config.max_loras
+        self._targets: frozenset[AdapterTarget] = frozenset()
+        if config.enable_lora and self._model is not None:
+            self._targets = frozenset(engine_targets(self._model, config))
         self._loaded: dict[str, tuple[LoadedAdapter, LoRARequest]] = {}
         self._sources: dict[str, _Source] = {}
         self._num_loaded = 0
+        self._pinned: set[int] = set()
         self._lock = threading.RLock()
 
     def add(self, lora_request: LoRARequest, adapter: Any = None, *, follow: bool = True, **options: Any) -> None:
@@ -67,16 +74,25 @@ class AdapterRegistry:
                 self._put(lora_request, load_adapter(lora_request.lora_path, config))
                 self._sources.pop(name, None)
 
-    def remove(self, name: str) -> None:
-        """Forgets an adapter; requests that have it go on.
+    def remove(self, name: str | int) -> None:
+        """Forgets an adapter, pinned or not; requests that have it go on.
 
         Raises:
             InvalidInput: no adapter has the name.
         """
         with self._lock:
-            self._known(name)
-            del self._loaded[name]
-            self._sources.pop(name, None)
+            known = self._known(name)
+            del self._loaded[known.name]
+            self._sources.pop(known.name, None)
+            self._pinned.discard(known.version)
+
+    def pin(self, name: str | int) -> None:
+        """Keeps an adapter in its slot; see `Engine.pin_lora`."""
+        with self._lock:
+            known = self._known(name)
+            if not known.is_pinned and len(self._pinned) >= self.max_loras:
+                raise self._all_pinned("lora_name", known.name)
+            self._pinned.add(known.version)
 
     def requests(self) -> dict[str, LoRARequest]:
         """Returns how each adapter was loaded, by name, in the order of loading."""
@@ -103,7 +119,10 @@ class AdapterRegistry:
         source = self._sources.get(lora) if isinstance(lora, str) else None
         if source is not None and source.watch.is_changed():
             self._follow(lora, source)
-        return self._known(lora)
+        known = self._known(lora)
+        if not known.is_pinned and len(self._pinned) >= self.max_loras:
+            raise self._all_pinned("lora", known.name)
+        return known
 
     def _follow(self, name: str, source: _Source) -> None:
         """Takes an adapter again whose module's arrays were replaced, as `nnx.Optimizer.update` does."""
@@ -117,18 +136,36 @@ class AdapterRegistry:
         if found.rank > self._config.max_lora_rank:
             wanted = f"the engine's max_lora_rank is {self._config.max_lora_rank}"
             raise InvalidInput(f"the rank of {shown(request.lora_name)}", f"is {found.rank}", wanted)
+        for target in found.weights:
+            if target not in self._targets:
+                wanted = f"the engine's lora_target_modules are {', '.join(self._config.lora_target_modules or ())}"
+                raise InvalidInput(target.name, f"has an adapter in {shown(request.lora_name)}", wanted)
         self._num_loaded += 1
         name = request.lora_name
-        adapter = LoadedAdapter(name, self._num_loaded, found.rank, found.weights, request.lora_path)
+        adapter = LoadedAdapter(
+            name, self._num_loaded, found.rank, found.weights, request.lora_path, pinned=self._pinned
+        )
+        old = self._loaded.get(name)
         self._loaded[name] = adapter, request
+        if old is not None and old[0].is_pinned:
+            # Another version of a pinned adapter is pinned in its place.
+            self._pinned.add(adapter.version)
+            self._pinned.discard(old[0].version)
 
     def _known(self, name: Any) -> LoadedAdapter:
         self._model_config()
         known = self._loaded.get(name) if isinstance(name, str) else None
+        if known is None and isinstance(name, int) and name:
+            known = next((each for each in self._loaded.values() if each[1].lora_int_id == name), None)
         if known is None:
             names = ", ".join(map(shown, list(self._loaded)[:20])) or "none"
             raise InvalidInput("lora", f"{shown(name)} is not loaded", f"the engine has {names}")
         return known[0]
+
+    def _all_pinned(self, argument: str, name: str) -> InvalidInput:
+        names = ", ".join(shown(each.name) for each, _ in self._loaded.values() if each.is_pinned)
+        wanted = f"all of max_loras ({self.max_loras}) are pinned: {names}. Remove one of them"
+        return InvalidInput(argument, f"{shown(name)} gets no slot", wanted)
 
     def _model_config(self) -> ModelConfig:
         if not self._config.enable_lora or self._model is None:
@@ -180,13 +217,27 @@ class ServesAdapters:
         options = {"index": index, "alpha": alpha} if adapter is not None else {}
         self.adapters.add(request, adapter, follow=follow, **options)
 
-    def remove_lora(self, name: str) -> None:
-        """Forgets an adapter; requests that have it go on.
+    def remove_lora(self, name: str | int) -> None:
+        """Forgets an adapter, by its name or its `lora_int_id`; requests that have it go on.
 
         Raises:
             InvalidInput: no adapter has the name.
         """
         self.adapters.remove(name)
+
+    def pin_lora(self, name: str | int) -> None:
+        """Keeps an adapter on the device until it is removed, from the first request that has it on.
+
+        No other adapter takes its slot, and a version that is loaded in its place is pinned, too.
+
+        Args:
+            name: its name, or its `lora_int_id`.
+
+        Raises:
+            InvalidInput: no adapter has the name, or as many as there are slots are pinned. Requests with other
+                adapters are refused then.
+        """
+        self.adapters.pin(name)
 
     def list_loras(self) -> dict[str, LoRARequest]:
         """Returns how each adapter was loaded, by name."""

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from jattn.llm.engine.clients.adapters import AdapterRegistry, ServesAdapters
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.clients.vectors import VectorsOfTexts
@@ -44,7 +45,7 @@ Inputs = Mapping[str, int | float]
 Lora = str | LoRARequest | None
 
 
-class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
+class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManager):
     """A model that generates text, for any number of threads and of open streams at once.
 
     As a context manager, it closes its engine at the end.
@@ -72,7 +73,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
             speculative_config, tensor_parallel_size, decode_context_parallel_size, data_parallel_size, mesh,
             logical_axis_rules, kv_cache_dtype, quantize_queries, kv_cache_scales, step_timeout_seconds, seed,
             max_logprobs, logprobs_mode, enable_return_routed_experts, enable_lora, max_loras, max_lora_rank,
-            enable_return_sampling_mask, non_finite_weights, logits_processors.
+            lora_target_modules, enable_return_sampling_mask, non_finite_weights, logits_processors.
 
     Attributes:
         default_sampling: fields of `SamplingParams` for requests without parameters.
@@ -152,6 +153,7 @@ class LLM(VectorsOfTexts, Owner, contextlib.AbstractContextManager):
         # An encoder generates nothing and needs no cache.
         is_encoder = isinstance(served, Decoder) and served.config.is_encoder
         self._engine = None if is_encoder else open_engine(served, config, tokenizer=tokenizer, follow=follow)
+        self.adapters = AdapterRegistry(served, EngineConfig()) if self._engine is None else self._engine.adapters
 
     @property
     def engine(self) -> AnyEngine:

@@ -1,4 +1,4 @@
-"""The memory of adapters on the device: slots of a fixed size, for every linear layer that may have adapters."""
+"""The memory of adapters on the device: slots of a fixed size, for every part of a model that may have adapters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from jattn.llm.models import (
     BatchAdapters,
     Decoder,
     LoraWeights,
+    ModelConfig,
     PagedModel,
     ParameterShards,
     adapter_targets,
+    chosen_targets,
     parameter_shards,
     put_whole,
 )
-from jattn.ops import AdapterRows
 from jattn.pool import check_room
 from torch_core.base.errors import Unsupported
 
@@ -38,7 +39,7 @@ class AdapterLayout:
 
     Attributes:
         num_layers: layers of the decoder.
-        targets: the linear layers.
+        targets: the parts of the model.
         specs: partition spec of each array.
     """
 
@@ -51,12 +52,14 @@ class AdapterLayout:
 
         Args:
             arrays: the memory, or a device's part of it.
-            slots: int32[num_tokens], the slot of each token; -1 for none.
+            slots: int32[rows], the slot of each token, or of each hidden state for `Decoder.logits`; -1 for none.
         """
         layers: tuple[dict[str, LoraWeights], ...] = tuple({} for _ in range(self.num_layers))
+        outside: dict[str, LoraWeights] = {}
         for index, target in enumerate(self.targets):
-            layers[target.layer][target.module] = LoraWeights(*arrays[2 * index : 2 * index + 2])
-        return BatchAdapters(layers, AdapterRows.of(slots, arrays[0].shape[0]))
+            own = outside if target.layer is None else layers[target.layer]
+            own[target.module] = LoraWeights(*arrays[2 * index : 2 * index + 2])
+        return BatchAdapters.of(layers, outside, slots, arrays[0].shape[0])
 
 
 class AdapterMemory:
@@ -64,7 +67,7 @@ class AdapterMemory:
 
     Args:
         model: the engine's model, on its devices.
-        config: number of slots, and the largest rank.
+        config: number of slots, the largest rank, and the parts that adapters may change.
         placement: the devices.
 
     Attributes:
@@ -72,6 +75,7 @@ class AdapterMemory:
         arrays: the matrices of all slots.
 
     Raises:
+        InvalidInput: `lora_target_modules` names a module that the model has not.
         Unsupported: the model is no decoder of `jattn.llm.models`.
         OutOfMemory: the devices lack the memory.
     """
@@ -84,7 +88,7 @@ class AdapterMemory:
         self._config, self._dtype = config, jnp.dtype(base.config.dtype)
         self._placement = placement
         shards = {} if base.parallel is None else parameter_shards(base.config, base.parallel)
-        targets = adapter_targets(base.config)
+        targets = engine_targets(base.config, config)
         self._shards = [self._shards_of(target, shards.get(target.kernel)) for target in targets]
         specs = tuple(PartitionSpec(None, *each.spec) for pair in self._shards for each in pair)
         self.layout = AdapterLayout(base.config.num_hidden_layers, targets, specs)
@@ -125,20 +129,17 @@ class AdapterMemory:
         return None if mesh is None else NamedSharding(mesh, spec)
 
     def _padded(self, target: AdapterTarget, adapter: LoadedAdapter) -> tuple[Any, Any]:
-        """Returns the matrices of a layer with the ranks of a slot: [slices * rank, in] and [out, rank]."""
+        """Returns the matrices of a target with the ranks of a slot."""
         shapes = self._shapes(target)
         found = adapter.weights.get(target)
         if found is None:
             return np.zeros(shapes[0], self._dtype), np.zeros(shapes[1], self._dtype)
         xp: Any = jnp if isinstance(found.lora_a, jax.Array) else np
-        more = self._config.max_lora_rank - adapter.rank
-        first = xp.asarray(found.lora_a).reshape(target.num_slices, adapter.rank, target.in_size)
-        first = xp.pad(first.astype(self._dtype), ((0, 0), (0, more), (0, 0)))
-        second = xp.pad(xp.asarray(found.lora_b).astype(self._dtype), ((0, 0), (0, more)))
-        return first.reshape(shapes[0]), second
+        first, second = (xp.asarray(each).astype(self._dtype) for each in found)
+        return target.padded(first, second, self._config.max_lora_rank, xp)
 
-    def _shapes(self, target: AdapterTarget) -> list[tuple[int, ...]]:
-        return [shape[1:] for shape in target.shapes(1, self._config.max_lora_rank)]
+    def _shapes(self, target: AdapterTarget) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return target.shapes(self._config.max_lora_rank)
 
     def _shards_of(
         self, target: AdapterTarget, kernel: ParameterShards | None
@@ -146,11 +147,17 @@ class AdapterMemory:
         """Returns how the matrices of a slot are split: the first as the kernel's inputs, the second as its outputs.
 
         With inputs split, each device has the product of its own, and the sum over devices that follows adds them.
+        Experts are split as they are. What an embedding adds is added after the sum over its parts, so that every
+        device has all of it.
         """
         first, second = self._shapes(target)
-        if kernel is None or kernel.axis is None:
+        if kernel is None or kernel.axis is None or target.is_embedding:
             return ParameterShards(first), ParameterShards(second)
-        if kernel.axis == 0:
+        if target.num_experts:
+            split = (0, kernel.order, kernel.mesh_axis)
+            return ParameterShards(first, *split), ParameterShards(second, *split)
+        # The kernel of a tied head is the embedding's, [out, in].
+        if kernel.axis == 0 and target.layer is not None:
             return ParameterShards(first, 1, kernel.order, kernel.mesh_axis), ParameterShards(second)
         return ParameterShards(first), ParameterShards(second, 0, kernel.order, kernel.mesh_axis)
 
@@ -159,6 +166,17 @@ class AdapterMemory:
         if mesh is not None:
             return shards.placed(part, mesh)
         return put_whole(part, jnp.zeros(()).sharding)
+
+
+def engine_targets(model: ModelConfig, config: EngineConfig) -> tuple[AdapterTarget, ...]:
+    """Returns the parts of a model that the adapters of an engine may change.
+
+    Raises:
+        InvalidInput: a name that no module has.
+    """
+    if config.lora_target_modules is None:
+        return adapter_targets(model)
+    return chosen_targets(model, config.lora_target_modules, "lora_target_modules")
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.load import load_model
-from jattn.llm.models import PagedModel, PagedSpec, RoutedModel, TensorParallel
+from jattn.llm.models import BatchAdapters, PagedModel, PagedSpec, RoutedModel, TensorParallel
 from jattn.metadata import AttentionMetadata
 from torch_core.base.errors import InvalidInput
 
@@ -61,9 +61,9 @@ class WithDraft(nnx.Module):
         _, drafts = self.draft(token_ids, positions, drafts, replace(metadata, adapters=None))
         return hidden, self.joined(own, drafts), experts
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, *adapters: BatchAdapters) -> jax.Array:
         """Returns the base's."""
-        return self.base.logits(hidden)
+        return self.base.logits(hidden, *adapters)
 
     def split(self, kv_caches: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Returns the base's caches and the draft's, the states of each at the end."""

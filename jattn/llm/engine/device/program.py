@@ -21,7 +21,7 @@ from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Structure
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
-from jattn.llm.models import PagedModel, TensorParallel
+from jattn.llm.models import BatchAdapters, TensorParallel
 from jattn.llm.models.request_inputs import InputDtypes, unpacked
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from jattn.ops import DeferredStates
@@ -94,6 +94,13 @@ class _Batch:
             return groups[0]
         return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
 
+    def head_adapters(self, rows_of_each: int) -> tuple[BatchAdapters, ...]:
+        """Returns the adapters of as many hidden states of each sequence; none of a bucket without."""
+        if self.adapters is None:
+            return ()
+        (arrays, layout), slots = self.adapters, self.fields["adapter"] - 1
+        return (layout.batch(arrays, jnp.repeat(slots, rows_of_each)),)
+
 
 class Sampled(NamedTuple):
     """The results of a step.
@@ -154,19 +161,33 @@ def jitted_step(
 
 @functools.lru_cache(maxsize=8)
 def jitted_prompt_logprobs(
-    structure: Structure, placement: Placement, leaf_specs: tuple[Any, ...], *, batch_invariant: bool = False
+    structure: Structure,
+    placement: Placement,
+    leaf_specs: tuple[Any, ...],
+    *,
+    batch_invariant: bool = False,
+    adapters: AdapterLayout | None = None,
 ) -> Any:
-    """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], *, num_logprobs) -> Logprobs`."""
+    """Returns the jitted `f(leaves, hidden[n, hidden_size], token_ids int32[n], adapter, *, num_logprobs) -> Logprobs`.
 
-    def compute(leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, *, num_logprobs: int) -> Logprobs:
-        model = structure.merge(leaves)
-        logits, shards = _logits(model, hidden)
+    `adapter` is the memory of adapters and the slot of the prompt's, int32[]; None without one.
+    """
+
+    def compute(
+        leaves: list[jax.Array], hidden: jax.Array, token_ids: jax.Array, adapter: Any, *, num_logprobs: int
+    ) -> Logprobs:
+        model, own = structure.merge(leaves), ()
+        if adapter is not None and adapters is not None:
+            arrays, slot = adapter
+            own = (adapters.batch(arrays, jnp.broadcast_to(slot, (len(hidden),))),)
+        logits, shards = _logits(model, hidden, *own)
         logits = logits if shards is None else shards.gathered(logits)
         return token_logprobs(logits, token_ids, num_logprobs, batch_invariant=batch_invariant)
 
     def run(*operands: Any, num_logprobs: int) -> Logprobs:
         whole, compute_some = PartitionSpec(), functools.partial(compute, num_logprobs=num_logprobs)
-        return placement.mapped(compute_some, (list(leaf_specs), whole, whole), whole)(*operands)
+        split = whole if adapters is None or operands[-1] is None else (adapters.specs, whole)
+        return placement.mapped(compute_some, (list(leaf_specs), whole, whole, split), whole)(*operands)
 
     return jax.jit(run, static_argnames="num_logprobs")
 
@@ -327,7 +348,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     num_tokens = fields["seq_lens"] - (last_rows - first)
     # A row with a slot has no proposals: tokens drawn after its first position are unused.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
-    logits, shards = _logits(model, hidden[rows.reshape(-1)], batch.peers)
+    logits, shards = _logits(model, hidden[rows.reshape(-1)], *batch.head_adapters(count), peers=batch.peers)
     tokens, logprobs, new_state = bucket.sampler(
         logits,
         Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
@@ -348,10 +369,13 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
 
 
 def _logits(
-    model: PagedModel, hidden: jax.Array, peers: jax.Array | None = None
+    model: Any, hidden: jax.Array, *adapters: BatchAdapters, peers: jax.Array | None = None
 ) -> tuple[jax.Array, VocabShards | None]:
-    """Returns float32[rows, vocab], or this device's part of it and which part it is."""
-    logits = model.logits(hidden).astype(jnp.float32)
+    """Returns float32[rows, vocab], or this device's part of it and which part it is.
+
+    Only decoders take adapters.
+    """
+    logits = model.logits(hidden, *adapters).astype(jnp.float32)
     parallel: TensorParallel | None = getattr(model, "parallel", None)
     if parallel is None or parallel.parts("vocab") == 1:
         return logits, None

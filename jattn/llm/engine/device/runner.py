@@ -189,7 +189,11 @@ class ModelRunner:
         self.forget()
         self.weights = Weights(cast(nnx.Module, model))
         self._prompt_logprobs = jitted_prompt_logprobs(
-            self.weights.structure, placement, self.weights.specs, batch_invariant=config.batch_invariant
+            self.weights.structure,
+            placement,
+            self.weights.specs,
+            batch_invariant=config.batch_invariant,
+            adapters=None if adapters is None else adapters.layout,
         )
         self.programs = Programs(
             self.weights,
@@ -427,14 +431,22 @@ class ModelRunner:
                     count = self._vocab_size if wanted < 0 else self._num_logprobs
                     if self._announce is not None:
                         self._announce("prompt", at, token_ids, count)
-                    found = self._predicted(hidden, at, token_ids, count)
+                    found = self._predicted(hidden, at, token_ids, count, self._slot_of(request))
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts
 
-    def _predicted(self, hidden: Any, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int) -> Any:
+    def _slot_of(self, request: Request) -> int | None:
+        slots, adapter = self.adapter_slots, request.adapter
+        return None if slots is None or adapter is None else slots.slot_of(adapter)
+
+    def _predicted(
+        self, hidden: Any, rows: np.ndarray, token_ids: np.ndarray, num_logprobs: int, slot: int | None = None
+    ) -> Any:
+        held = None if self._adapters is None or slot is None else (self._adapters.arrays, np.int32(slot))
         # Cut out first: the logits' program is one for steps of all sizes then.
-        return self._prompt_logprobs(self.weights.leaves, _cut(hidden, rows), token_ids, num_logprobs=num_logprobs)
+        operands = self.weights.leaves, _cut(hidden, rows), token_ids, held
+        return self._prompt_logprobs(*operands, num_logprobs=num_logprobs)
 
     def _warm_prompt_logprobs(self, buckets: tuple[Bucket, ...]) -> None:
         if self._num_encoder_blocks:
@@ -446,7 +458,8 @@ class ModelRunner:
         for spec in known.values():
             hidden = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
             for count in (self._num_logprobs, self._vocab_size):
-                self._predicted(hidden, rows, rows, count)
+                for slot in (None,) if self._adapters is None else (None, 0):
+                    self._predicted(hidden, rows, rows, count, slot)
 
 
 @jax.jit

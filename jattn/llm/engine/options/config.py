@@ -101,6 +101,9 @@ class EngineConfig:
         max_loras: number of adapters whose requests run at the same time: slots of device memory, each of
             max_lora_rank. Requests of further adapters wait for a slot.
         max_lora_rank: largest rank of an adapter, up to 256.
+        lora_target_modules: names of the modules that adapters may change, such as "o_proj" or "moe.down_proj"; None
+            for all of `jattn.llm.models.adapter_targets`. Each has memory in every slot, which for experts is much, and
+            is multiplied in every step with an adapter.
         enable_return_sampling_mask: steps record the tokens that filters keep; see `CompletionOutput.sampling_mask`.
         non_finite_weights: what `update_weights` does with NaN and infinite numbers: "refuse" raises, and the weights
             stay; "report" logs a warning; "accept" does not read the numbers.
@@ -155,6 +158,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: Annotated[int, Limits(1, 1 << 12)] = 1
     max_lora_rank: Annotated[int, Limits(1, MAX_RANK)] = 16
+    lora_target_modules: Annotated[tuple[str, ...] | None, Limits(wanted="names of modules, or None")] = None
     enable_return_sampling_mask: bool = False
     non_finite_weights: Annotated[str, Choices("refuse", "report", "accept")] = "refuse"
     logits_processors: Mapping[str, Callable[..., Any]] | None = field(default=None, hash=False)
@@ -163,6 +167,8 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         self._take_sizes_of_mesh()
         object.__setattr__(self, "logical_axis_rules", _rules(self.logical_axis_rules))
+        if isinstance(self.lora_target_modules, list):
+            object.__setattr__(self, "lora_target_modules", tuple(self.lora_target_modules))
         named = {} if self.logits_processors is None else self.logits_processors
         if not isinstance(named, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in named.items()):
             raise InvalidInput("logits_processors", value=named, wanted="it must map names to functions, or be None")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from jattn.llm.models import AdapterTarget, LoraWeights
@@ -50,8 +50,9 @@ class LoadedAdapter:
         name: its name.
         version: a number that no other adapter of the engine ever has.
         rank: its rank.
-        weights: matrices of each layer that it changes, [slices * rank, in] and [out, rank], of numpy or JAX.
+        weights: matrices of each part that it changes, of `AdapterTarget.shapes`, of numpy or JAX.
         path: the folder, for reports; "" if it came from memory.
+        pinned: versions that keep their slots, of all adapters of the engine.
     """
 
     name: str
@@ -59,6 +60,12 @@ class LoadedAdapter:
     rank: int
     weights: Mapping[AdapterTarget, LoraWeights]
     path: str = ""
+    pinned: Container[int] = field(default=(), repr=False)
+
+    @property
+    def is_pinned(self) -> bool:
+        """It keeps its slot when no request has it."""
+        return self.version in self.pinned
 
     @property
     def key(self) -> bytes:
