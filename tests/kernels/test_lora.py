@@ -20,6 +20,7 @@ from torch_core import reference
         {"slots": (0,) * 21 + (-1, 1), "num_slots": 2, "rank": 20, "dtype": "float16", "slices": (270,)},
         {"slots": (0,) * 70 + (1, 0), "num_slots": 2, "dtype": "bfloat16"},
         {"slots": (-1, -1), "num_slots": 1},
+        {"slots": (299, 7, -1, 7), "num_slots": 300, "slices": (12, 7), "dtype": "bfloat16"},
         {"slots": (2, 0), "slices": (70, 7, 9), "in_size": 300, "dtype": "bfloat16"},
         {"slots": (-1, 1), "rank": 16, "in_size": 256, "dtype": "float16", "y_dtype": "float32"},
         {"adds": False},

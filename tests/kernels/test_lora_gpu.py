@@ -40,6 +40,15 @@ def test_rows_get_their_slots_products(rows, adds, options, seed):
 
 
 @pytest.mark.parametrize("adds", [True, False])
+def test_rows_get_the_products_of_their_adapter_and_expert(adds, seed):
+    pairs = tuple((37 * row) % 2048 - 1 for row in range(512))
+    call = lora_call(seed, pairs, adds=adds, num_slots=2048, in_size=256, slices=(128, 128), rank=16, dtype="bfloat16")
+    (exact,) = reference.add_lora_linear(call).values()
+    found = results(call.map(torch.Tensor.cuda)).cpu()
+    assert (found.double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("rows", SLOTS)
 def test_bits_are_those_of_the_same_kernels_in_jax(rows, adds, seed):
     call = lora_call(seed, SLOTS[rows], adds=adds, **OPTIONS)

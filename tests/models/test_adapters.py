@@ -12,6 +12,7 @@ from flax import nnx
 
 import jattn
 from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, quantize_fp8
+from jattn.llm.models.quantized import dequantize, quantized_linear
 from jattn.nn import LoRA
 from tests.support.lora_models import matrices, merged_model, tiny_adapters
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -100,6 +101,38 @@ def test_kernels_in_8_bits_have_adapters_in_16_bits_beside_them(seed):
         assert isinstance(getattr(parent, name), Fp8Linear)
         setattr(parent, name, Plus(getattr(parent, name), (second @ first).T))
     np.testing.assert_allclose(found, model.forward_dense(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def parts_of_bits(bits: str, shape: tuple[int, ...], seed: int) -> tuple[jax.Array, jax.Array]:
+    """A random kernel [..., in, out] as it is stored, and its scales; of 4 bits there are two groups of inputs."""
+    generator = np.random.default_rng(seed)
+    *front, inputs, outputs = shape
+    if bits == "e4m3":
+        kernel = jnp.asarray(generator.normal(size=shape), jnp.float8_e4m3fn)
+        return kernel, jnp.asarray(generator.uniform(0.1, 0.3, (*front, 1, outputs)), jnp.float32)
+    kernel = jnp.asarray(generator.integers(0, 256, (*front, inputs // 2, outputs)), jnp.uint8)
+    scales = generator.uniform(0.02, 0.05, (*front, 2, outputs))
+    return kernel, jnp.asarray(np.concatenate([scales, np.full_like(scales, 8)], axis=-2), jnp.float32)
+
+
+@pytest.mark.parametrize("bits", ["int4", "e4m3"])
+def test_kept_bases_have_the_tokens_of_widened_ones_with_the_same_adapters(bits, seed):
+    config = tiny_config(
+        num_hidden_layers=1, hidden_size=64, moe=replace(MOE, n_shared_experts=0, intermediate_size=64)
+    )
+    kept, widened = (tiny_model(config, seed) for _ in range(2))
+    adapters = tiny_adapters(config, seed, num_adapters=3)
+    for number, target in enumerate(target for target in adapter_targets(config) if target.layer is not None):
+        parent, name = target.module.split(".")
+        of_kept, of_widened = (getattr(model.layers[0], parent) for model in (kept, widened))
+        old = getattr(of_widened, name)
+        parts = parts_of_bits(bits, old.kernel.shape, seed + number)
+        setattr(of_kept, name, quantized_linear(old, parts, None)[0])
+        old.kernel[...] = dequantize(*parts).astype(old.kernel.dtype)
+    found, wanted = (logits_of(each, TOKENS, adapters.batch(jnp.array(IDS), 6)) for each in (kept, widened))
+    assert (found.argmax(-1) == wanted.argmax(-1)).all()
+    np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(wanted), atol=1e-5)
+    assert (logits_of(kept, TOKENS).argmax(-1) != found.argmax(-1)).any()
 
 
 def test_targets_are_chosen_by_the_last_parts_of_their_names(seed):

@@ -27,7 +27,8 @@ class LoraCall(Call[A]):
     sum that would be added. Layers that share their input may be
     joined: the columns of slice i, `output_slices[i]` of them, belong to ranks `i * rank` to `(i + 1) * rank` of
     lora_a. Rows are named in the order of their slots, so that rows of a slot are multiplied together (Punica, Chen et
-    al. 2023, arXiv:2310.18547); the names are those of vLLM's `lora_shrink` and `lora_expand`.
+    al. 2023, arXiv:2310.18547); the names are those of vLLM's `lora_shrink` and `lora_expand`. Experts have a slot for
+    each pair of an adapter and an expert.
 
     Attributes:
         x: input of the linear layer.

@@ -26,7 +26,7 @@ register(
 def calls_in_use() -> dict[str, Call[ArraySpec]]:
     """Returns calls of specs by label, which names the op and the differences from its most frequent use.
 
-    Representative calls of an 8B model with 32 slots of rank 16.
+    Representative calls of an 8B model with 32 slots of rank 16, and of Qwen3-30B-A3B's experts with 16 slots.
     """
     return {
         "adapters": _lora(64),
@@ -39,6 +39,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "adapters rank 64": _lora(64, rank=64),
         "adapters rank 256 prompts": _lora(2048, rank=256),
         "adapters float32": _lora(64, dtype="float32"),
+        "adapters experts": _lora(512, num_slots=16 * 128, in_size=2048, output_slices=(768, 768)),
     }
 
 
@@ -48,10 +49,11 @@ def _lora(
     in_size: int = 4096,
     output_slices: tuple[int, ...] = (4096, 1024, 1024),
     rank: int = 16,
+    num_slots: int = 32,
     dtype: str = "bfloat16",
     adds: bool = False,
 ) -> LoraCall[ArraySpec]:
-    num_slots, out_size = 32, sum(output_slices)
+    out_size = sum(output_slices)
     return LoraCall(
         x=ArraySpec((num_rows, in_size), dtype),
         y=ArraySpec((num_rows, out_size), dtype) if adds else None,
