@@ -24,8 +24,9 @@ _PADDED_ROWS = 16
 _FEW_TOKENS = 16
 _CHUNK = 64
 _LARGEST_STATE = 256
-# A pipeline of two chunks needs 87 KB; of wider states 151 KB, with which a multiprocessor would have one program.
-_LARGE_SHARED_MEMORY, _PIPELINED_STATE = 160 * 1024, 128
+# A pipeline of two chunks needs 87 KB, of the widest states 151 KB. Hopper's has to have one: without it Triton 3.6 reads
+# the transposed keys of a state of 256 columns behind the end of the shared memory.
+_LARGE_SHARED_MEMORY = 160 * 1024
 # Matrix units take 16 rows and columns and more.
 _LEAST_TILE = 16
 # Heads of a group whose step sizes are computed together.
@@ -86,8 +87,7 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
     launches = [launch(mamba_step_kernel, (call.num_seqs, *tiles), *in_place, "out", hot=is_narrow)]
     if in_chunks:
         chunks, spans = (call.num_tokens // each + call.num_seqs for each in (_CHUNK, span))
-        is_large = limits.shared_memory >= _LARGE_SHARED_MEMORY and padded <= _PIPELINED_STATE
-        stages = 2 if is_large else 1
+        stages = 2 if limits.shared_memory >= _LARGE_SHARED_MEMORY else 1
         launches += [launch(mamba_products_kernel, (chunks, call.num_kv_heads), "products", "steps", "decays")]
         if span != _WHOLE:
             written = ("span_states", "span_decays")
