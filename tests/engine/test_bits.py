@@ -142,7 +142,7 @@ def test_the_first_layer_and_operation_that_differ_are_named(seed, monkeypatch):
     ("changes", "message"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"enable_lora": True}, "enable_lora"),
     ],
 )

@@ -203,7 +203,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Adds a branch to the residual stream; returns the stream and its value after `following`."""
         scale = self.config.residual_multiplier
-        if self.parallel is not None and own_norm is None and dropout is None and scale == 1:
+        is_plain = own_norm is None and dropout is None and scale == 1 and not self.batch_invariant
+        if self.parallel is not None and is_plain:
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
                 return found
@@ -223,7 +224,7 @@ class DecoderLayer(nnx.Module):
         return out, "experts", experts
 
     def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
-        return x if self.parallel is None else self.parallel.summed(x, axis, peers)
+        return x if self.parallel is None else self.parallel.summed(x, axis, peers, in_order=self.batch_invariant)
 
 
 def _sum(parts: list[jax.Array]) -> Any:

@@ -55,8 +55,8 @@ def set_batch_invariant(model: nnx.Module) -> None:
 def _refuse(path: tuple[Any, ...], module: Any) -> None:
     reason = None
     parallel = getattr(module, "parallel", None)
-    if parallel is not None and parallel.size > 1:
-        reason = f"is split over {parallel.size} devices, whose sums have another order than one device's"
+    if parallel is not None and parallel.context_size > 1:
+        reason = f"has its cache on {parallel.context_size} devices, each of which sums over its keys"
     elif isinstance(module, SparseLatentAttention):
         reason = "chooses keys by scores that depend on the batch"
     elif isinstance(module, MultiHeadLatentAttention) and jax.default_backend() != "cpu":

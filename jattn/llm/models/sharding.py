@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import build_model
+from jattn.llm.models.invariance import set_batch_invariant
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.quantized import Fp8Kernel, QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
@@ -204,6 +205,8 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
     for path, layer in paged_layers(cut):
         if (scales := carried[path]) is not None:
             layer.kv_scales = scales
+    if model.batch_invariant:
+        set_batch_invariant(cut)
     return cut
 
 

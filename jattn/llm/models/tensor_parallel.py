@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
-from jattn.parallel import all_reduce
+from jattn.parallel import all_reduce, sum_in_order
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -157,9 +157,18 @@ class TensorParallel:
         """Returns over how many devices a logical axis is split."""
         return self.size if self.rules[name] is not None else 1
 
-    def summed(self, x: jax.Array, name: str, peers: jax.Array | None = None) -> jax.Array:
-        """Returns the sum over the devices that split a logical axis; `peers` as in `jattn.parallel.all_reduce`."""
-        return all_reduce(x, self.axis, peers) if self.parts(name) > 1 else x
+    def summed(self, x: jax.Array, name: str, peers: jax.Array | None = None, in_order: bool = False) -> jax.Array:
+        """Returns the sum over the devices that split a logical axis.
+
+        Args:
+            x: this device's part.
+            name: the logical axis.
+            peers: as in `jattn.parallel.all_reduce`.
+            in_order: a row's bits do not depend on the number of rows; see `jattn.parallel.sum_in_order`.
+        """
+        if self.parts(name) == 1:
+            return x
+        return sum_in_order(x, self.axis) if in_order else all_reduce(x, self.axis, peers)
 
     def summed_and_normed(
         self, x: jax.Array, residual: jax.Array, norm: Any, name: str, peers: jax.Array | None

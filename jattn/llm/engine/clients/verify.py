@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
+from jattn.llm.engine.device.weights import Structure
 from jattn.llm.engine.request.outputs import RequestOutput
 from jattn.ops import token_logprobs
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -70,14 +72,20 @@ def verify(
         raise Unsupported(f"model is a {type(model).__name__} without forward_dense, the training pass of a Decoder.")
     if not logprobs_mode.endswith("logprobs"):
         raise Unsupported("logprobs_mode", value=logprobs_mode, wanted="log-probabilities are verified")
-    (graph, state), digest = nnx.split(model), hashlib.sha256()
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    structure, digest = Structure(graph, treedef), hashlib.sha256()
+    parallel = getattr(model, "parallel", None)
+    specs = tuple(leaf.sharding.spec for leaf in leaves) if parallel else None
+    mesh = leaves[0].sharding.mesh if parallel else None
     count, differing, largest, first = 0, 0, 0.0, None
     for place, tokens, start, found, temperature in _samples(outputs, temperatures):
         # At 0 the engine takes the likeliest token, and reports log-probabilities of the logits as they are.
         divisor = temperature if logprobs_mode.startswith("processed") and temperature > 0 else 1.0
         width = max(_SMALLEST, 1 << (len(tokens) - 1).bit_length())
         padded = np.pad(np.asarray(tokens, np.int32), (0, width - len(tokens)))
-        known = np.asarray(_scores(state, padded[None], np.float32(divisor), graph=graph))[0]
+        options = {"structure": structure, "mesh": mesh, "specs": specs}
+        known = np.asarray(_scores(leaves, padded[None], np.float32(divisor), **options))[0]
         expected = known[start - 1 : len(tokens) - 1]
         unequal = np.flatnonzero(found.view(np.int32) != expected.view(np.int32))
         if unequal.size and first is None:
@@ -111,9 +119,28 @@ def _samples(
                 yield (index, sample), (*prompt, *tokens), len(prompt), values, temperature
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _scores(state: Any, tokens: jax.Array, temperature: jax.Array, *, graph: Any) -> jax.Array:
-    model = nnx.merge(graph, state)
-    logits = model.forward_dense(tokens)[:, :-1]
-    options = {"temperature": temperature, "batch_invariant": getattr(model, "batch_invariant", False)}
-    return token_logprobs(logits, tokens[:, 1:], **options)
+@functools.partial(jax.jit, static_argnames=("structure", "mesh", "specs"))
+def _scores(
+    leaves: list[jax.Array],
+    tokens: jax.Array,
+    temperature: jax.Array,
+    *,
+    structure: Structure,
+    mesh: Mesh | None,
+    specs: tuple[PartitionSpec, ...] | None,
+) -> jax.Array:
+    def scored(leaves: list[jax.Array], tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+        model = structure.merge(leaves)
+        logits = model.forward_dense(tokens)[:, :-1]
+        if model.parallel is not None and model.parallel.parts("vocab") > 1:
+            gathered = jax.lax.all_gather(logits, model.parallel.axis, axis=-1, tiled=True)
+            logits = gathered[..., : model.config.vocab_size]
+        options = {"temperature": temperature, "batch_invariant": getattr(model, "batch_invariant", False)}
+        return token_logprobs(logits, tokens[:, 1:], **options)
+
+    if mesh is not None:
+        whole = PartitionSpec()
+        scored = jax.shard_map(
+            scored, mesh=mesh, in_specs=(list(specs or ()), whole, whole), out_specs=whole, check_vma=False
+        )
+    return scored(leaves, tokens, temperature)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jattn.llm.engine.options.config import EngineConfig
-from jattn.llm.models import set_batch_invariant
+from jattn.llm.models import Decoder, set_batch_invariant
 from torch_core.base.errors import Unsupported
 
 
@@ -22,8 +22,11 @@ def switched(model: Any, config: EngineConfig) -> EngineConfig:
     if config.kv_cache_dtype not in ("auto", model.paged_spec.dtype):
         wanted = "with batch_invariant it is 'auto': a training pass does not round keys to 8 bits"
         raise Unsupported("kv_cache_dtype", value=config.kv_cache_dtype, wanted=wanted)
-    if config.tensor_parallel_size > 1:
-        wanted = "with batch_invariant it is 1: sums over devices have another order than one device's"
+    if config.decode_context_parallel_size > 1:
+        wanted = "with batch_invariant it is 1: each device sums over its own keys"
+        raise Unsupported("decode_context_parallel_size", value=config.decode_context_parallel_size, wanted=wanted)
+    if config.tensor_parallel_size > 1 and not isinstance(model, Decoder):
+        wanted = "with batch_invariant it is 1 for a module of your own: XLA chooses the order of its sums over devices"
         raise Unsupported("tensor_parallel_size", value=config.tensor_parallel_size, wanted=wanted)
     set_batch_invariant(model)
     return config

@@ -301,9 +301,10 @@ def token_logprobs(
         num_logprobs: number of the likeliest tokens to report; 0 for a part of the vocabulary.
         shards: the part of the vocabulary in the logits; None for all of it.
         normalize: False returns logits instead of log-probabilities.
-        batch_invariant: a row's bits depend on its logits alone, and are those of `jattn.token_logprobs`; not for a
-            part of the vocabulary.
+        batch_invariant: a row's bits depend on its logits alone, and are those of `jattn.token_logprobs`.
     """
+    if batch_invariant and shards is not None:
+        logits, shards = shards.gathered(logits), None
     largest, places = jnp.max(logits, axis=-1), tokens
     total = lambda x: jnp.sum(x, axis=-1)  # noqa: E731
     if shards is None:
