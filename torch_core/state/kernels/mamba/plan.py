@@ -24,7 +24,7 @@ _PADDED_ROWS = 16
 _FEW_TOKENS = 16
 _CHUNK = 64
 _LARGEST_STATE = 256
-# A pipeline of two chunks needs 87 KB, of the widest states 151 KB. Hopper's has to have one: without it Triton 3.6 reads
+# A pipeline of two chunks needs 87 KB, of the widest states 151 KB. Hopper must have one: without it Triton 3.6 reads
 # the transposed keys of a state of 256 columns behind the end of the shared memory.
 _LARGE_SHARED_MEMORY = 160 * 1024
 # Matrix units take 16 rows and columns and more.
