@@ -3,6 +3,7 @@
 from jattn.nn.dense import attention_fn
 from jattn.nn.kimi_delta import KimiDeltaAttention
 from jattn.nn.latent import MultiHeadLatentAttention
+from jattn.nn.lightning import LightningAttention
 from jattn.nn.lora import LoRA
 from jattn.nn.mamba import Mamba2
 from jattn.nn.module_cache import PagedCache
@@ -18,6 +19,7 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LatentIndexer",
+    "LightningAttention",
     "LoRA",
     "Mamba2",
     "MultiHeadAttention",

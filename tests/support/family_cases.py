@@ -94,6 +94,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_ma
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SOLAR = {name: value for name, value in _GLM_EXPERTS.items() if name != "first_k_dense_replace"} | {"head_dim": 8}
 _TRINITY = _SMALL_WINDOW | _EXPERTS | {"head_dim": 8, "global_attn_every_n_layers": 2}
+_LIGHTNING = {"num_local_experts": 6, "block_size": 16}
 _ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _MINI_LATENT = {name: _DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")}
@@ -419,6 +420,16 @@ CASES |= {
         [
             _TRINITY | {"num_dense_layers": 1, "num_shared_experts": 1},
             _TRINITY | {"num_dense_layers": 0, "mup_enabled": True, "route_scale": 2.5, "layer_types": _ALTERNATING},
+        ],
+    ),
+    "MiniMaxForCausalLM": (
+        "MiniMaxConfig",
+        [
+            _LIGHTNING | {"layer_types": ["full_attention", "linear_attention"]},
+            _LIGHTNING
+            | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 6, "num_experts_per_tok": 3}
+            | {f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")}
+            | {f"{kind}_beta_factor": 0.5 for kind in ("full_attn", "linear_attn", "mlp")},
         ],
     ),
     "BambaForCausalLM": (

@@ -20,6 +20,8 @@ _AS_PUBLISHED = {
     "OlmoHybridForCausalLM": ("feedforward_layer_norm", "post_attention_layernorm", "self_attn"),
     "KimiLinearForCausalLM": (r"block_sparse_moe\.(?=\w+_proj)", "mlp.", "block_sparse_moe.gate_proj"),
 }
+#: Tensors that transformers writes and computes again if they are missing.
+_COMPUTED = r".*self_attn\.(query|key|diagonal)_decay"
 _NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
 #: Float32 runs of models with a delta rule.
 _RUNS_OF_DELTA = 5
@@ -54,9 +56,22 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    if architecture == "MiniMaxForCausalLM":
+        _without(folder / "model.safetensors", _COMPUTED)
     if architecture in _AS_PUBLISHED:
         _rename(folder / "model.safetensors", *_AS_PUBLISHED[architecture])
     return folder
+
+
+def _without(file: Path, pattern: str) -> None:
+    """Takes tensors out of a file."""
+    from safetensors.torch import load_file, save_file
+
+    save_file(
+        {each: tensor for each, tensor in load_file(file).items() if not re.fullmatch(pattern, each)},
+        file,
+        {"format": "pt"},
+    )
 
 
 def _rename(file: Path, pattern: str, name: str, neighbour: str) -> None:

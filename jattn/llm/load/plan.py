@@ -32,6 +32,7 @@ _BARE = (
     "A_log",
     "D",
     "dt_bias",
+    "slope_rate",
     "alpha_p",
     "alpha_n",
     "beta",
@@ -77,7 +78,10 @@ class ParameterPlan:
     @property
     def is_float32(self) -> bool:
         """Whether the parameter is float32 in models of every dtype."""
-        return self.path[-1] in ("e_score_correction_bias", "A_log", "D", "dt_bias") or "weights_proj" in self.path
+        return (
+            self.path[-1] in ("e_score_correction_bias", "A_log", "D", "dt_bias", "slope_rate")
+            or "weights_proj" in self.path
+        )
 
     @property
     def num_stacked(self) -> int:

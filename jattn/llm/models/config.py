@@ -12,6 +12,7 @@ from jattn.llm.models.mixers import (
     DeltaNetConfig,
     KimiDeltaConfig,
     LayerType,
+    LightningConfig,
     MambaConfig,
     ShortConvConfig,
 )
@@ -74,7 +75,7 @@ class ModelConfig:
             multiplies by 1 + weight; "layer_norm", "layer_norm_1p" with 1 + weight.
         norm_bias: a layer norm has a bias.
         norm_placement: place of the norms of each branch: "before" it, "after" it, "both", or "residual" (after the
-            branch was added to the residual stream).
+            branch was added to the residual stream), or "stream" (before it; the branch is added to what it read).
         state_norm_placement: the same in layers whose mixers all keep a state, if it differs there: "before"; None for
             no difference.
         rms_norm_eps: added to the mean square, or to the variance, before its root.
@@ -92,10 +93,12 @@ class ModelConfig:
         moe: experts instead of the feed-forward layer.
         latent: attention over latents instead of keys and values of each head.
         layer_types: how each layer mixes tokens, a key of `jattn.llm.models.mixers.MIXERS`: "attention", or with a
-            state between tokens "conv", "linear_attention" or "kimi_delta_attention"; empty for attention in all.
+            state between tokens "conv", "linear_attention", "lightning_attention" or "kimi_delta_attention"; empty for
+            attention in all.
         short_conv: sizes of the short convolution of "conv".
         delta_net: sizes of the gated delta rule of "linear_attention".
         kimi_delta: sizes of "kimi_delta_attention".
+        lightning: sizes of "lightning_attention".
         mamba: sizes of "mamba" and "attention_mamba".
         single_branch: a layer has mixers or, of type "feed_forward", a feed-forward part; not both.
         position_embedding: "rope", "learned" (added to the embedding), "alibi" (added to the scores), "relative"
@@ -114,6 +117,7 @@ class ModelConfig:
         embedding_norm: a norm after the embedding.
         embedding_multiplier: factor of the embedding, in the model's dtype.
         residual_multiplier: factor of each branch before it is added.
+        stream_multiplier: factor of the residual stream before a branch is added.
         logits_scale: factor of the logits.
         attention_multipliers: factors of the input and the output of attention.
         mlp_multipliers: factors of the activation's argument and of the feed-forward part's output.
@@ -179,7 +183,9 @@ class ModelConfig:
         str, Choices("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm", "layer_norm_1p", error=Unsupported)
     ] = "rms_norm"
     norm_bias: Flag = False
-    norm_placement: Annotated[str, Choices("before", "after", "both", "residual", error=Unsupported)] = "before"
+    norm_placement: Annotated[str, Choices("before", "after", "both", "residual", "stream", error=Unsupported)] = (
+        "before"
+    )
     state_norm_placement: Annotated[str | None, Choices(None, "before", error=Unsupported)] = None
     rms_norm_eps: Annotated[float, Limits(1e-12, 1.0)] = 1e-6
     qk_norm: Annotated[str | None, Choices(None, "head", "per_head", "all", "unweighted", error=Unsupported)] = None
@@ -195,6 +201,7 @@ class ModelConfig:
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     kimi_delta: KimiDeltaConfig | None = None
+    lightning: LightningConfig | None = None
     mamba: MambaConfig | None = None
     single_branch: Flag = False
     position_embedding: Annotated[str, Choices("rope", "learned", "alibi", "relative", "none", error=Unsupported)] = (
@@ -213,6 +220,7 @@ class ModelConfig:
     embedding_norm: Flag = False
     embedding_multiplier: Scalar = 1.0
     residual_multiplier: Scalar = 1.0
+    stream_multiplier: Scalar = 1.0
     logits_scale: Scalar = 1.0
     attention_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
     mlp_multipliers: tuple[Scalar, Scalar] = (1.0, 1.0)
@@ -320,6 +328,9 @@ class ModelConfig:
         if self.single_branch and (not self.layer_types or self.parallel_block or self.norm_placement != "before"):
             wanted = "such layers have layer_types and a norm before them"
             raise Unsupported("single_branch", value=True, wanted=wanted)
+        if self.norm_placement == "stream" and self.parallel_block is not None:
+            wanted = "norms of the residual stream stand between two branches"
+            raise Unsupported("parallel_block", value=self.parallel_block, wanted=wanted)
         if self.has_states and (self.is_encoder or self.encoder is not None):
             raise Unsupported("layer_types", value=self.layer_types, wanted="encoders and their decoders attend")
         if self.layer_types and not self.cache_layers:
@@ -442,6 +453,7 @@ PARTS = MappingProxyType(
         "short_conv": ShortConvConfig,
         "delta_net": DeltaNetConfig,
         "kimi_delta": KimiDeltaConfig,
+        "lightning": LightningConfig,
         "mamba": MambaConfig,
     }
 )

@@ -29,6 +29,10 @@ Encoded: TypeAlias = tuple[jax.Array, jax.Array | None]
 _Branch: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
+#: The places of norms that come after a branch.
+_AFTER = ("after", "both", "residual")
+
+
 class DecoderLayer(nnx.Module):
     """Attention, or what mixes tokens in its place, and feed-forward, one after the other or side by side, added to the
     residual stream.
@@ -49,7 +53,7 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         self.config, self.parallel = config, parallel
         self.norm_placement = config.norm_placement_of(layer)
-        before, after = self.norm_placement in ("before", "both"), self.norm_placement != "before"
+        before, after = self.norm_placement not in ("after", "residual"), self.norm_placement in _AFTER
         self.input_layernorm = norm(config) if before and (layer or config.first_layer_norm) else None
         mixers, options = config.mixers(layer), {"rngs": rngs, "implementation": implementation}
         latent = LatentAttention if config.index_head_dim is None else SparseAttention
@@ -176,6 +180,7 @@ class DecoderLayer(nnx.Module):
                 self._feed_forward(normed, routed_experts) if mixed is None else (mixed, "heads", None)
             )
             return *self._add_branch(x, branch, axis, self.attention_output_norm, following, dropout, peers), experts
+        x = normed if self.norm_placement == "stream" else x
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
@@ -188,6 +193,7 @@ class DecoderLayer(nnx.Module):
             # In parallel with attention, this sum does not depend on attention's sum, and two at once would use the
             # same memory.
             peers = None
+        after = seen if self.norm_placement == "stream" else after
         branch, axis, experts = self._feed_forward(seen, routed_experts)
         return *self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers), experts
 
@@ -203,7 +209,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Adds a branch to the residual stream; returns the stream and its value after `following`."""
         scale = self.config.residual_multiplier
-        is_plain = own_norm is None and dropout is None and scale == 1 and not self.batch_invariant
+        factors = scale, self.config.stream_multiplier
+        is_plain = own_norm is None and dropout is None and factors == (1, 1) and not self.batch_invariant
         if self.parallel is not None and is_plain:
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
@@ -213,8 +220,10 @@ class DecoderLayer(nnx.Module):
 
     def _sum(self, x: jax.Array, branch: jax.Array, scale: float = 1.0) -> jax.Array:
         if self.batch_invariant:
-            return rowwise(lambda x, branch: x + scaled(branch, scale), x, branch)
-        return x + scaled(branch, scale)
+            return rowwise(
+                lambda x, branch: x + scaled(branch, scale), scaled(x, self.config.stream_multiplier), branch
+            )
+        return scaled(x, self.config.stream_multiplier) + scaled(branch, scale)
 
     def _feed_forward(self, x: jax.Array, forced: jax.Array | None) -> tuple[jax.Array, str, jax.Array | None]:
         """Returns this device's share, the axis along which it is one, and each token's experts."""

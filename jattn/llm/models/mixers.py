@@ -20,6 +20,7 @@ MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "conv": ("conv",),
         "linear_attention": ("linear_attn",),
         "kimi_delta_attention": ("kda",),
+        "lightning_attention": ("lightning",),
         "mamba": ("mamba",),
         "attention_mamba": ("self_attn", "mamba"),
         "feed_forward": (),
@@ -27,7 +28,7 @@ MIXERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 #: The field of `ModelConfig` with the sizes of a mixer that keeps a state.
 STATE_CONFIGS: Mapping[str, str] = MappingProxyType(
-    {"conv": "short_conv", "linear_attn": "delta_net", "kda": "kimi_delta", "mamba": "mamba"}
+    {"conv": "short_conv", "linear_attn": "delta_net", "kda": "kimi_delta", "lightning": "lightning", "mamba": "mamba"}
 )
 LayerType: TypeAlias = Annotated[str, Choices(*MIXERS, error=Unsupported)]
 _Width: TypeAlias = Annotated[int, Limits(2, 4)]
@@ -129,6 +130,25 @@ class MambaConfig:
         if self.num_heads % self.num_groups:
             wanted = f"it must be a multiple of num_groups ({self.num_groups})"
             raise InvalidInput("mamba.num_heads", value=self.num_heads, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningConfig:
+    """Lightning attention (arXiv:2401.04658): linear attention whose state decays at a rate of each head.
+
+    Attributes:
+        num_heads: number of heads.
+        head_dim: number of elements of a head of queries, keys and values.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    num_heads: Annotated[int, Limits(1, 1024)]
+    head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="lightning.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from jattn.llm.models.layers import INITIALIZER, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
-from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2, ShortConv
+from jattn.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
 
 
@@ -65,6 +65,14 @@ class KimiDelta(_Layer, KimiDeltaAttention):
         super().__init__(sizes.num_heads, config.hidden_size, **options)
 
 
+class Lightning(_Layer, LightningAttention):
+    """Lightning attention of one layer."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        sizes = _sizes(config, "lightning")
+        super().__init__(sizes.num_heads, config.hidden_size, head_dim=sizes.head_dim, **options)
+
+
 class Mamba(_Layer, Mamba2):
     """Mamba-2 of one layer. If there are more devices than groups, each group has a copy on several devices."""
 
@@ -85,7 +93,7 @@ class Mamba(_Layer, Mamba2):
 
 
 _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
-    {"conv": ShortConvolution, "linear_attn": DeltaNet, "kda": KimiDelta, "mamba": Mamba}
+    {"conv": ShortConvolution, "linear_attn": DeltaNet, "kda": KimiDelta, "lightning": Lightning, "mamba": Mamba}
 )
 
 

@@ -26,6 +26,7 @@ from jattn.llm.load.families.lfm2 import LFM2
 from jattn.llm.load.families.llama import CWM, GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.minicpm3 import MINICPM3
+from jattn.llm.load.families.minimax import MINIMAX
 from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
 from jattn.llm.load.families.modernbert import MODERNBERT, MODERNBERT_CLASSIFIER
@@ -54,6 +55,7 @@ _ORDER = (
     *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA),
     *(CWM, SOLAR_OPEN, AFMOE),
     *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+    *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
     *(MODERNBERT, MODERNBERT_CLASSIFIER),
     *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),

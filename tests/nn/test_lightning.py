@@ -1,0 +1,45 @@
+"""Lightning attention: its recurrence, token by token, and rates that are not trained."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.nn import LightningAttention
+
+HEADS, DIM, FEATURES = 2, 3, 5
+
+
+def recurrence(layer: LightningAttention, x: np.ndarray, kind: type) -> np.ndarray:
+    """The layer's results of tokens [tokens, features] in numpy, by the states after each token."""
+    names = ("qkv_proj", "output_gate", "out_proj")
+    qkv, gates, last = (np.asarray(getattr(layer, name).kernel[...], kind) for name in names)
+    decay, x = np.exp(-np.asarray(layer.slope_rate[...], kind)), x.astype(kind)
+    heads = x @ qkv
+    query, key, value = np.split((heads / (1 + np.exp(-heads))).reshape(len(x), HEADS, 3 * DIM), 3, axis=-1)
+    state, rows = np.zeros((HEADS, DIM, DIM), kind), []
+    for token in range(len(x)):
+        state = state * decay[:, None, None] + key[token, :, :, None] * value[token, :, None, :]
+        rows.append((query[token, :, :, None] * state).sum(1).ravel())
+    out = np.stack(rows)
+    out = out / np.sqrt((out * out).mean(-1, keepdims=True) + kind(1e-6))
+    return (out / (1 + np.exp(-(x @ gates)))) @ last
+
+
+def test_the_layer_is_its_recurrence_and_does_not_train_its_rates(seed):
+    layer = LightningAttention(HEADS, FEATURES, head_dim=DIM, rngs=nnx.Rngs(seed))
+    x = np.random.default_rng(seed).normal(size=(7, FEATURES)).astype(np.float32)
+    exact, narrow = (recurrence(layer, x, kind) for kind in (np.float64, np.float32))
+
+    def total(layer: LightningAttention) -> tuple[jax.Array, jax.Array]:
+        out = layer(jnp.asarray(x))
+        return out.sum(), out
+
+    (_, found), gradients = nnx.value_and_grad(total, has_aux=True)(layer)
+
+    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert error <= 2 * (np.abs(narrow - exact).max() + 2.0**-23 * np.abs(exact).max())
+    assert not np.asarray(gradients["slope_rate"][...]).any()
+    assert all(np.asarray(each).any() for each in jax.tree.leaves(gradients["qkv_proj"]))
