@@ -6,6 +6,7 @@ from jattn.llm.load.families.afmoe import AFMOE
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
+from jattn.llm.load.families.cwm import CWM
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
 from jattn.llm.load.families.ernie import ERNIE4_5, ERNIE4_5_MOE
@@ -15,7 +16,7 @@ from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
-from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
+from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
@@ -23,7 +24,7 @@ from jattn.llm.load.families.helium import HELIUM, INTERNLM3
 from jattn.llm.load.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from jattn.llm.load.families.kimi import KIMI_LINEAR
 from jattn.llm.load.families.lfm2 import LFM2
-from jattn.llm.load.families.llama import CWM, GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
+from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.minicpm3 import MINICPM3
 from jattn.llm.load.families.minimax import MINIMAX
@@ -40,6 +41,7 @@ from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jattn.llm.load.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jattn.llm.load.families.roberta import ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER
+from jattn.llm.load.families.solar_open import SOLAR_OPEN
 from jattn.llm.load.families.stablelm import PERSIMMON, STABLELM
 from jattn.llm.load.families.t5 import T5
 from jattn.llm.load.families.window_rope import COHERE2, EXAONE4
