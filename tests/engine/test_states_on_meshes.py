@@ -11,7 +11,7 @@ import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, open_engine
 from jattn.llm.models import Decoder, TensorParallel
-from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, MambaConfig, ShortConvConfig
+from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, LightningConfig, MambaConfig, ShortConvConfig
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.engine.test_tensor_parallel import COLLECTIVE, large_decoder, prompts_of
@@ -22,11 +22,12 @@ SIZES: dict[str, Any] = {
     "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "fixed_shapes": True,
 }  # fmt: skip
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=3)
-KINDS = ("conv", "linear_attention", "kimi_delta_attention", "attention_mamba")
+KINDS = ("conv", "linear_attention", "kimi_delta_attention", "lightning_attention", "attention_mamba")
 MIXERS: dict[str, Any] = {
     "short_conv": ShortConvConfig(use_bias=True),
     "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=4),
     "kimi_delta": KimiDeltaConfig(num_heads=4, head_dim=6),
+    "lightning": LightningConfig(num_heads=4, head_dim=6),
     "mamba": MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, use_bias=True, out_bias=True),
 }
 
@@ -46,8 +47,8 @@ def test_tokens_of_every_mixer_are_those_of_one_device_and_only_sums_and_choices
     for program in engine._core.device.runner.programs.compiled.values():
         found = COLLECTIVE.findall(program.as_text())
         kinds = Counter(kind for _, kind in found)
-        # The embedding, two of each layer, that of Mamba's norm over copied groups, and the largest logit.
-        assert kinds["all-reduce"] == 2 + 2 * len(KINDS) + 1
+        # The embedding, two of each layer, those of two norms (lightning's, Mamba's over copied groups), the best logit.
+        assert kinds["all-reduce"] == 2 + 2 * len(KINDS) + 2
         assert set(kinds) == {"all-reduce", "all-gather"}
         assert all(re.match(r"\(?s32\[4,2,\d+\]", shape) for shape, kind in found if kind == "all-gather")
 
@@ -74,6 +75,7 @@ def test_guesses_forks_and_swaps_on_several_devices_and_copies_change_no_token()
     [
         ({"delta_net": DeltaNetConfig(num_heads=6, num_kv_heads=3, key_dim=6, value_dim=4)}, "delta_net.num_kv_heads"),
         ({"kimi_delta": KimiDeltaConfig(num_heads=2, head_dim=6)}, "kimi_delta.num_heads"),
+        ({"lightning": LightningConfig(num_heads=2, head_dim=6)}, "lightning.num_heads"),
         ({"mamba": MambaConfig(num_heads=12, head_dim=4, state_size=6, num_groups=3)}, "mamba.num_groups"),
     ],
 )

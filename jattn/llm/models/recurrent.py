@@ -12,7 +12,7 @@ from flax import nnx
 
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import INITIALIZER, dot_general
+from jattn.llm.models.layers import INITIALIZER, RMSNorm, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -66,11 +66,13 @@ class KimiDelta(_Layer, KimiDeltaAttention):
 
 
 class Lightning(_Layer, LightningAttention):
-    """Lightning attention of one layer."""
+    """Lightning attention of one layer. The mean of its norm is over the heads of all devices."""
 
-    def __init__(self, config: ModelConfig, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel | None, **options: Any) -> None:
         sizes = _sizes(config, "lightning")
         super().__init__(sizes.num_heads, config.hidden_size, head_dim=sizes.head_dim, **options)
+        inner = sizes.num_heads * sizes.head_dim
+        self.norm = RMSNorm(inner, epsilon=1e-6, dtype=config.dtype, parallel=parallel)
 
 
 class Mamba(_Layer, Mamba2):
@@ -107,7 +109,7 @@ def recurrent_mixer(
 ) -> nnx.Module:
     """Returns the module of a mixer with a state, or of a device's part of one, by its name in a layer."""
     options = {"param_dtype": jnp.dtype(config.dtype), "kernel_init": INITIALIZER, "dot_general": dot_general}
-    if name == "mamba":
+    if name in ("lightning", "mamba"):
         options["parallel"] = parallel
     return _MODULES[name](config, rngs=rngs, implementation=implementation, **options)
 

@@ -35,10 +35,13 @@ _STATE_AXES: Mapping[tuple[str, str] | str, tuple[str | None, ...]] = MappingPro
         ("mamba", "conv1d"): ("heads", None),
         ("kda", "f_b_proj"): (None, "heads"),
         ("kda", "g_b_proj"): (None, "heads"),
+        ("lightning", "output_gate"): (None, "heads"),
+        ("lightning", "norm"): ("heads",),
         ("mamba", "norm"): ("heads",),
         "A_log": ("heads",),
         "D": ("heads",),
         "dt_bias": ("heads",),
+        "slope_rate": ("heads",),
     }
 )
 #: The index of an element that a device has and the parameter does not have: 0.

@@ -239,6 +239,8 @@ class TensorParallel:
             local["delta_net"] = replace(delta, **sizes)
         if (kimi := config.kimi_delta) is not None:
             local["kimi_delta"] = replace(kimi, num_heads=kimi.num_heads // parts)
+        if (lightning := config.lightning) is not None:
+            local["lightning"] = replace(lightning, num_heads=lightning.num_heads // parts)
         if (mamba := config.mamba) is not None:
             groups, each = max(mamba.num_groups // parts, 1), max(parts // mamba.num_groups, 1)
             local["mamba"] = replace(mamba, num_heads=mamba.num_heads // parts, num_groups=groups, group_parts=each)
@@ -266,7 +268,7 @@ def _state_heads(config: ModelConfig) -> dict[str, int]:
     found = {} if config.short_conv is None else {"hidden_size": config.hidden_size}
     if config.delta_net is not None:
         found["delta_net.num_kv_heads"] = config.delta_net.num_kv_heads
-    for name in ("kimi_delta", "mamba"):
+    for name in ("kimi_delta", "lightning", "mamba"):
         if (sizes := getattr(config, name)) is not None:
             found[f"{name}.num_heads"] = sizes.num_heads
     return found
