@@ -73,7 +73,8 @@ class LightningAttention(nnx.Module):
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states, which are float32 for every `dtype` of the model."""
-        return StateCacheSpec(shapes=((self.num_heads, self.head_dim, self.head_dim),), dtypes=("float32",))
+        shape = self.num_heads, self.head_dim, self.head_dim
+        return StateCacheSpec(shapes=(shape,), dtypes=("float32",), split_axes=(0,))
 
     def __call__(
         self, inputs: jax.Array, *, states: jax.Array | None = None, metadata: AttentionMetadata | None = None

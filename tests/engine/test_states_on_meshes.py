@@ -47,7 +47,7 @@ def test_tokens_of_every_mixer_are_those_of_one_device_and_only_sums_and_choices
     for program in engine._core.device.runner.programs.compiled.values():
         found = COLLECTIVE.findall(program.as_text())
         kinds = Counter(kind for _, kind in found)
-        # The embedding, two of each layer, those of two norms (lightning's, Mamba's over copied groups), the best logit.
+        # The embedding, two of each layer, those of lightning's norm and of Mamba's over copied groups, the best logit.
         assert kinds["all-reduce"] == 2 + 2 * len(KINDS) + 2
         assert set(kinds) == {"all-reduce", "all-gather"}
         assert all(re.match(r"\(?s32\[4,2,\d+\]", shape) for shape, kind in found if kind == "all-gather")
