@@ -18,7 +18,8 @@ from jattn.ops import AdapterRows, ExpertAdapters, add_lora_linear
 from torch_core.base.errors import Unsupported
 
 #: The modules outside of the layers that may have an adapter.
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
+EMBEDDING = "embed_tokens"
+HEAD = "lm_head"
 
 
 class LoraWeights(NamedTuple):
