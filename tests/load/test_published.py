@@ -17,7 +17,7 @@ from jattn.llm.load.folder import read_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound, write_tiny_model
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 
 #: What files of the hub have beside the keys that transformers writes today.
 KEYS: list[tuple[str, dict[str, Any]]] = [
@@ -92,6 +92,13 @@ def test_an_encoder_with_the_head_of_its_training_is_the_encoder(bert):
     raw = raw_config(bert)
 
     assert parse_config(raw | {"architectures": ["BertForMaskedLM"]}) == parse_config(raw)
+
+
+def test_a_minimax_whose_branches_have_different_factors_is_refused(tmp_path, seed):
+    raw = raw_config(write_checkpoint(tmp_path, "MiniMaxForCausalLM", 0, seed))
+
+    with pytest.raises(Unsupported, match=r"^config\.json: mlp_beta_factor is 2; this build has one for all branches"):
+        parse_config(raw | {"mlp_beta_factor": 2})
 
 
 def edited(folder: Path, change: Any) -> Path:

@@ -105,6 +105,10 @@ def test_a_wrong_value_is_refused_with_its_name_and_limit(changes, message):
         (CONV | {"layer_types": ("conv", "conv")}, "layer_types is ('conv', 'conv'); a layer of this build's decoders"),
         (CONV | {"is_encoder": True}, "layer_types is ('attention', 'conv'); encoders and their decoders attend."),
         ({"single_branch": True}, "single_branch is True; such layers have layer_types and a norm before them."),
+        (
+            {"norm_placement": "stream", "parallel_block": "two_norms"},
+            "parallel_block is 'two_norms'; norms of the residual stream stand between two branches.",
+        ),
         ({"hidden_act": "xielu"}, "hidden_act is 'xielu'; it gates nothing, and no experts have it."),
         (
             {"lm_head_bias": True, "tie_word_embeddings": True},
