@@ -59,6 +59,7 @@ def add_lora_linear(
     lora_token_start_loc: jax.Array,
     *,
     output_slices: tuple[int, ...] | None = None,
+    activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Adds the low-rank adapter of each row's slot to a linear layer's results.
@@ -70,8 +71,8 @@ def add_lora_linear(
         output_slices: None for a single layer.
 
     Returns:
-        The new y. It takes y's memory if y is not used again. To write products alone (y=None) and have XLA's product
-        of 16-bit numbers add them reads and writes less memory than to add them afterwards.
+        The new y, in y's memory if y is not used again; or the result of `activation`. To write products alone (y=None)
+        and have XLA's product of 16-bit numbers add them reads and writes less memory than to add them afterwards.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; outside jit also starts that fall, or a row that occurs twice.
@@ -90,8 +91,9 @@ def add_lora_linear(
         token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
         lora_token_start_loc=lora_token_start_loc,
         output_slices=(lora_b.shape[1],) if output_slices is None else output_slices,
+        activation=activation,
     )
-    return run(call, implementation)["out" if y is None else "y"]
+    return run(call, implementation)["y" if call.adds else "out"]
 
 
 def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
@@ -109,7 +111,11 @@ def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
     total = _by_row(call, slots, wide) if len(call.x) < call.num_slots else _by_slot(call, slots, wide)
     if call.y is None:
         return {"out": total.astype(call.x.dtype)}
-    return {"y": (call.y.astype(wide) + total).astype(call.y.dtype)}
+    total = call.y.astype(wide) + total
+    if call.activation is None:
+        return {"y": total.astype(call.y.dtype)}
+    gate, up = jnp.split(total, 2, axis=1)
+    return {"out": (jax.nn.silu(gate) * up).astype(call.x.dtype)}
 
 
 def _by_row(call: LoraCall[jax.Array], slots: jax.Array, wide: Any) -> jax.Array:

@@ -27,6 +27,14 @@ from torch_core import reference
         {"slots": (-1, 1), "rank": 16, "slices": (64, 128), "dtype": "bfloat16", "adds": False},
         {"slots": (0,) * 70 + (-1,) * 65, "num_slots": 1, "slices": (128, 256), "dtype": "bfloat16", "adds": False},
         {"slots": (-1, -1), "adds": False},
+        {"slices": (12, 12), "activation": "silu"},
+        {
+            "slots": (0,) * 70 + (-1,) * 65,
+            "num_slots": 1,
+            "slices": (128, 128),
+            "dtype": "bfloat16",
+            "activation": "silu",
+        },
     ],
     ids=str,
 )
@@ -34,7 +42,7 @@ def test_rows_get_their_slots_products(options, seed):
     call = lora_call(seed, **options)
     (exact,) = reference.add_lora_linear(call).values()
     given = call.map(torch.clone)
-    y = run_triton(given).get("out", given.y)
+    y = {"out": given.y, **run_triton(given)}["out"]
     assert (y.double() - exact).abs().max() <= allowed_error(call, exact)
 
 

@@ -23,17 +23,25 @@ SLOTS = {
 OPTIONS: dict[str, Any] = {"in_size": 1024, "slices": (512, 128, 128), "rank": 16, "dtype": "bfloat16"}
 
 
-def results(call):
+def results(call: Any) -> Any:
     return ops.run(call).get("out", call.y)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rank": 5, "in_size": 333, "slices": (190,)}, {"dtype": "float32"}, {"rank": 256}], ids=str
+    "options",
+    [
+        {},
+        {"slices": (256, 256), "activation": "silu", "adds": True},
+        {"rank": 5, "in_size": 333, "slices": (190,)},
+        {"dtype": "float32"},
+        {"rank": 256},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("rows", SLOTS)
 def test_rows_get_their_slots_products(rows, adds, options, seed):
-    call = lora_call(seed, SLOTS[rows], adds=adds, **{**OPTIONS, **options})
+    call = lora_call(seed, SLOTS[rows], **{"adds": adds, **OPTIONS, **options})
     (exact,) = reference.add_lora_linear(call).values()
     found = results(call.map(torch.Tensor.cuda)).cpu()
     assert (found.double() - exact).abs().max() <= allowed_error(call, exact)

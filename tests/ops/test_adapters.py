@@ -14,6 +14,8 @@ from tests.support.lora_cases import allowed_error, lora_call
 from torch_core import reference
 from torch_core.launch.run import run
 
+GATED = {"slices": (7, 7), "activation": "silu"}
+
 
 def arrays_of(call):
     given = call.map(lambda x: x.float()).arrays().items()
@@ -28,12 +30,16 @@ def arrays_of(call):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "torch"])
-@pytest.mark.parametrize("options", [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}, {"adds": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}, {"adds": False}, GATED], ids=str
+)
 def test_results_are_as_exact_as_the_references(implementation, options, seed):
     call = lora_call(seed, **options)
     (exact,) = reference.add_lora_linear(call).values()
     found = jax.jit(
-        lambda arrays: add_lora_linear(**arrays, output_slices=call.output_slices, implementation=implementation)
+        lambda arrays: add_lora_linear(
+            **arrays, output_slices=call.output_slices, activation=call.activation, implementation=implementation
+        )
     )(arrays_of(call))
     assert (torch.tensor(np.asarray(found)).double() - exact).abs().max() <= allowed_error(call, exact)
 
@@ -84,6 +90,8 @@ def test_rows_of_unknown_slots_have_no_adapter():
         ({"output_slices": (6, 6)}, "lora_a has 3 rows in a slot; 2 slices of rank 3 have as many each"),
         ({"lora_b": jnp.ones((4, 12, 3), jnp.bfloat16)}, "lora_b is bfloat16; it must be float32"),
         ({"lora_token_start_loc": jnp.array([0, 2, 1, 1, 4])}, r"lora_token_start_loc\[2\] is 1, less than 2"),
+        ({"activation": "gelu"}, "activation is 'gelu'; it must be None or 'silu'"),
+        ({"activation": "silu"}, "activation is 'silu'; it takes y, and two slices of equal size, gate and up"),
         ({"token_indices_sorted_by_lora_ids": jnp.array([2, 0, 0, 4, 1])}, r"\[2\] is 0 again; a row has one adapter"),
     ],
 )

@@ -16,12 +16,12 @@ __all__ = ["allowed_error", "lora_call"]
 def lora_call(
     seed: int, slots: Sequence[int] = (2, -1, 0, 2, 2), *, num_slots: int = 4, in_size: int = 20,
     slices: tuple[int, ...] = (12,), rank: int = 3, dtype: str = "float32", y_dtype: str | None = None,
-    adds: bool = True,
+    adds: bool = True, activation: str | None = None,
 ) -> Any:  # fmt: skip
     """Draws a LoraCall for rows of these slots, -1 for none.
 
     Matrices of slots without rows, inputs of rows without a slot, and the last entries of the order are poison; the
-    last entries are the rows without a slot if there is no `y`.
+    last entries are the rows without a slot if all rows are written.
     """
     torch.manual_seed(seed)
     kind, given = getattr(torch, dtype), torch.tensor(slots)
@@ -39,16 +39,19 @@ def lora_call(
         y=y.to(getattr(torch, y_dtype or dtype)) if adds else None,
         lora_a=lora_a,
         lora_b=lora_b,
-        token_indices_sorted_by_lora_ids=torch.tensor([*order, *([1 << 30] * len(rest) if adds else rest)]).int(),
+        token_indices_sorted_by_lora_ids=torch.tensor(
+            [*order, *([1 << 30] * len(rest) if adds and activation is None else rest)]
+        ).int(),
         lora_token_start_loc=torch.tensor(starts).int(),
         output_slices=slices,
+        activation=activation,
     )
 
 
 def allowed_error(call: Any, exact: torch.Tensor) -> torch.Tensor:
     """Twice the error of the reference in float32, with both products rounded to the operands' type."""
     (rounded,) = reference.add_lora_linear(call, compute_dtype=torch.float32).values()
-    y = torch.zeros_like(exact, dtype=call.x.dtype) if call.y is None else call.y
+    y = call.y if call.adds else torch.zeros_like(exact, dtype=call.x.dtype)
     rounded = rounded.to(y.dtype).double()
     inner = torch.finfo(call.x.dtype).eps * (exact - y.double()).abs().max()
     eps = torch.finfo(y.dtype).eps

@@ -37,11 +37,13 @@ class LoraCall(Call[A]):
             filled up with zeros.
         lora_b: second matrices of each slot, multiplied with the adapter's scale (alpha / rank).
         token_indices_sorted_by_lora_ids: the rows of the first slot, those of the second, and so on; entries after the
-            last slot's are not read if `y` is given; otherwise they are the rows without an adapter. No row may occur
-            twice.
+            last slot's are the rows without an adapter, which are not read if products are added to `y`. No row may
+            occur twice.
         lora_token_start_loc: the place of each slot's first row there, and the end.
         output_slices: columns of each joined layer, at most three; together those of `y`.
-        out: array of the products if `y` is None; None allocates a new one. Rows without an adapter are 0.
+        activation: "silu" for `silu(gate) * up` of two layers, gate and up, after the products; y is not written then.
+        out: array for the result if y is None or there is an activation; None allocates a new one. Of the products
+            alone, rows without an adapter are 0.
     """
 
     name: ClassVar[str] = "add_lora_linear"
@@ -53,7 +55,8 @@ class LoraCall(Call[A]):
     token_indices_sorted_by_lora_ids: Int32[A, "num_rows"]
     lora_token_start_loc: Int32[A, "num_slots+1"]
     output_slices: tuple[int, ...]
-    out: Float[A, "num_rows out_size"] | None = None
+    activation: str | None = None
+    out: Float[A, "num_rows num_columns"] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -71,14 +74,24 @@ class LoraCall(Call[A]):
         return self.x.shape[0] == 0
 
     @property
+    def adds(self) -> bool:
+        """The products are added to `y`, in place."""
+        return self.y is not None and self.activation is None
+
+    @property
     def written(self) -> tuple[str, ...]:
-        """The results of the linear layer, or a given array for the products."""
-        return tuple(name for name in ("y", "out") if getattr(self, name) is not None)
+        """The results of the linear layer, or a given `out`."""
+        return ("y",) if self.adds else () if self.out is None else ("out",)
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`, unless it is given or products are added to `y`."""
-        shape = (self.x.shape[0], self.lora_b.shape[1])
-        return {} if self.written else {"out": ArraySpec(shape, dtype_name(self.x))}
+        return {} if self.written else {"out": self.result}
+
+    @property
+    def result(self) -> ArraySpec:
+        """Shape and dtype of `out`."""
+        columns = self.lora_b.shape[1] // (1 if self.activation is None else 2)
+        return ArraySpec((self.x.shape[0], columns), dtype_name(self.x))
 
     @property
     def work(self) -> int:
@@ -107,11 +120,18 @@ class LoraCall(Call[A]):
                 raise InvalidInput(name, f"is {found}", f"it must be {dtype}, as x is")
         if self.y is not None and (found := dtype_name(self.y)) not in (dtype, "float32"):
             raise InvalidInput("y", f"is {found}", f"it must be {dtype}, as x is, or float32")
-        if self.out is not None and (self.y is not None or dtype_name(self.out) != dtype):
-            problem = "is given, and y too" if self.y is not None else f"is {dtype_name(self.out)}"
-            raise InvalidInput(
-                "out", problem, f"it takes products that are not added to y, and must be {dtype}, as x is"
-            )
+        if self.activation is not None:
+            if self.activation != "silu":
+                raise InvalidInput("activation", value=self.activation, wanted="it must be None or 'silu'")
+            if self.y is None or len(slices) != 2 or slices[0] != slices[1]:
+                wanted = "it takes y, and two slices of equal size, gate and up"
+                raise InvalidInput("activation", value=self.activation, wanted=wanted)
+        if self.out is not None and (
+            self.adds or tuple(self.out.shape) != self.result.shape or dtype_name(self.out) != dtype
+        ):
+            problem = f"is {dtype_name(self.out)}{list(self.out.shape)}"
+            wanted = f"it takes a result that is not added to y, {dtype}{list(self.result.shape)}"
+            raise InvalidInput("out", problem, wanted)
 
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks the starts of slots, and that every row occurs once at most."""
@@ -119,7 +139,7 @@ class LoraCall(Call[A]):
         rows_in = "token_indices_sorted_by_lora_ids"
         check_starts("lora_token_start_loc", self.lora_token_start_loc, num_rows, rows_in=rows_in)
         used = np.asarray(self.token_indices_sorted_by_lora_ids)
-        used = used if self.y is None else used[: int(self.lora_token_start_loc[-1])]
+        used = used if not self.adds else used[: int(self.lora_token_start_loc[-1])]
         seen = np.zeros(num_rows, bool)
         for place, row in enumerate(used.tolist()):
             if not 0 <= row < num_rows:

@@ -35,7 +35,8 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "adapters one row down": _lora(1, in_size=12288, output_slices=(4096,)),
         "adapters down": _lora(64, in_size=12288, output_slices=(4096,)),
         "adapters prompts": _lora(2048),
-        "adapters prompts gate and up": _lora(2048, output_slices=(12288, 12288)),
+        "adapters gate and up": _lora(64, output_slices=(12288, 12288), adds=True, activation="silu"),
+        "adapters prompts gate and up": _lora(2048, output_slices=(12288, 12288), adds=True, activation="silu"),
         "adapters rank 64": _lora(64, rank=64),
         "adapters rank 256 prompts": _lora(2048, rank=256),
         "adapters float32": _lora(64, dtype="float32"),
@@ -52,6 +53,7 @@ def _lora(
     num_slots: int = 32,
     dtype: str = "bfloat16",
     adds: bool = False,
+    activation: str | None = None,
 ) -> LoraCall[ArraySpec]:
     out_size = sum(output_slices)
     return LoraCall(
@@ -62,4 +64,5 @@ def _lora(
         token_indices_sorted_by_lora_ids=ArraySpec((num_rows,), "int32"),
         lora_token_start_loc=ArraySpec((num_slots + 1,), "int32"),
         output_slices=output_slices,
+        activation=activation,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torch_core.adapters.call import LoraCall
 
@@ -22,4 +23,7 @@ def add_lora_linear(call: LoraCall[Tensor], *, compute_dtype: torch.dtype = torc
                 own = inner[index * call.rank : (index + 1) * call.rank]
                 y[row, first : first + size] += lora_b[first : first + size] @ own
                 first += size
-    return {"out" if call.y is None else "y": y}
+    if call.activation is not None:
+        gate, up = y.chunk(2, dim=1)
+        y = functional.silu(gate) * up
+    return {"y" if call.adds else "out": y}

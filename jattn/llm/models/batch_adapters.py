@@ -15,11 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.ops import AdapterRows, ExpertAdapters, add_lora_linear
+from jattn.ops.activations import gated
 from torch_core.base.errors import Unsupported
 
 #: The modules outside of the layers that may have an adapter.
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
+
+# Up to this number of rows XLA (jaxlib 0.11) makes one kernel of a product and the array that is added to it. For more
+# it chooses a product alone by its time, and the sum of 2,048 rows takes longer than adding in place.
+_FUSED_ROWS = 256
 
 
 class LoraWeights(NamedTuple):
@@ -118,6 +123,8 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
         else:
             adapted = _Adapted(getattr(parent, name), weights, adapters.rows, _slices(parent, weights))
             setattr(parent, name, nnx.static(adapted))
+            if name == "gate_up_proj" and parent.is_swiglu:
+                parent.gated_product = nnx.static(adapted.gated)
     if experts:
         first = experts.get("gate_up_proj", experts.get("up_proj"))
         layer.moe.adapters = nnx.data(ExpertAdapters(first, experts.get("down_proj"), adapters.slots))
@@ -133,18 +140,29 @@ class _Adapted:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self._adds_products:
-            rows = x.reshape(-1, x.shape[-1])
+        # XLA would compute the inputs twice: for the base's product, and for the kernels.
+        x = jax.lax.optimization_barrier(x)
+        rows = x.reshape(-1, x.shape[-1])
+        if self._adds_products and len(rows) <= _FUSED_ROWS:
             products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
             return self._linear(x) + products.reshape(*x.shape[:-1], -1)
         return _added(x, self._linear(x), self._weights, self._rows, self._slices)
+
+    def gated(self, x: jax.Array) -> jax.Array:
+        """Returns `silu(gate) * up` of the layer's results; of many rows, by the kernel that adds the products."""
+        if x.size // x.shape[-1] <= _FUSED_ROWS:
+            return gated("silu", self(x))
+        x = jax.lax.optimization_barrier(x)
+        rows, y = x.reshape(-1, x.shape[-1]), self._linear(x)
+        columns, options = y.reshape(-1, y.shape[-1]), {"output_slices": self._slices, "activation": "silu"}
+        out = add_lora_linear(rows, columns, *self._weights, *self._rows, **options)
+        return out.reshape(*y.shape[:-1], -1)
 
     @property
     def _adds_products(self) -> bool:
         """Whether the base's matrix product can add the adapters' products, before it rounds its result.
 
-        XLA's GPU compiler makes one kernel of a product and the array that is added to it, whose reading then takes no
-        time. Of a base with a scale or a bias the sum would be a kernel of its own.
+        Of a base with a scale or a bias the sum would be a kernel of its own.
         """
         linear = self._linear
         return isinstance(linear, nnx.Linear) and linear.bias is None and linear.preferred_element_type is None

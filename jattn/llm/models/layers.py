@@ -223,14 +223,23 @@ class MLP(nnx.Module):
         else:
             self.up_proj = linear(width, inner, **options)
         self.is_gated = config.gated_mlp
+        # Computes gate_up_proj and the activation together; set where a batch has adapters.
+        self.gated_product: Any = None
         self.act_fn = XIELU(config.dtype) if config.hidden_act == "xielu" else None
         self.down_proj = linear(inner, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., hidden]` to `[..., hidden]`."""
+        if self.gated_product is not None:
+            return scaled(self.down_proj(self.gated_product(x)), self.multipliers[1])
         inner = self.gate_up_proj(x) if self.is_gated else self.up_proj(x)
         out = self.down_proj(rowwise(self._activated, inner) if self.batch_invariant else self._activated(inner))
         return scaled(out, self.multipliers[1])
+
+    @property
+    def is_swiglu(self) -> bool:
+        """The activation is `silu(gate) * up`, without factors."""
+        return self.is_gated and self.hidden_act == "silu" and self.act_fn is None and self.multipliers[0] == 1
 
     def _activated(self, inner: jax.Array) -> jax.Array:
         factor = self.multipliers[0]

@@ -109,19 +109,9 @@ def lora_expand_kernel(
             weights = tl.load(right, mask=known, other=0.0)
         else:
             weights = tl.load(right, mask=known & (columns < inside)[None, :], other=0.0)
-        parts = tl.arange(0, BLOCK_P)
-        own = inner + (parts[:, None] * num_rows + places[None, :]).to(tl.int64)[:, :, None] * (NUM_SLICES * RANK)
-        own += (index * RANK + ranks)[None, None, :]
-        needed = ((live & has_slot)[:, None] & is_rank[None, :])[None, :, :]
-        total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for part in tl.static_range(0, NUM_PARTS, BLOCK_P):
-            if NUM_PARTS % BLOCK_P == 0:
-                found = tl.load(own, mask=needed, other=0.0)
-            else:
-                found = tl.load(own, mask=needed & (part + parts < NUM_PARTS)[:, None, None], other=0.0)
-            total += tl.sum(found, 0)
-            own += BLOCK_P * num_rows.to(tl.int64) * (NUM_SLICES * RANK)
-        left = total.to(lora_b.dtype.element_ty)
+        needed = (live & has_slot)[:, None] & is_rank[None, :]
+        own = inner + places.to(tl.int64)[:, None] * (NUM_SLICES * RANK) + (index * RANK + ranks)[None, :]
+        left = _sum_of_parts(own, needed, num_rows, NUM_SLICES * RANK, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
         rows = _rows(token_indices, places, ONE_ROW)
         target = y + rows[:, None] * y_stride + (first + columns)[None, :]
         for start in tl.range(0, COLUMNS, BLOCK_N):
@@ -137,6 +127,90 @@ def lora_expand_kernel(
             if ADDS:
                 added += tl.load(target + start, mask=write, other=0.0).to(tl.float32)
             tl.store(target + start, added.to(y.dtype.element_ty), mask=write)
+
+
+@triton.jit
+def lora_gated_kernel(
+    lora_b,
+    token_indices,
+    start_loc,
+    inner,
+    y,
+    out,
+    num_slots,
+    num_rows,
+    y_stride,
+    out_stride,
+    RANK: tl.constexpr,
+    SLICE_0: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`silu(gate) * up` of the two halves of y, to which the products are added first; all rows are written.
+
+    Grid: (ranges of COLUMNS columns of a half; tiles of rows).
+    """
+    slot, places, live = _tile_rows(start_loc, tl.program_id(1), num_slots + 1, num_rows, BLOCK_S, BLOCK_M, True)
+    if slot <= num_slots:
+        first = tl.program_id(0) * COLUMNS
+        ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
+        is_rank, has_slot = ranks < RANK, slot < num_slots
+        rows = _rows(token_indices, places, ONE_ROW)
+        source = y + rows[:, None] * y_stride + (first + columns)[None, :]
+        right = lora_b + (slot.to(tl.int64) * (2 * SLICE_0) + first + columns)[None, :] * RANK + ranks[:, None]
+        write, known = live[:, None], has_slot & is_rank[:, None]
+        # A step's operands are under way while the step before it is computed, the first ones with the parts.
+        is_column = _in_half(first, columns, 0, SLICE_0, COLUMNS)
+        gate = tl.load(source, mask=write & is_column, other=0.0)
+        up = tl.load(source + SLICE_0, mask=write & is_column, other=0.0)
+        weights = tl.load(right, mask=known & is_column, other=0.0)
+        more_weights = tl.load(right + SLICE_0 * RANK, mask=known & is_column, other=0.0)
+        needed = (live & has_slot)[:, None] & is_rank[None, :]
+        own = inner + places.to(tl.int64)[:, None] * (2 * RANK) + ranks[None, :]
+        of_gate = _sum_of_parts(own, needed, num_rows, 2 * RANK, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
+        of_up = _sum_of_parts(own + RANK, needed, num_rows, 2 * RANK, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
+        target = out + rows[:, None] * out_stride + (first + columns)[None, :]
+        for start in tl.range(0, COLUMNS, BLOCK_N):
+            new_gate = gate.to(tl.float32) + tl.dot(of_gate, weights, input_precision="ieee")
+            new_up = up.to(tl.float32) + tl.dot(of_up, more_weights, input_precision="ieee")
+            following = start + BLOCK_N
+            is_next = _in_half(first, columns, following, SLICE_0, COLUMNS) & (following < COLUMNS)
+            gate = tl.load(source + following, mask=write & is_next, other=0.0)
+            up = tl.load(source + SLICE_0 + following, mask=write & is_next, other=0.0)
+            weights = tl.load(right + following * RANK, mask=known & is_next, other=0.0)
+            more_weights = tl.load(right + (SLICE_0 + following) * RANK, mask=known & is_next, other=0.0)
+            result = (new_gate * tl.sigmoid(new_gate) * new_up).to(out.dtype.element_ty)
+            tl.store(target + start, result, mask=write & _in_half(first, columns, start, SLICE_0, COLUMNS))
+
+
+@triton.jit
+def _in_half(first, columns, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Whether columns of a step are in the half. Where all are, the compiler sees it, which keeps accesses whole."""
+    inside = columns >= 0
+    if SIZE % COLUMNS != 0:
+        inside = first + start + columns < SIZE
+    return inside[None, :]
+
+
+@triton.jit
+def _sum_of_parts(own, needed, num_rows, STRIDE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The sum of the parts of `inner`, of which `own` points into the first one; BLOCK_P are read together."""
+    parts = tl.arange(0, BLOCK_P)
+    size = num_rows.to(tl.int64) * STRIDE
+    total = tl.zeros(needed.shape, tl.float32)
+    for part in tl.static_range(0, NUM_PARTS, BLOCK_P):
+        several = needed[None, :, :]
+        if NUM_PARTS % BLOCK_P != 0:
+            several = several & (part + parts < NUM_PARTS)[:, None, None]
+        found = tl.load(own[None, :, :] + ((part + parts) * size)[:, None, None], mask=several, other=0.0)
+        total += tl.sum(found, 0)
+    return total
 
 
 @triton.jit

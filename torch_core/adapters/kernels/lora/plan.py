@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from torch_core.adapters.call import LoraCall
-from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_shrink_kernel
+from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_gated_kernel, lora_shrink_kernel
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
@@ -52,24 +52,25 @@ def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     is_few = num_rows <= max(_FEW_IN_ALL, min(_FEW_ROWS * num_slots, _PROMPTS - 1))
     tiles = _WIDE if call.x.dtype in ("float32", "float64") else _FEW if is_few else _MANY
     inputs = {name: array for name, array in call.arrays().items() if name != "out"}
-    results = next(array for array in (call.y, call.out, call.outputs().get("out")) if array is not None)
+    out = None if call.adds else call.out or call.result
     arguments: dict[str, Argument] = {
-        **{name: Pointer(name) for name in ("x", "lora_a", "lora_b", "inner")},
+        **{name: Pointer(name) for name in ("x", "lora_a", "lora_b", "inner", "out")},
         "y": Pointer("out" if call.y is None else "y"),
         "token_indices": Pointer("token_indices_sorted_by_lora_ids"),
         "start_loc": Pointer("lora_token_start_loc"),
         "num_slots": Scalar(num_slots, "i32", specialize=False),
         "num_rows": Scalar(num_rows, "i32", specialize=False),
-        "x_stride": Scalar(call.x.element_strides[0], "i64"),
-        "y_stride": Scalar(results.element_strides[0], "i64"),
     }
+    for name, array in (("x", call.x), ("y", call.y or out), ("out", out)):
+        if array is not None:
+            arguments[f"{name}_stride"] = Scalar(array.element_strides[0], "i64")
     shrink = _shrink(call, arguments, tiles, limits)
     num_parts = shrink.grid[2]
     return OperationPlan(
         name=call.name,
         inputs=tuple(inputs.items()),
-        in_place=() if call.y is None else ("y",),
-        outputs=(("out", results),) if call.y is None else (),
+        in_place=("y",) if call.adds else (),
+        outputs=() if out is None else (("out", out),),
         scratch=(("inner", ArraySpec((num_parts, num_rows, call.lora_a.shape[1]), "float32")),),
         launches=(shrink, _expand(call, arguments, tiles, limits, num_parts)),
     )
@@ -108,19 +109,24 @@ def _shrink(
 def _expand(
     call: LoraCall[ArraySpec], arguments: dict[str, Argument], tiles: _Tiles, limits: DeviceLimits, num_parts: int
 ) -> LaunchPlan:
-    num_rows, slices, adds = call.x.shape[0], call.output_slices, call.y is not None
-    # Without given results, rows without a slot are written too.
+    num_rows, adds, gates = call.x.shape[0], call.adds, call.activation is not None
+    slices = call.output_slices[:1] if gates else call.output_slices
+    # A new array's rows without a slot are written too.
     groups = call.num_slots if adds else call.num_slots + 1
-    num_tiles = _most_tiles(num_rows, groups, tiles.rows)
+    # Half the rows, so that memory is read in pieces as long as without gates.
+    rows = tiles.rows // 2 if gates and tiles is _MANY else tiles.rows
+    num_tiles = _most_tiles(num_rows, groups, rows)
     block_r = max(16, power_of_two(call.rank))
     # Ranges of columns within slices need no mask.
     divisor = math.gcd(*slices) & -math.gcd(*slices)
-    block_n = min(tiles.columns, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
+    # Two products at once take the registers of a step twice as wide.
+    block_n = tiles.columns // (2 if gates and tiles is not _MANY else 1)
+    block_n = min(block_n, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
     block_n = max(16, block_n)
     while tiles is not _MANY and block_n > 64 and num_tiles * ceil_div(sum(slices), block_n) < limits.num_sms:
         block_n //= 2
     # The sums of parts serve several steps, while there are programs enough.
-    columns, least = block_n, tiles.expands * limits.num_sms
+    columns, least = block_n, (_FEW if gates else tiles).expands * limits.num_sms
     while columns * 2 <= divisor and num_tiles * ceil_div(sum(slices), columns * 2) >= least:
         columns *= 2
     constants = {
@@ -130,15 +136,16 @@ def _expand(
         "NUM_PARTS": num_parts,
         "ADDS": adds,
         "ONE_ROW": num_rows == 1,
-        "BLOCK_P": max(1, min(power_of_two(num_parts), _ELEMENTS // (tiles.rows * block_r))),
+        "BLOCK_P": max(1, min(power_of_two(num_parts), _ELEMENTS // (rows * block_r))),
         "BLOCK_S": power_of_two(groups),
-        "BLOCK_M": tiles.rows,
+        "BLOCK_M": rows,
         "BLOCK_R": block_r,
         "BLOCK_N": block_n,
         "COLUMNS": columns,
     }
+    kernel = lora_gated_kernel if gates else lora_expand_kernel
     return named_launch(
-        lora_expand_kernel, (sum(ceil_div(size, columns) for size in slices), num_tiles), arguments, constants,
+        kernel, (sum(ceil_div(size, columns) for size in slices), num_tiles), arguments, constants,
         writes=("y" if adds else "out",), num_stages=1, num_warps=tiles.warps[1] if block_r <= 64 else 8, hot=True,
     )  # fmt: skip
 
