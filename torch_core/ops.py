@@ -21,7 +21,7 @@ from torch_core.latent.torch_sparse import (
     sparse_mla_call,
 )
 from torch_core.launch.run import run
-from torch_core.state.torch import gated_delta_rule
+from torch_core.state.torch import gated_delta_rule, mamba_chunk_scan
 
 __all__ = [
     "attention",
@@ -32,6 +32,7 @@ __all__ = [
     "dense_call",
     "gated_delta_rule",
     "indexer_topk",
+    "mamba_chunk_scan",
     "merge_states",
     "mla_attention",
     "mla_attention_with_lse",

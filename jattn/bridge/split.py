@@ -91,11 +91,17 @@ class Split:
 
     def joined(self, call: Call[Any], name: str, result: jax.Array, fits: jax.Array | None) -> jax.Array:
         """Returns a part's result as the whole call's, or NaN if the part's values contradict the shapes."""
-        if fits is None or name in call.written:
+        if name in call.written:
             return result
-        if name.startswith("d_") and not set(dims_of(call, name)) & set(_ROWS):
-            # The gradient of arrays that all sequences share.
-            result = jax.lax.psum(result, self.rows)
+        if name.startswith("d_"):
+            dims, shape = dims_of(call, name), call.outputs()[name].shape
+            shared = [dim in _PARTS and size == 1 for dim, size in zip(dims, shape, strict=True)]
+            # The gradient of a head that all heads share, and of arrays that all sequences share.
+            over = (self.heads if any(shared) else ()) + (() if set(dims) & set(_ROWS) else self.rows)
+            if over:
+                result = jax.lax.psum(result.astype(jnp.float32), over).astype(result.dtype)
+        if fits is None:
+            return result
         return jnp.where(fits, result, jnp.asarray(jnp.nan, result.dtype))
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jattn.ops.arguments import documented, refuse_traced
 from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.deferred import advance
-from jattn.ops.gated_delta_backward import register_backward
+from jattn.ops.state_backward import register_backward
 from jattn.ops.xla import JaxOp, register
+from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 
 # Tokens of a chunk. With a gate for each channel a chunk has that many squared weights for each one.
@@ -133,7 +134,7 @@ register(
     JaxOp(
         call=GatedDeltaCall,
         jnp=_gated_delta_rule,
-        derivative=register_backward(_gated_delta_rule),
+        derivative=register_backward(GatedDeltaCall, GatedDeltaBackwardCall, _gated_delta_rule),
         jnp_derivative=True,
     )
 )

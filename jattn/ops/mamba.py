@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jattn.ops.arguments import documented
 from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.deferred import advance
+from jattn.ops.state_backward import register_backward
 from jattn.ops.xla import JaxOp, register
+from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _CHUNK = 64
@@ -42,8 +44,8 @@ def mamba_chunk_scan(
     """Updates the state of each head by Mamba-2's rule, token by token, and reads it with C.
 
     The states are replaced in place if the caller donated them to the jitted step; otherwise XLA copies them first.
-    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, by jnp, with sums
-    in a fixed order. Heads can be split over devices.
+    Use the returned array and never the old one. Differentiable in all arrays but the index arrays, with sums in a
+    fixed order. Heads can be split over devices.
 
     Returns:
         The results, float[num_tokens, num_heads, head_dim], 0 in rows of padding; and the states with the new ones in
@@ -123,4 +125,11 @@ def _chunk(
     return out.reshape(shapes[0]), (state * through[..., -1:, None] + added).reshape(shapes[1])
 
 
-register(JaxOp(call=MambaChunkScanCall, jnp=_mamba_chunk_scan, jnp_derivative=True))
+register(
+    JaxOp(
+        call=MambaChunkScanCall,
+        jnp=_mamba_chunk_scan,
+        derivative=register_backward(MambaChunkScanCall, MambaChunkScanBackwardCall, _mamba_chunk_scan),
+        jnp_derivative=True,
+    )
+)

@@ -171,6 +171,21 @@ def test_gradients_are_split_as_what_they_are_gradients_of(kind: str) -> None:
         assert_close(found, expected[key])
 
 
+@each_kind
+@on_four_devices
+def test_the_gradient_of_a_head_that_all_devices_share_is_the_sum_over_them(kind: str) -> None:
+    forward, specs = split_call("dense")
+    forward = forward.with_arrays({name: getattr(forward, name)[:, :1] for name in ("key", "value")})
+    forward = dataclasses.replace(forward, with_lse=True)
+    call = backward_of(forward, **xla.run(forward), d_out=forward.query * 2)
+    specs |= dict.fromkeys(("out", "lse", "d_out"), PartitionSpec(None, "tp")) | dict.fromkeys(("key", "value"), WHOLE)
+    expected = gradients(call)
+    on = mesh(kind)
+    placed = call.with_arrays({key: place(x, on, specs.get(key, WHOLE)) for key, x in call.arrays().items()})
+    for key, found in jax.jit(partitioned(gradients))(placed).items():
+        assert_close(found, expected[key])
+
+
 @pytest.mark.parametrize(("name", "names"), [("dense", ("query", "key", "value")), ("paged", ("query", "kv_cache"))])
 @on_four_devices
 def test_torch_differentiates_on_explicit_axes(name: str, names: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.attention_plans import backward_call, dense_call, latent_call, paged_call
 from tests.support.delta_cases import delta_backward_call, delta_call
+from tests.support.mamba_cases import mamba_backward_call, mamba_call
 from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
@@ -86,6 +87,11 @@ BEYOND = [
     (
         "gated delta rule's derivative (gated_delta_backward)",
         delta_backward_call(delta_call(0, (2,), gates="gk", dtype="bfloat16")).map(array_spec),
+        {"torch", "xla"},
+    ),
+    (
+        "Mamba-2's derivative (mamba_chunk_scan_backward)",
+        mamba_backward_call(mamba_call(0, (2,), sizes=(260, 4), dtype="bfloat16")).map(array_spec),
         {"torch", "xla"},
     ),
 ]

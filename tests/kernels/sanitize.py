@@ -22,7 +22,7 @@ from tests.support.delta_cases import delta_backward_call, delta_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.lora_cases import lora_call
-from tests.support.mamba_cases import mamba_call
+from tests.support.mamba_cases import mamba_backward_call, mamba_call
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
@@ -113,6 +113,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     # In spans and token by token.
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
+    mambas.append(mamba_backward_call(mambas[0]))
     decoded = [delta_call(1, (1,) * 40, **sizes), mamba_call(1, (1,) * 40)]
     return [*convolutions, conv_call(1, (1,) * 40), *deltas, *mambas, *decoded]
 

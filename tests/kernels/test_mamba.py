@@ -10,7 +10,7 @@ from tests.support.state_cases import KEPT
 from tests.support.triton_ops import run_triton
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
-from torch_core.state.kernels.mamba import plan
+from torch_core.state.kernels.mamba import parts, plan
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_prompts_go_in_chunks(dtype, options, seed):
 
 
 def test_spans_of_long_prompts_run_at_the_same_time(monkeypatch, seed):
-    monkeypatch.setattr(plan, "_SPANS", (64,))
+    monkeypatch.setattr(parts, "SPANS", (64,))
     call = mamba_call(seed, (70, 3, 0, 65, 130), heads=(2, 1), dtype="bfloat16")
     assert len(plan.plan_mamba_chunk_scan(call.map(array_spec), plan.DeviceLimits()).launches) == 5
     given = call.map(torch.clone)
@@ -62,4 +62,4 @@ def test_prompts_that_no_chunk_serves_go_token_by_token(change, seed):
 def test_spans_fill_a_device_with_few_sequences(lens, wanted, seed):
     call = mamba_call(seed, lens, heads=(32, 1), sizes=(2, 128), dtype="bfloat16", padding=0).map(array_spec)
     last = plan.plan_mamba_chunk_scan(call, plan.DeviceLimits(num_sms=64)).launches[-1]
-    assert dict(last.constexprs)["SPAN"] == (wanted or plan._WHOLE)
+    assert dict(last.constexprs)["SPAN"] == (wanted or parts.WHOLE)

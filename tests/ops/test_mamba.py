@@ -17,8 +17,8 @@ from tests.bridge.test_partition import assert_close, each_way, run_opaque
 from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from tests.support.mamba_cases import assert_as_exact_as_torch, mamba_call
-from tests.support.state_cases import KEPT, each_implementation
+from tests.support.mamba_cases import assert_as_exact_as_torch, mamba_backward_call, mamba_call
+from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput
@@ -59,7 +59,8 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):
     assert torch.equal(call.states[call.cache_indices], whole.states[call.cache_indices])
 
 
-def test_gradients_are_those_of_autograd(seed):
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+def test_gradients_are_those_of_autograd(implementation, seed):
     call = mamba_call(seed, (66, 1, 0, 3), sizes=(3, 4), heads=(2, 1))
     call = call.map(lambda array: torch.nan_to_num(array) if array.ndim == 4 else array)
     given: dict[str, Any] = arrays_of(call)
@@ -68,7 +69,9 @@ def test_gradients_are_those_of_autograd(seed):
     d_out, d_states = (rng.normal(size=moved[name].shape).astype(np.float32) for name in ("x", "states"))
 
     def total(moved: dict[str, jax.Array]) -> jax.Array:
-        out, states = ops.mamba_chunk_scan(**moved, **given, max_query_len=call.max_query_len, dt_softplus=True)
+        out, states = ops.mamba_chunk_scan(
+            **moved, **given, max_query_len=call.max_query_len, dt_softplus=True, implementation=implementation
+        )
         assert states is not None
         return (out * d_out).sum() + (states * d_states).sum()
 
@@ -81,6 +84,27 @@ def test_gradients_are_those_of_autograd(seed):
     gradients = torch.autograd.grad(loss + (copies.states * torch.from_numpy(d_states)).sum(), list(wide.values()))
     for name, gradient in zip(wide, gradients, strict=True):
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_jnp_differentiates_as_the_specification_does(seed):
+    call = mamba_backward_call(mamba_call(seed, (5, 1, 0, 3), sizes=(3, 4), heads=(2, 1)))
+    exact = reference.mamba_chunk_scan_backward(call)
+    for name, found in _quick(lambda call: ops.run(call, "xla"))(call.map(lambda x: jnp.asarray(x.numpy()))).items():
+        scale = float(exact[name].abs().max())
+        np.testing.assert_allclose(found, exact[name], rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+
+
+def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
+    call = mamba_call(seed, (5, 1, 0, 3), sizes=(3, 4), heads=(2, 1))
+    given = call.arrays()
+    moved = {name: given.pop(name).clone().requires_grad_() for name in ("x", "dt", "A", "B", "C", "D", "dt_bias")}
+    backward = mamba_backward_call(call)
+    exact = reference.mamba_chunk_scan_backward(backward.with_arrays({"d_last": torch.zeros_like(backward.d_last)}))
+    out = torch_ops.mamba_chunk_scan(**moved, **given, max_query_len=call.max_query_len, dt_softplus=True)
+    (out[:9] * backward.d_out[:9]).sum().backward()
+    for name, x in moved.items():
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.double(), exact[f"d_{name}"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +167,24 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, heads, sizes, 
     assert torch.equal(to_torch(np.array(out)), theirs)
     held = to_torch(np.array(states))
     torch.testing.assert_close(held, given.states.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lens", "heads", "sizes", "dtype"),
+    [
+        ((300, 1, 0, 70), (4, 2), (64, 128), "bfloat16"),
+        ((2000, 1, 600), (8, 1), (64, 128), "bfloat16"),
+        ((70, 3), (2, 1), (128, 256), "float16"),
+        ((70, 0, 33), (4, 1), (40, 20), "float32"),
+    ],
+    ids=["usual", "in spans", "wide", "float32"],
+)
+def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(lens, heads, sizes, dtype, seed):
+    call = mamba_backward_call(mamba_call(seed, lens, heads=heads, sizes=sizes, dtype=dtype))
+    theirs = torch_ops.run(call.map(torch.Tensor.cuda))
+    found = jax.jit(lambda call: ops.run(call, "triton"))(call.with_arrays(arrays_of(call)))
+    for name, gradient in theirs.items():
+        assert torch.equal(to_torch(np.array(found[name])), gradient.cpu()), name
+    on_host = {name: gradient.cpu() for name, gradient in theirs.items()}
+    assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, call, on_host)

@@ -163,7 +163,7 @@ OUTSIDE: dict[str, set[str]] = {
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},
-            **{key: {"numpy", "torch"} for key in (".cpu", ".delta_backward", ".reference", ".torch", ".torch_sparse")},
+            **{key: {"numpy", "torch"} for key in (".cpu", ".backward", ".reference", ".torch", ".torch_sparse")},
         }.items()
     },
 }

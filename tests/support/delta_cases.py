@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.support.state_cases import assert_as_exact_as, drawn_states
+from tests.support.state_cases import assert_as_exact_as, drawn_backward, drawn_states
 from torch_core import reference
-from torch_core.state.delta_backward_call import backward_of
+from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
 
 __all__ = ["assert_as_exact_as_torch", "delta_backward_call", "delta_call"]
@@ -48,13 +48,8 @@ def delta_call(
 
 
 def delta_backward_call(call: Any) -> Any:
-    """Draws the gradients of a call's results; those of sequences without a state are 0, those of padding NaN."""
-    d_out = torch.randn(call.value.shape).to(call.value.dtype)
-    d_out[int(call.query_start_loc[-1]) :] = torch.nan
-    if call.states is None:
-        return backward_of(call, d_out=d_out)
-    d_last = torch.randn(call.num_seqs, *call.states.shape[1:]).to(call.states.dtype)
-    return backward_of(call, d_out=d_out, d_last=d_last * (call.cache_indices >= 0)[:, None, None, None])
+    """See `drawn_backward`."""
+    return drawn_backward(GatedDeltaBackwardCall, call)
 
 
 def assert_as_exact_as_torch(call: Any, out: torch.Tensor, states: torch.Tensor | None, added: int = 1) -> None:

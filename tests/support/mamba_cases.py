@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from tests.support.state_cases import assert_as_exact_as, drawn_states
+from tests.support.state_cases import assert_as_exact_as, drawn_backward, drawn_states
 from torch_core import reference
+from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
-__all__ = ["assert_as_exact_as_torch", "mamba_call"]
+__all__ = ["assert_as_exact_as_torch", "mamba_backward_call", "mamba_call"]
 
 
 def mamba_call(
@@ -49,6 +50,11 @@ def mamba_call(
     if states:
         fields |= drawn_states(num_seqs, num_heads, head_dim, state_size)
     return MambaChunkScanCall(**{**fields, **options})
+
+
+def mamba_backward_call(call: Any) -> Any:
+    """See `drawn_backward`."""
+    return drawn_backward(MambaChunkScanBackwardCall, call)
 
 
 def assert_as_exact_as_torch(call: Any, out: torch.Tensor, states: torch.Tensor | None) -> None:

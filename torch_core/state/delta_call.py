@@ -67,6 +67,11 @@ class GatedDeltaCall(StateCall[A]):
         """Heads of queries and keys."""
         return self.key.shape[1]
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of a sequence's state: heads, rows, columns."""
+        return (*self.value.shape[1:], self.key.shape[2])
+
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`, unless it is given."""
         return {} if self.out is not None else {"out": ArraySpec(tuple(self.value.shape), dtype_name(self.value))}

@@ -72,6 +72,11 @@ class MambaChunkScanCall(StateCall[Array]):
         """Columns of a state."""
         return self.B.shape[2]
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of a sequence's state: heads, rows, columns."""
+        return (*self.x.shape[1:], self.state_size)
+
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`, unless it is given."""
         return {} if self.out is not None else {"out": ArraySpec(tuple(self.x.shape), dtype_name(self.x))}

@@ -10,12 +10,13 @@ from torch_core.launch.call import Call, dtype_name
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
 from torch_core.state.conv_call import CausalConvCall
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall, backward_of
+from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
+from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _SLOTS = ("query_start_loc", "cache_indices", "has_initial_state", "num_kept_tokens")
-_LARGEST_BACKWARD_HEAD = 128
+_LARGEST_BACKWARD_HEAD, _LARGEST_STATE = 128, 256
 
 
 def _backward_limit(call: Any, implementation: str) -> str | None:
@@ -24,11 +25,22 @@ def _backward_limit(call: Any, implementation: str) -> str | None:
     for name in ("gk", "num_kept_tokens"):
         if getattr(call, name) is not None:
             return f"{name} has a derivative"
-    largest = max(call.key.shape[2], call.value.shape[2])
+    largest = max(call.state_shape[1:])
     if largest > _LARGEST_BACKWARD_HEAD:
         return f"heads have {largest} elements"
     dtypes = {dtype_name(x) for x in (call.query, call.key, call.value)}
     return None if len(dtypes) == 1 and "float32" not in dtypes else f"the derivative of {', '.join(sorted(dtypes))}"
+
+
+def _mamba_backward_limit(call: Any, implementation: str) -> str | None:
+    if implementation != "triton":
+        return None
+    if call.num_kept_tokens is not None:
+        return "num_kept_tokens has a derivative"
+    if max(call.state_shape[1:]) > _LARGEST_STATE:
+        return f"states are {call.state_shape[1]} x {call.state_shape[2]}"
+    dtypes = {dtype_name(x) for x in (call.x, call.B, call.C)}
+    return None if len(dtypes) == 1 else f"the derivative of {', '.join(sorted(dtypes))}"
 
 
 register(
@@ -56,8 +68,8 @@ register(
     ),
     Op(
         call=GatedDeltaBackwardCall,
-        reference="torch_core.state.delta_backward:gated_delta_backward",
-        cpu="torch_core.state.delta_backward:on_cpu",
+        reference="torch_core.state.backward:gated_delta_backward",
+        cpu="torch_core.state.backward:on_cpu",
         plan="torch_core.state.kernels.delta.backward_plan:plan_gated_delta_backward",
         serves=(
             compute_dtype("query"),
@@ -80,6 +92,21 @@ register(
             Served("Mamba-2 (mamba_chunk_scan): groups, D, bias, softplus and limits of step sizes, states", ALL),
         ),
     ),
+    Op(
+        call=MambaChunkScanBackwardCall,
+        reference="torch_core.state.backward:mamba_chunk_scan_backward",
+        cpu="torch_core.state.backward:on_cpu",
+        plan="torch_core.state.kernels.mamba.backward_plan:plan_mamba_backward",
+        serves=(
+            compute_dtype("x"),
+            strides(contiguous=(*_SLOTS, "A", "D", "dt_bias", "d_last")),
+            Served(
+                "Mamba-2's derivative (mamba_chunk_scan_backward)",
+                {**ALL, "triton": "x, B and C of one dtype; heads and states up to 256"},
+                _mamba_backward_limit,
+            ),
+        ),
+    ),
 )
 
 
@@ -99,7 +126,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta in segments": _delta(1, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta by channel": _delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32")),
-        "gated delta backward": _delta_backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
+        "gated delta backward": _backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
         "gated delta verifying": _delta(64, 256, g=ArraySpec((256, 32), "float32"), num_kept_tokens=kept),
         "mamba decode": _mamba(64, 64),
@@ -107,6 +134,11 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "mamba": _mamba(8, 16384),
         "mamba in spans": _mamba(1, 8192),
         "mamba of wide states in spans": _mamba(1, 8192, num_heads=32, head_dim=128, groups=2, state_size=256),
+        "mamba backward": _backward(_mamba(8, 16384)),
+        "mamba backward in spans": _backward(_mamba(1, 8192, num_heads=32, groups=1)),
+        "mamba backward of wide states": _backward(
+            _mamba(8, 16384, num_heads=32, head_dim=128, groups=2, state_size=256)
+        ),
     }
 
 
@@ -141,9 +173,10 @@ def _delta(num_seqs: int, num_tokens: int, **changes: Any) -> GatedDeltaCall[Arr
     )
 
 
-def _delta_backward(call: GatedDeltaCall[ArraySpec]) -> GatedDeltaBackwardCall[ArraySpec]:
-    last = ArraySpec((call.num_seqs, *call.states.shape[1:]), "float32")  # type: ignore[union-attr]
-    return backward_of(call, d_out=call.value, d_last=last)
+def _backward(call: GatedDeltaCall[ArraySpec] | MambaChunkScanCall[ArraySpec]) -> Any:
+    derivative = GatedDeltaBackwardCall if isinstance(call, GatedDeltaCall) else MambaChunkScanBackwardCall
+    last = ArraySpec((call.num_seqs, *call.state_shape), "float32")
+    return derivative.for_call(call, d_out=getattr(call, derivative.values_in), d_last=last)
 
 
 def _mamba(

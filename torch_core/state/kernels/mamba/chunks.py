@@ -41,6 +41,7 @@ def mamba_products_kernel(
     STATE_SIZE: tl.constexpr,
     STATE_PADDED: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    PRECISION: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -57,12 +58,13 @@ def mamba_products_kernel(
     if tile >= total:
         return
     start = tl.load(query_start_loc + seq)
-    place, live = _tokens(start, index * CHUNK, tl.load(query_start_loc + seq + 1) - start, CHUNK)
+    place, live = tokens_of(start, index * CHUNK, tl.load(query_start_loc + seq + 1) - start, CHUNK)
     column = tl.arange(0, STATE_PADDED)
-    b = _rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
-    c = _rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
+    b = rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
+    c = rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
     target = products + (place * NUM_GROUPS + group)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(target, tl.dot(c, tl.trans(b)).to(products.dtype.element_ty), mask=live[:, None])
+    product = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    tl.store(target, product.to(products.dtype.element_ty), mask=live[:, None])
     for first in range(0, GROUP, BLOCK_HEADS):
         member = first + tl.arange(0, BLOCK_HEADS)
         head = group * GROUP + tl.minimum(member, GROUP - 1)
@@ -122,9 +124,9 @@ def mamba_span_states_kernel(
     state = tl.zeros([STATE_PADDED, BLOCK_ROWS], tl.float32)
     total_decay = 0.0
     for first in range(index * SPAN, (index + 1) * SPAN, CHUNK):
-        place, live = _tokens(start, first, length, CHUNK)
-        values = _rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
-        b = _rows_of(B + head // GROUP * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
+        place, live = tokens_of(start, first, length, CHUNK)
+        values = rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
+        b = rows_of(B + head // GROUP * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
         step = tl.load(steps + head.to(tl.int64) * num_tokens + place)
         decay = tl.load(decays + head.to(tl.int64) * num_tokens + place)
         last = tl.load(decays + head.to(tl.int64) * num_tokens + start + first + CHUNK - 1)
@@ -132,7 +134,7 @@ def mamba_span_states_kernel(
         total_decay += last
     held, inside = _span_state(span_states, start, seq, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN)
     tl.store(held, state, mask=inside)
-    tl.store(span_decays + _span_number(start, seq, index, head, NUM_HEADS, SPAN), total_decay)
+    tl.store(span_decays + span_number(start, seq, index, head, NUM_HEADS, SPAN), total_decay)
 
 
 @triton.jit
@@ -178,7 +180,7 @@ def mamba_pass_kernel(
         )
         has_next = index + 1 < count
         ended = tl.load(held, mask=inside & has_next, other=0.0)
-        decay = tl.load(span_decays + _span_number(start, seq, index, head, NUM_HEADS, SPAN), mask=has_next, other=0.0)
+        decay = tl.load(span_decays + span_number(start, seq, index, head, NUM_HEADS, SPAN), mask=has_next, other=0.0)
         tl.store(held, state, mask=inside)
         state = state * tl.exp(decay) + ended
 
@@ -254,10 +256,10 @@ def mamba_scan_kernel(
     end = tl.minimum((index + 1) * SPAN, length)
     first_step = head.to(tl.int64) * num_tokens
     for first in range(index * SPAN, end, CHUNK):
-        place, live = _tokens(start, first, length, CHUNK)
-        values = _rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
-        b = _rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
-        c = _rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
+        place, live = tokens_of(start, first, length, CHUNK)
+        values = rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
+        b = rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
+        c = rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
         step = tl.load(steps + first_step + place, mask=live, other=0.0)
         decay = tl.load(decays + first_step + place, mask=live, other=0.0)
         last = tl.load(decays + first_step + start + tl.minimum(first + CHUNK, end) - 1)
@@ -280,14 +282,14 @@ def mamba_scan_kernel(
 
 
 @triton.jit
-def _tokens(start, first, length, CHUNK: tl.constexpr):
+def tokens_of(start, first, length, CHUNK: tl.constexpr):
     """Returns the rows of a chunk, and whether the sequence has them."""
     token = first + tl.arange(0, CHUNK)
     return (start + token).to(tl.int64), token < length
 
 
 @triton.jit
-def _rows_of(array, place, live, column, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def rows_of(array, place, live, column, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     mask = live[:, None]
     if SIZE % BLOCK != 0:
         mask = mask & (column < SIZE)[None, :]
@@ -307,13 +309,13 @@ def _span_state(
     STATE_SIZE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Returns the places of a span's state [columns, rows], and which of them exist."""
-    number = _span_number(start, seq, index, head, NUM_HEADS, SPAN)
+    number = span_number(start, seq, index, head, NUM_HEADS, SPAN)
     places = span_states + (number * HEAD_DIM + row)[None, :] * STATE_SIZE + column[:, None]
     return places, (row < HEAD_DIM)[None, :] & (column < STATE_SIZE)[:, None]
 
 
 @triton.jit
-def _span_number(start, seq, index, head, NUM_HEADS: tl.constexpr, SPAN: tl.constexpr):
+def span_number(start, seq, index, head, NUM_HEADS: tl.constexpr, SPAN: tl.constexpr):
     """Returns a number of a span and head that no other has, without a search.
 
     A sequence of n tokens takes at most n // SPAN + 1 spans, as many as these numbers leave it.

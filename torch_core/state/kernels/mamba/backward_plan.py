@@ -1,0 +1,111 @@
+"""The plan of the derivative of Mamba-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.operands import ceil_div, named_launch, power_of_two, strides
+from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan, Pointer
+from torch_core.state.kernels.mamba.backward import mamba_both_states_kernel, mamba_pass_both_kernel
+from torch_core.state.kernels.mamba.chunks import mamba_products_kernel
+from torch_core.state.kernels.mamba.gradients import mamba_gradients_kernel, mamba_sums_kernel
+from torch_core.state.kernels.mamba.parts import (
+    LEAST_TILE,
+    WHOLE,
+    arguments_of,
+    constexprs_of,
+    scratch_of,
+    span_of,
+    tiles_of,
+)
+from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
+
+# Tokens of a chunk. ptxas of CUDA 12 and 13.0 miscompiles kernels with several products of Hopper's warpgroups, which
+# take 64 rows (triton-lang/triton#11366): those of 32 rows are of single warps.
+_CHUNK = 32
+# Elements of a state that a program takes; float32 needs twice the registers.
+_STATE_ELEMENTS = 8192
+_GRADIENT_ROWS = 32
+# Rows of a state in a program that passes states on, which waits for memory alone.
+_PASSED_ROWS = 8
+# Heads of a part whose gradients of B and C are summed in registers; sums of fewer cost more memory traffic.
+_LEAST_MEMBERS = 4
+# Programs that fill a multiprocessor.
+_PROGRAMS = 2
+# Three chunks need 150 KB; smaller devices load a chunk when they need it.
+_LARGE_SHARED_MEMORY = 160 * 1024
+
+
+def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
+    """Plans a checked call that is not empty; buffers are named as the fields of the call and as its outputs."""
+    arrays, outputs = call.arrays(), call.outputs()
+    is_wide = call.x.dtype == "float32"
+    constexprs = constexprs_of(call, _CHUNK, LEAST_TILE)
+    size, padded = max(LEAST_TILE, power_of_two(call.x.shape[2])), constexprs["STATE_PADDED"]
+    rows = min(size, max(LEAST_TILE, _STATE_ELEMENTS // (2 if is_wide else 1) // padded))
+    tiles = (call.num_heads, 2 * ceil_div(call.x.shape[2], rows))
+    passed = min(rows, _PASSED_ROWS)
+    span = span_of(call, limits, tiles[0] * tiles[1])
+    chunks, spans = tiles_of(call, _CHUNK), tiles_of(call, span)
+    members = _members(call, chunks, limits)
+    parts = call.num_heads // members
+    scratch = scratch_of(call, _CHUNK, span, directions=2)
+    scratch["kept"] = ArraySpec((chunks, call.num_heads, 2, *call.x.shape[2:], call.state_size), call.x.dtype)
+    scratch["head_sums"] = ArraySpec((chunks, 3, call.num_heads), "float32")
+    if parts > call.num_kv_heads:
+        scratch |= {
+            name: ArraySpec((call.num_tokens, parts, call.state_size), "float32") for name in ("B_sums", "C_sums")
+        }
+    optional = ("span_decays", "d_last", "d_initial", "d_D", "d_dt_bias", "kept", "B_sums", "C_sums")
+    arguments = {
+        **dict.fromkeys(optional, ABSENT),
+        **arguments_of(call, arrays, {**outputs, **scratch}),
+        **strides("d_out", ("token", "head"), call.d_out),
+    }
+    constexprs |= {"DIM_PADDED": size, "MEMBERS": members, "MIN_TOKENS": 1, "BLOCK_ROWS": rows, "SPAN": span}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **changes: Any) -> LaunchPlan:
+        own, sizes = {**arguments, **changes.pop("arguments", {})}, {**constexprs, **changes.pop("constexprs", {})}
+        return named_launch(kernel, grid, own, sizes, writes=writes, **{"num_stages": 1, **changes})
+
+    initial = tuple(name for name in outputs if name == "d_initial")
+    through: dict[str, Any] = {"num_stages": 3 if limits.shared_memory >= _LARGE_SHARED_MEMORY else 1, "hot": True}
+    launches = [launch(mamba_products_kernel, (chunks, call.num_kv_heads), "products", "steps", "decays")]
+    if span != WHOLE:
+        written = ("span_states", "span_decays")
+        launches += [
+            launch(
+                mamba_both_states_kernel, (spans, *tiles), *written,
+                arguments=dict.fromkeys(("kept", "d_initial"), ABSENT), **through,
+            ),
+            launch(
+                mamba_pass_both_kernel, (call.num_seqs, tiles[0], 2 * ceil_div(call.x.shape[2], passed)), "span_states",
+                *initial, constexprs={"BLOCK_ROWS": passed},
+            ),
+        ]  # fmt: skip
+    summed = {f"d_{name}": Pointer(f"{name}_sums") for name in ("B", "C") if f"{name}_sums" in scratch}
+    tokens = tuple(argument.buffer for argument in (summed.get(f"d_{name}", Pointer(f"d_{name}")) for name in "BC"))
+    heads = tuple(name for name in ("d_A", "d_D", "d_dt_bias") if name in outputs)
+    launches += [
+        launch(mamba_both_states_kernel, (spans, *tiles), *initial, "kept", **through),
+        launch(
+            mamba_gradients_kernel, (chunks, parts), "d_x", "d_dt", *tokens, "head_sums", arguments=summed,
+            constexprs={"BLOCK_ROWS": min(rows, _GRADIENT_ROWS)}, num_warps=8,
+        ),
+        launch(
+            mamba_sums_kernel, (ceil_div(call.num_tokens, constexprs["BLOCK_T"]) if summed else 1, call.num_kv_heads),
+            *heads, *summed, arguments={} if summed else dict.fromkeys(("d_B", "d_C"), ABSENT),
+        ),
+    ]  # fmt: skip
+    return OperationPlan.of(call.name, arrays, tuple(launches), outputs, scratch)
+
+
+def _members(call: MambaChunkScanBackwardCall[ArraySpec], chunks: int, limits: DeviceLimits) -> int:
+    """Returns the heads of a program: those of a group, or fewer if that leaves multiprocessors without a program."""
+    members = call.num_heads // call.num_kv_heads
+    while (
+        members % 2 == 0 and members > _LEAST_MEMBERS and chunks * call.num_heads < members * _PROGRAMS * limits.num_sms
+    ):
+        members //= 2
+    return members
