@@ -64,7 +64,7 @@ def _gradients(call: Any, dtype: torch.dtype) -> dict[str, Tensor]:
             moved[name].requires_grad_()
     with torch.enable_grad():
         first.requires_grad_()
-        rule = _delta_rule if isinstance(call, GatedDeltaBackwardCall) else _mamba_rule
+        rule: Any = _delta_rule if isinstance(call, GatedDeltaBackwardCall) else _mamba_rule
         rows, last = _token_by_token(call, first, rule(call, moved))
         total = (rows * call.d_out[: len(rows)].to(dtype)).sum()
         if call.d_last is not None:

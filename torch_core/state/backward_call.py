@@ -59,4 +59,4 @@ class StateBackwardCall(StateCall[A]):
             d_last: the gradient of the state after each sequence.
         """
         same = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "out"}
-        return cls(**same, d_out=d_out, d_last=d_last)
+        return cls(**{**same, "d_out": d_out, "d_last": d_last})

@@ -92,6 +92,7 @@ def mamba_chunk_scan(
     states: Tensor | None = None,
     cache_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    num_kept_tokens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
@@ -127,6 +128,7 @@ def mamba_chunk_scan(
         states=states,
         cache_indices=cache_indices,
         has_initial_state=has_initial_state,
+        num_kept_tokens=num_kept_tokens,
         max_query_len=max_query_len,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,

@@ -21,20 +21,21 @@ from torch_core.state.kernels.mamba.parts import (
 )
 from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 
-# Tokens of a chunk. ptxas of CUDA 12 and 13.0 miscompiles kernels with several products of Hopper's warpgroups, which
-# take 64 rows (triton-lang/triton#11366): those of 32 rows are of single warps.
-_CHUNK = 32
+# Tokens of a chunk and rows of a state in a program: products of 32 rows are of single warps. ptxas of CUDA 12 and 13.0
+# miscompiles kernels with several products of Hopper's warpgroups, which take 64 (triton-lang/triton#11366).
+_CHUNK, _ROWS = 32, 32
 # Elements of a state that a program takes; float32 needs twice the registers.
 _STATE_ELEMENTS = 8192
-_GRADIENT_ROWS = 32
 # Rows of a state in a program that passes states on, which waits for memory alone.
 _PASSED_ROWS = 8
+# States of more columns let the compiler spill some registers.
+_UNSPILT_STATE = 128
 # Heads of a part whose gradients of B and C are summed in registers; sums of fewer cost more memory traffic.
 _LEAST_MEMBERS = 4
 # Programs that fill a multiprocessor.
 _PROGRAMS = 2
-# Three chunks need 150 KB; smaller devices load a chunk when they need it.
-_LARGE_SHARED_MEMORY = 160 * 1024
+# Three chunks need up to 110 KB; smaller devices load a chunk when they need it.
+_LARGE_SHARED_MEMORY = 112 * 1024
 
 
 def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -43,7 +44,7 @@ def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: Dev
     is_wide = call.x.dtype == "float32"
     constexprs = constexprs_of(call, _CHUNK, LEAST_TILE)
     size, padded = max(LEAST_TILE, power_of_two(call.x.shape[2])), constexprs["STATE_PADDED"]
-    rows = min(size, max(LEAST_TILE, _STATE_ELEMENTS // (2 if is_wide else 1) // padded))
+    rows = min(size, _ROWS, max(LEAST_TILE, _STATE_ELEMENTS // (2 if is_wide else 1) // padded))
     tiles = (call.num_heads, 2 * ceil_div(call.x.shape[2], rows))
     passed = min(rows, _PASSED_ROWS)
     span = span_of(call, limits, tiles[0] * tiles[1])
@@ -91,7 +92,7 @@ def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: Dev
         launch(mamba_both_states_kernel, (spans, *tiles), *initial, "kept", **through),
         launch(
             mamba_gradients_kernel, (chunks, parts), "d_x", "d_dt", *tokens, "head_sums", arguments=summed,
-            constexprs={"BLOCK_ROWS": min(rows, _GRADIENT_ROWS)}, num_warps=8,
+            num_warps=8, hot=not is_wide and padded <= _UNSPILT_STATE,
         ),
         launch(
             mamba_sums_kernel, (ceil_div(call.num_tokens, constexprs["BLOCK_T"]) if summed else 1, call.num_kv_heads),
