@@ -115,6 +115,20 @@ def test_tokens_and_logprobs_of_a_mixed_batch_are_those_of_merged_models(named):
         np.testing.assert_allclose(found, logprobs.max(-1), atol=1e-5)
 
 
+def test_log_probabilities_of_a_prompt_have_the_heads_adapter(named):
+    prompt = [1, 2, 3, 4, 5]
+    request = named.add(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0, **GREEDY), lora="a1")
+    named.finish_all()
+    merged = merged_model(named.model, named.trained, 1)
+    wanted = jax.nn.log_softmax(_merged_logits(merged, jnp.array([[*prompt, *[0] * 4]])))[
+        0, np.arange(4), np.array(prompt[1:])
+    ]
+    reported = request.output().prompt_logprobs
+    assert reported is not None
+    found = [each[token].logprob for each, token in zip(reported[1:], prompt[1:], strict=True) if each is not None]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def test_only_requests_with_the_same_version_share_a_prefix(named):
     prompt, params = list(range(1, 35)), SamplingParams(max_tokens=1, **GREEDY)
     cached = []

@@ -35,8 +35,11 @@ ALL = ("qkv_proj", "o_proj", "moe.gate_up_proj", "moe.down_proj", "shared_expert
 @pytest.mark.parametrize(
     ("changes", "targets"),
     [
-        ({"attention_bias": True, "gated_mlp": False, "mlp_bias": True, "tie_word_embeddings": True}, None),
-        ({"num_key_value_heads": 1, "num_hidden_layers": 2, "kv_sharing_targets": (None, 0)}, ("qkv_proj", "lm_head")),
+        (
+            {"attention_bias": True, "gated_mlp": False, "mlp_bias": True, "num_key_value_heads": 1}
+            | {"num_hidden_layers": 2, "kv_sharing_targets": (None, 0)},
+            ("qkv_proj", "o_proj", "up_proj", "down_proj", "lm_head"),
+        ),
         ({"moe": MOE, "tie_word_embeddings": True, "embedding_multiplier": 3.0}, ALL),
         (
             {"moe": replace(MOE, apply_router_weight_on_input=True, num_experts=40)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def test_an_adapter_is_a_model_from_its_loading_to_its_unloading(server, client,
     base, tuned = (client.completions.create(model=name, **options) for name in (MODEL, "tuned"))
     assert (base.model, tuned.model) == (MODEL, "tuned")
     assert base.choices[0].text != tuned.choices[0].text
+    asyncio.run(server.llm.pin_lora("tuned"))
+    assert list(asyncio.run(server.llm.list_loras())) == ["tuned"]
     direct = server.llm.llm.generate("The list", SamplingParams(temperature=0.0, max_tokens=4), lora_request="tuned")[0]
     assert tuned.choices[0].text == direct.outputs[0].text
     assert post(server, "unload_lora_adapter", lora_name="tuned").status_code == 200
