@@ -68,7 +68,7 @@ _KIMI = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "linear_num_heads": 3,
+    "linear_num_heads": 4,
     "linear_head_dim": 8,
 }
 _LATENT = {name: value for name, value in _DEEPSEEK.items() if name not in ("n_group", "topk_group")}
