@@ -157,3 +157,58 @@ def test_a_module_that_breaks_the_promise_is_named_and_nothing_is_switched(seed)
     with pytest.raises(Unsupported, match=r"layers\.0\..*_proj is a Fp8Linear"):
         set_batch_invariant(model)
     assert not model.batch_invariant
+
+
+class Doubled(nnx.Linear):
+    def __call__(self, x, out_sharding=None):
+        return x @ (2 * self.kernel.get_value())
+
+
+def own_product(*operands, **options):
+    return jax.lax.dot_general(*operands, **options)
+
+
+MODULES = {
+    "Einsum": lambda rngs: nnx.Einsum("td,dh->th", (4, 4), rngs=rngs),
+    "Conv": lambda rngs: nnx.Conv(4, 4, (3,), rngs=rngs),
+    "ConvTranspose": lambda rngs: nnx.ConvTranspose(4, 4, (3,), rngs=rngs),
+    "LoRA": lambda rngs: nnx.LoRA(4, 2, 4, rngs=rngs),
+    "LoRA of a LoRALinear": lambda rngs: nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs),
+    "MultiHeadAttention": lambda rngs: nnx.MultiHeadAttention(2, 4, rngs=rngs),
+    "LayerNorm": lambda rngs: nnx.LayerNorm(4, rngs=rngs),
+    "BatchNorm": lambda rngs: nnx.BatchNorm(4, rngs=rngs),
+    "SpectralNorm": lambda rngs: nnx.SpectralNorm(nnx.Linear(4, 4, rngs=rngs), rngs=rngs),
+    "SimpleCell": lambda rngs: nnx.SimpleCell(4, 4, rngs=rngs),
+    "Doubled": lambda rngs: Doubled(4, 4, rngs=rngs),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_of_flax_with_other_products_are_refused_by_path(kind):
+    model = nnx.eval_shape(lambda: nnx.Dict({"head": MODULES[kind](nnx.Rngs(0))}))
+    with pytest.raises(Unsupported, match=rf"head.* is a {kind.split()[0]}, whose results may depend on the batch"):
+        set_batch_invariant(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: nnx.Linear(4, 4, dot_general=own_product, rngs=rngs),
+        lambda rngs: nnx.LinearGeneral(4, 4, dot_general_cls=lambda: own_product, rngs=rngs),
+    ],
+    ids=["Linear", "LinearGeneral"],
+)
+def test_a_product_of_the_modules_own_is_refused_not_replaced(make):
+    model = nnx.eval_shape(lambda: nnx.Dict({"head": make(nnx.Rngs(0))}))
+    with pytest.raises(Unsupported, match="head has a dot_general of its own"):
+        set_batch_invariant(model)
+
+
+def test_the_product_of_an_embedding_is_refused_when_it_is_called():
+    model = nnx.eval_shape(lambda: nnx.Dict({"embed": nnx.Embed(8, 4, rngs=nnx.Rngs(0))}))
+    for _ in range(2):
+        set_batch_invariant(model)
+
+    with pytest.raises(Unsupported, match=r"embed is an Embed, .*row_product"):
+        model["embed"].attend(jnp.ones(4))
+    assert nnx.graphdef(model) == nnx.graphdef(nnx.clone(model))

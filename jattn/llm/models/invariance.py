@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,13 +11,16 @@ from flax import nnx
 
 from jattn.llm.models.attention import Attention
 from jattn.llm.models.experts import SparseMLP
-from jattn.llm.models.layers import batch_invariant_dot_general
+from jattn.llm.models.layers import batch_invariant_dot_general, dot_general
 from jattn.nn import MultiHeadLatentAttention, SparseLatentAttention
 from torch_core.base.errors import Unsupported
 
 # Modules without arithmetic.
 _NEUTRAL = (nnx.List, nnx.Dict, nnx.Embed, nnx.Dropout)
 _LINEAR = (nnx.Linear, nnx.LinearGeneral)
+_FLAX = (*_NEUTRAL, *_LINEAR)
+# Products that the switch may replace: they compute what it computes, in another order.
+_PRODUCTS = (None, jax.lax.dot_general, dot_general, batch_invariant_dot_general)
 
 
 def set_batch_invariant(model: nnx.Module) -> None:
@@ -26,8 +31,9 @@ def set_batch_invariant(model: nnx.Module) -> None:
     have the same bits. It costs speed (docs/explanation/numerics.md). Gradients are those of the default arithmetic.
 
     A module takes part if its class has an attribute `batch_invariant`, which is set, or if it is an `nnx.Linear` or an
-    `nnx.LinearGeneral`. A class of your own with such an attribute promises that its other arithmetic depends on a
-    token's row alone.
+    `nnx.LinearGeneral` with the products of flax. A class of your own with such an attribute promises that its other
+    arithmetic depends on a token's row alone. `nnx.Embed` takes part, and its method `attend`, whose product does not,
+    raises Unsupported from then on.
 
     Args:
         model: a model of `jattn.llm.models`, or a module of your own.
@@ -45,11 +51,36 @@ def set_batch_invariant(model: nnx.Module) -> None:
     }
     for path, module in found.items():
         _refuse(path, module)
-    for module in found.values():
+    for path, module in found.items():
         if isinstance(module, _LINEAR):
             module.dot_general = batch_invariant_dot_general
+        elif isinstance(module, nnx.Embed):
+            module.attend = _NoAttend(_name(path))
         elif not isinstance(module, _NEUTRAL):
             setattr(module, "batch_invariant", True)  # noqa: B010
+
+
+@dataclass(frozen=True)
+class _NoAttend:
+    """Takes the place of a method of an `nnx.Embed`; equal ones keep programs of equal models shared."""
+
+    name: str
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        problem = f"{self.name} is an Embed, whose attend sums in an order that depends on the batch"
+        raise Unsupported("batch_invariant", "is True", f"{problem}; use jattn.ops.row_product(x, embedding.T)")
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "the model"
+
+
+def _is_own(module: Any) -> bool:
+    """Returns whether a class of flax is computed by a method of a subclass."""
+    call = inspect.getattr_static(type(module), "__call__", None)
+    return not any(
+        isinstance(module, each) and call is inspect.getattr_static(each, "__call__", None) for each in _FLAX
+    )
 
 
 def _refuse(path: tuple[Any, ...], module: Any) -> None:
@@ -65,8 +96,13 @@ def _refuse(path: tuple[Any, ...], module: Any) -> None:
         reason = "has experts, which are batch-invariant on a CPU alone"
     elif isinstance(module, Attention) and module.scales_by_element:
         reason = "gates its results or scales its queries, which is not done row by row"
-    elif not (hasattr(type(module), "batch_invariant") or isinstance(module, (*_LINEAR, *_NEUTRAL))):
+    elif not hasattr(type(module), "batch_invariant") and _is_own(module):
         reason = f"is a {type(module).__name__}, whose results may depend on the batch"
+    elif isinstance(module, _LINEAR) and not _has_known_product(module):
+        reason = "has a dot_general of its own, whose sums may have any order"
     if reason is not None:
-        name = ".".join(map(str, path)) or "the model"
-        raise Unsupported("batch_invariant", "is True", f"{name} {reason}")
+        raise Unsupported("batch_invariant", "is True", f"{_name(path)} {reason}")
+
+
+def _has_known_product(module: Any) -> bool:
+    return module.dot_general in _PRODUCTS and getattr(module, "dot_general_cls", None) is None

@@ -115,7 +115,7 @@ def load_torch_side(
 
 def _transformers_reads_gguf(config: ModelConfig) -> bool:
     """Whether transformers reads all of a GGUF file: it leaves out scalings of rotary embeddings."""
-    if importlib.util.find_spec("gguf") is None or config.rope_scaling is not None:
+    if None in map(importlib.util.find_spec, ("gguf", "accelerate")) or config.rope_scaling is not None:
         return False
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
