@@ -25,7 +25,8 @@ class PoolPlan:
         num_layers: cache arrays.
         num_blocks: blocks of each, the null block included.
         further: layouts of the layers after those; see `KVPool`.
-        num_groups: cache groups that draw on the blocks, each for layers of its own in the same arrays.
+        group_block_sizes: tokens of a block in each cache group that draws on the blocks, for layers of its own in the
+            same arrays; empty for one group.
         context_parallel_size: number of devices over which a block's tokens are distributed, `spec.block_size` on each.
 
     Example:
@@ -39,13 +40,20 @@ class PoolPlan:
     num_layers: int
     num_blocks: int
     further: tuple[CacheSpec, ...] = ()
-    num_groups: int = 1
+    group_block_sizes: tuple[int, ...] = ()
     context_parallel_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """Number of cache groups."""
+        return max(len(self.group_block_sizes), 1)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pool can hold in all groups; the null block holds none, and a window gives blocks back."""
-        return (self.num_blocks - 1) // self.num_groups * self.spec.block_size * self.context_parallel_size
+        own = self.spec.block_size * self.context_parallel_size
+        share = sum(own / size for size in self.group_block_sizes or (own,))
+        return int((self.num_blocks - 1) / share) * own
 
     @property
     def num_bytes(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn import ops
 from jattn.metadata import AttentionMetadata
 from tests.ops import test_sliced_caches as sliced
 from tests.support.for_cuda import compiled_for_cuda, computations, why_not
@@ -93,3 +94,30 @@ def test_steps_of_a_decoder_copy_no_cache_that_was_donated(num_steps: int, num_s
     shape = ",".join(map(str, CACHE))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
     assert misdirected(text) == []
+
+
+def reshaped_caches() -> tuple[Any, ...]:
+    """Layers of two sizes of heads that share an array, in which one sees blocks of other tokens than the other."""
+    spec = {
+        "seq_lens": jnp.full(4, 5, jnp.int32),
+        "query_start_loc": jnp.arange(5, dtype=jnp.int32),
+        "max_query_len": 1,
+    }
+    options: dict[str, Any] = {"block_tables": jnp.ones((4, 2), jnp.int32), **spec, "implementation": "triton"}
+
+    def step(cache: Any, narrow: Any, wide: Any) -> tuple[Any, Any]:
+        outputs = []
+        for new, view in ((narrow, CACHE), (wide, (32, 2, 4, 2, 64)), (narrow, CACHE)):
+            own = ops.write_kv_cache(new, new, cache.reshape(view), options["seq_lens"], implementation="triton")
+            outputs.append(ops.paged_attention(new, own, **options).sum())
+            cache = own.reshape(CACHE)
+        return cache, sum(outputs)
+
+    return step, np.zeros(CACHE, np.float32), *(np.zeros((4, 2, size), np.float32) for size in (16, 64))
+
+
+def test_a_cache_that_is_reshaped_between_calls_is_not_copied() -> None:
+    text = compiled_for_cuda(reshaped_caches, donate=(0,))
+    assert text.count(" custom-call(") >= 6
+    assert " copy(" not in text
+    assert "copy-start" not in text

@@ -46,6 +46,15 @@ def test_every_layer_has_a_place_of_its_own_in_a_group_of_its_window(case, seed)
     assert seen == sorted(seen, key=lambda window: (window is not None, window or 0))
 
 
+def test_where_windows_differ_narrower_layers_have_more_tokens_in_a_block() -> None:
+    found = group_layers([64, None, None, 64], [8, 8, 4, 8], block_size=16)
+
+    assert [(group.name, group.block_size) for group in found.groups] == [
+        ("full, blocks times 1", None), ("full, blocks times 2", 32), ("window 64", None), ("window 64, 2 of 2", None),
+    ]  # fmt: skip
+    assert [group.block_size for group in group_layers([64, 64], [8, 4], block_size=16).groups] == [None]
+
+
 def test_a_model_of_one_window_has_the_blocks_of_one_group() -> None:
     assert group_layers([32] * 6).most_blocks(100, block_size=16, max_step_tokens=8) == 4
     assert group_layers([None] * 6).most_blocks(100, block_size=16, max_step_tokens=8) == 7
@@ -65,3 +74,8 @@ def test_what_is_no_window_is_refused(windows, message) -> None:
         group_layers(windows)
 
     assert str(error.value) == message
+
+
+def test_a_width_that_divides_no_block_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"^widths\[1\] is 3; it must divide the largest one \(8\)\.$"):
+        group_layers([64, None], [8, 3], block_size=16)

@@ -105,7 +105,7 @@ REFUSED = [
     (
         {"rope_scaling": {"rope_type": "cubic"}},
         Unsupported,
-        "rope_scaling.rope_type is 'cubic'; this build has default, linear, dynamic, llama3, yarn, longrope.",
+        "rope_scaling.rope_type is 'cubic'; this build has default, linear, dynamic, llama3, yarn, longrope, proportional.",
     ),
     (
         {"rope_scaling": {"rope_type": "yarn"}},
@@ -393,3 +393,27 @@ def test_of_several_forced_last_tokens_none_is_served_and_the_key_is_named():
     named = r"^config\.json has forced_eos_token_id, whose effect is missing here\.$"
     with pytest.warns(UserWarning, match=named):
         assert parse_config({**LLAMA, "forced_eos_token_id": [5, 6]}).forced_eos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; this build has null"),
+        ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is "),
+        ({"per_layer_config": {"1": {"head_dim": 16, "hidden_size": 2}}}, "per_layer_config is "),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; layer 0 has the window 512"),
+        ({"enable_moe_block": True}, "moe_intermediate_size is None"),
+    ],
+    ids=str,
+)
+def test_a_gemma_4_that_computes_otherwise_is_refused(changes, message) -> None:
+    raw = {
+        "architectures": ["Gemma4ForCausalLM"], "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    assert parse_config(raw).of_layer(1).head_dim == 512
+    with pytest.raises((InvalidInput, Unsupported)) as error:
+        parse_config(raw | changes)
+    assert message in str(error.value)

@@ -31,7 +31,7 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
 PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "OlmoHybrid", "SmolLM3", "GptOss", "Lfm2", "KimiLinear")
-PATTERNED += ("Exaone4", "Cohere2", "Llama4", "Bamba", "GraniteMoeHybrid", "Cwm", "Afmoe", "MiniMaxF")
+PATTERNED += ("Exaone4", "Cohere2", "Llama4", "Bamba", "GraniteMoeHybrid", "Cwm", "Afmoe", "MiniMaxF", "Gemma4")
 #: The families whose keys, values and masks are those of another one; dense sequences show the rest.
 ALIKE = (
     "GraniteF",
@@ -47,7 +47,7 @@ ALIKE = (
     "Ernie",
 )
 ALIKE += ("HunYuan", "Olmoe", "Phi", "NemotronF", "Apertus", "Arcee", "Helium", "StableLm", "Persimmon", "InternLM")
-ALIKE += ("MiniCPM3", "Cwm", "Solar")
+ALIKE += ("MiniCPM3", "Cwm", "Solar", "Gemma3", "Gemma4")
 EVERY = [pytest.param(*each, id=each[0].removesuffix("ForCausalLM")) for each in LAST]
 
 

@@ -165,6 +165,7 @@ _TEXT = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+_TYPES = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
 _SIGHT = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -185,6 +186,20 @@ WHOLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
         {"text_config": _TEXT | {"model_type": "mistral", "sliding_window": None}, "vision_config": _SIGHT},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        {
+            "text_config": _TEXT
+            | {
+                "sliding_window": 5,
+                "global_head_dim": 16,
+                "num_kv_shared_layers": 1,
+                "use_bidirectional_attention": "vision",
+            }
+            | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 99, "layer_types": _TYPES},
+            "vision_config": _SIGHT | {"num_key_value_heads": 2, "head_dim": 8},
+        },
     ),
 }
 

@@ -12,8 +12,10 @@ from flax import nnx
 from jattn.llm.models import (
     Decoder,
     DeltaNetConfig,
+    FullAttentionConfig,
     LatentConfig,
     MoEConfig,
+    PerLayerInputConfig,
     RopeScaling,
     ShortConvConfig,
     num_parameters,
@@ -41,7 +43,7 @@ REFUSED = [
     ({"num_attention_heads": True}, "num_attention_heads is True; it must be an int from 1 to 1024."),
     ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads (3)."),
     ({"head_dim": 15}, "head_dim is 15; rotary embeddings need an even number."),
-    ({"head_dim": 512}, "head_dim is 512; it must be from 1 to 256."),
+    ({"head_dim": 513}, "head_dim is 513; it must be from 1 to 512."),
     ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0; it must be from 1e-12 to 1."),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a finite number from 1e-12 to 1."),
     ({"rope_theta": float("nan")}, "rope_theta is nan; it must be a finite number from 1 to 1e+12."),
@@ -50,6 +52,18 @@ REFUSED = [
     ({"sliding_window": 0}, "sliding_window is 0; it must be from 1 to 16777216."),
     ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32, bfloat16, float16."),
     ({"bos_token_id": 257}, "bos_token_id is 257; it must be a token id from 0 to 256."),
+    (
+        {"full_attention": FullAttentionConfig(head_dim=16, num_key_value_heads=3)},
+        "full_attention.num_key_value_heads is 3; it must divide num_attention_heads (4).",
+    ),
+    (
+        {"full_attention": FullAttentionConfig(head_dim=15, num_key_value_heads=1)},
+        "full_attention.head_dim is 15; rotary embeddings need an even number.",
+    ),
+    (
+        {"per_layer_input": PerLayerInputConfig(hidden_size=4, vocab_size=9, num_layers=1)},
+        "per_layer_input.num_layers is 1; it must have one for each of the 2 layers.",
+    ),
     ({"layer_windows": (4,)}, "layer_windows has 1 entries; it must have one for each of the 2 layers, or none."),
     ({"layer_windows": (4, 0)}, "layer_windows[1] is 0; it must be from 1 to 16777216."),
     (
@@ -177,7 +191,7 @@ def test_a_latent_without_elements_is_refused():
 
 
 def test_an_unknown_rope_type_is_unsupported():
-    message = "rope_type is 'quadratic'; this build has default, linear, dynamic, llama3, yarn, longrope."
+    message = "rope_type is 'quadratic'; this build has default, linear, dynamic, llama3, yarn, longrope, proportional."
     with pytest.raises(Unsupported, match=f"^{re.escape(message)}$"):
         RopeScaling(rope_type="quadratic", factor=2.0)
 

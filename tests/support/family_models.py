@@ -23,8 +23,9 @@ _AS_PUBLISHED = {
 #: Tensors that transformers writes and computes again if they are missing.
 _COMPUTED = r".*self_attn\.(query|key|diagonal)_decay"
 _NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
-#: Float32 runs of models with a delta rule.
-_RUNS_OF_DELTA = 5
+_NORMS += ("layer_scalar", "per_expert_scale", "layernorm_1.weight", "layernorm_2.weight")
+#: Float32 runs of models with norms of small results, which enlarge roundings.
+_RUNS_OF_SMALL_RESULTS = 5
 
 
 def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, **sizes: Any) -> Path:
@@ -49,7 +50,9 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     model = getattr(transformers, architecture, transformers.AutoModelForCausalLM.from_config)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = (entry for entry in model.named_buffers() if entry[0].endswith("e_score_correction_bias"))
+        biases = (
+            entry for entry in model.named_buffers() if entry[0].endswith(("e_score_correction_bias", "layer_scalar"))
+        )
         for path, parameter in (*model.named_parameters(), *biases):
             centre = 1.0 if path.endswith(_NORMS) else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
@@ -95,6 +98,6 @@ def reference_logits(folder: Path, token_ids: np.ndarray) -> tuple[np.ndarray, n
 
     exact = transformers_logits(folder, token_ids, "float64")
     config = json.loads((folder / "config.json").read_text())
-    count = _RUNS_OF_DELTA if "linear_conv_kernel_dim" in config else 1
+    count = _RUNS_OF_SMALL_RESULTS if {"linear_conv_kernel_dim", "per_layer_config"} & {*config} else 1
     runs = itertools.islice(transformers_runs(folder, token_ids), count)
     return exact, max(runs, key=lambda logits: np.abs(logits - exact).max())

@@ -148,7 +148,7 @@ class PagedRun:
         self.block_tables = (blocks if order is None else blocks[order]).reshape(num_seqs, width)
         self.lengths = np.zeros(num_seqs, np.int32)
         spec = model.paged_spec
-        specs = [spec.cache_spec(block_size)] * spec.num_layers + spec.further_specs(block_size)
+        specs = spec.cache_specs(block_size) + spec.further_specs(block_size)
         self.caches = tuple(jnp.full(one.shape(1 + num_seqs * width), jnp.nan, one.dtype) for one in specs)
         for one in spec.states:
             arrays = zip(one.array_shapes(1 + num_seqs), one.dtypes, strict=True)

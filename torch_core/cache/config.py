@@ -228,6 +228,10 @@ class LayerGroups:
     layer_groups: tuple[int, ...]
     layer_arrays: tuple[int, ...]
 
+    def block_sizes(self, block_size: int) -> tuple[int, ...]:
+        """Returns the tokens of a block in each group, of which those of the widest layers have `block_size`."""
+        return tuple(GroupLayout(group, block_size).block_size for group in self.groups)
+
     def most_blocks(self, num_tokens: int, *, block_size: int, max_step_tokens: int | None = None) -> int:
         """Returns the most blocks that a sequence of this many tokens holds, in all groups together.
 
@@ -240,8 +244,13 @@ class LayerGroups:
         return sum(layout.most_blocks(num_tokens, max_step_tokens) for layout in layouts)
 
 
-def group_layers(windows: Sequence[int | None]) -> LayerGroups:
+def group_layers(
+    windows: Sequence[int | None], widths: Sequence[int] = (), *, block_size: int | None = None
+) -> LayerGroups:
     """Puts the layers of a model into groups of one window each and of about as many layers each.
+
+    Where windows differ, layers of other widths are in groups of their own, whose blocks have more tokens: a block has
+    as many bytes in every group.
 
     Groups are as large as the rarest window has layers, as models alternate in a fixed ratio; more common windows get
     several groups. The idea, and the order of layers in the groups, are those of vLLM's hybrid KV cache manager
@@ -249,9 +258,11 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
 
     Args:
         windows: for each layer the number of tokens that a query sees, its own included; None for all.
+        widths: for each layer the elements of a token's keys and values; empty for the same number in all.
+        block_size: tokens of a block of the widest layers; only needed if widths differ.
 
     Raises:
-        InvalidInput: no layer, or a window below 1.
+        InvalidInput: no layer, a window below 1, or a width that does not divide the largest one.
 
     Example:
         >>> found = group_layers([512, 512, None, 512, 512, None])
@@ -259,26 +270,36 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         (['full', 'window 512', 'window 512, 2 of 2'], 2)
         >>> found.layer_groups, found.layer_arrays
         ((1, 2, 0, 1, 2, 0), (0, 0, 0, 1, 1, 1))
+        >>> [group.block_size for group in group_layers([512, None], [4096, 2048], block_size=16).groups]
+        [32, None]
     """
     if not windows:
         raise InvalidInput("windows", "is empty", "give one entry for each layer with a cache")
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[int | None, int], list[int]] = {}
+    widest = max(widths, default=1)
+    is_uneven = bool(widths) and len(set(windows)) > 1
     for layer, window in enumerate(windows):
         if window is not None:
             check_int(f"windows[{layer}]", window, 1, INT32_MAX, also=", or None")
-        kinds.setdefault(window, []).append(layer)
+        width = widths[layer] if is_uneven else widest
+        if widest % width:
+            raise InvalidInput(f"widths[{layer}]", value=width, wanted=f"it must divide the largest one ({widest})")
+        kinds.setdefault((window, widest // width), []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < (1 + _MOST_PADDING) * min(counts) else min(counts)
     groups: list[CacheGroup] = []
     layer_groups, layer_arrays = [0] * len(windows), [0] * len(windows)
-    for window in sorted(kinds, key=lambda window: (window is not None, window)):
-        layers = kinds[window]
+    for window, factor in sorted(kinds, key=lambda kind: (kind[0] is not None, *kind)):
+        layers = kinds[window, factor]
+        tokens = None if factor == 1 or block_size is None else factor * block_size
+        twice = sum(each == window for each, _ in kinds) > 1
         num_groups = -(-len(layers) // size)
         for index in range(num_groups):
             # Dealt out in turn, so that each group has layers from all over the model.
             for array, layer in enumerate(layers[index::num_groups]):
                 layer_groups[layer], layer_arrays[layer] = len(groups), array
-            groups.append(CacheGroup(name=_name(window, index, num_groups, len(kinds)), sliding_window=window))
+            name = _name(window, index, num_groups, len(kinds)) + f", blocks times {factor}" * twice
+            groups.append(CacheGroup(name=name, block_size=tokens, sliding_window=window))
     return LayerGroups(tuple(groups), max(layer_arrays) + 1, tuple(layer_groups), tuple(layer_arrays))
 
 

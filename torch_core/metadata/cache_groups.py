@@ -45,6 +45,7 @@ def build_group_metadata(
     rows: Sequence[SequenceRowLike],
     *,
     cache_group: int,
+    block_size: int | None = None,
     window_left: int | None = None,
     table_cache: BlockTableCache | None = None,
 ) -> CommonAttentionMetadata:
@@ -54,6 +55,7 @@ def build_group_metadata(
         first: the step's record, of `build_common_metadata` with a layout that has the fields of `group_layout`.
         rows: those that it was built from.
         cache_group: index into the rows' `group_block_ids`, at least 1.
+        block_size: tokens of a block of the group; None for those of the first group.
         window_left: keys before its own position that a query of the group sees: blocks wholly before may be the null
             block. None demands real blocks throughout.
         table_cache: table cache of this group; see `build_common_metadata`.
@@ -78,6 +80,7 @@ def build_group_metadata(
     if first.layout is None or first.packed is None:
         raise InvalidInput("first", "has no layout: its arrays were given apart. Make it with build_common_metadata")
     columns, num_reqs = RowColumns(rows), first.num_reqs
+    block_size = first.block_size if block_size is None else block_size
     tables, slots = (first.layout[name].of(first.packed) for name in group_fields(cache_group))
     totals, new, num_new = first.seq_lens[:num_reqs], first.query_lens[:num_reqs], first.num_actual_tokens
     write_checked_tables(
@@ -85,15 +88,15 @@ def build_group_metadata(
         tables,
         totals,
         new,
-        block_size=first.block_size,
+        block_size=block_size,
         num_blocks=first.num_blocks,
         seq_ids=columns.seq_ids,
         window_left=window_left,
         table_cache=table_cache,
     )
-    write_slots(slots, first.query_start_loc[: num_reqs + 1], totals - new, tables, block_size=first.block_size)
+    write_slots(slots, first.query_start_loc[: num_reqs + 1], totals - new, tables, block_size=block_size)
     if num_new > 1:
-        check_written_blocks(slots[:num_new], new, block_size=first.block_size, seq_ids=columns.seq_ids)
+        check_written_blocks(slots[:num_new], new, block_size=block_size, seq_ids=columns.seq_ids)
     for view in (tables, slots):
         view.setflags(write=False)
-    return replace(first, block_tables=tables, slot_mapping=slots, cache_group=cache_group)
+    return replace(first, block_size=block_size, block_tables=tables, slot_mapping=slots, cache_group=cache_group)

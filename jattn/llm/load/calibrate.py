@@ -81,9 +81,7 @@ def calibrate_kv_cache(
         layer.kv_scales, layer.kv_range = None, KVRange()
     graph, seen, rest = nnx.split(watched, KVScale, ...)
     num_blocks = -(-max(map(len, rows)) // _BLOCK_SIZE) + 1
-    caches = tuple(
-        jnp.zeros(spec.cache_spec(_BLOCK_SIZE).shape(num_blocks), spec.dtype) for _ in range(spec.num_layers)
-    )
+    caches = tuple(jnp.zeros(each.shape(num_blocks), each.dtype) for each in spec.cache_specs(_BLOCK_SIZE))
     for layer in spec.states:
         caches += tuple(map(jnp.zeros, layer.array_shapes(_NUM_SLOTS), layer.dtypes))
     # A graph may have objects without a hash, which no static argument may.

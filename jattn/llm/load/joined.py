@@ -20,6 +20,8 @@ def output_sizes(module: str, total: int, count: int, config: ModelConfig) -> tu
     if count == 1:
         return (total,)
     if module == QKV:
+        if config.attention_k_eq_v:
+            return config.query_size, config.key_value_size
         gate = config.query_size * config.attn_output_gate
         sizes = config.query_size, config.key_value_size, config.key_value_size, gate
         return sizes if count == len(sizes) else (config.query_size + gate, *sizes[1:3])

@@ -37,6 +37,9 @@ _BARE = (
     "alpha_n",
     "beta",
     "eps",
+    "layer_scalar",
+    "router_scale",
+    "per_expert_scale",
 )
 #: Ends of names of a weight of 4 bits: uint8[in / 2, out], the number of an even input in the lower four bits; and
 #: float32[2 x groups, out], the scales and then the zero points.
@@ -222,7 +225,10 @@ class _Planner:
         names = family.tensor_name(module, self._config)
         names = (names,) if isinstance(names, str) else names
         order = self._orders.get(module)
-        if module == QKV and shape[-1] == self._config.query_size * (1 + self._config.attn_output_gate):
+        config = self._config if layer is None else self._config.of_layer(int(layer))
+        if module == QKV and config.attention_k_eq_v:
+            names = names[:2]
+        if module == QKV and shape[-1] == config.query_size * (1 + config.attn_output_gate):
             # Keys and values are another layer's, and queries come first.
             names, order = names[:1], qkv_order(self._config, family, 0)
         # Of a depthwise convolution, [channels, width].
@@ -237,7 +243,7 @@ class _Planner:
             if is_conv:
                 shape = shape[::-1]
             front = shape[1:-1] if is_expert or is_head else shape[:-1]
-            sizes = output_sizes(module, shape[-1], len(names), self._config)
+            sizes = output_sizes(module, shape[-1], len(names), config)
             pieces = [
                 (
                     name.replace("{expert}", str(one)).replace("{head}", str(one)),

@@ -36,7 +36,8 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
     # How positions of pictures are dealt out over the pairs; a text has one position for all of them.
     given = {key: value for key, value in given.items() if value is not None and not key.startswith("mrope_")}
     fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
-    partial = given.pop(_PARTIAL, None)
+    is_proportional = given.get("rope_type") == "proportional"
+    partial = None if is_proportional else given.pop(_PARTIAL, None)
     if _PARTIAL in family.rope_keys:
         fields[_PARTIAL] = _value(raw, family, _PARTIAL, 1.0) if partial is None else partial
     elif partial is not None and _PARTIAL not in family.ignored and (partial != 1 or isinstance(partial, bool)):
@@ -115,6 +116,8 @@ def _scaling(given: dict[str, Any], name: str, raw: Mapping[str, Any], context: 
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise Unsupported(f"{name}.rope_type", value=rope_type, wanted=f"this build has {', '.join(ROPE_KEYS)}")
     needed, possible = ROPE_KEYS[rope_type]
+    if rope_type == "proportional":
+        given = {"factor": 1.0, _PARTIAL: 1.0, **given}
     if rope_type in ("llama3", "yarn", "longrope"):
         # It takes precedence over the object, as in transformers.
         original = raw.get(_ORIGINAL)

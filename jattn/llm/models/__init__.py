@@ -11,7 +11,15 @@ from jattn.llm.models.encoder_decoder import EncoderDecoder
 from jattn.llm.models.invariance import set_batch_invariant
 from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, MambaConfig, ShortConvConfig
 from jattn.llm.models.paged_model import EncoderModel, PagedModel, PagedSpec, RoutedModel
-from jattn.llm.models.parts import LatentConfig, MoEConfig, RopeScaling, TemperatureConfig, last_of_each_window
+from jattn.llm.models.parts import (
+    FullAttentionConfig,
+    LatentConfig,
+    MoEConfig,
+    PerLayerInputConfig,
+    RopeScaling,
+    TemperatureConfig,
+    last_of_each_window,
+)
 from jattn.llm.models.quantized import Fp8Linear, quantize_fp8
 from jattn.llm.models.served import LayerCache, PagedCache, Served
 from jattn.llm.models.shapes import num_parameters
@@ -37,6 +45,7 @@ __all__ = [
     "EncoderDecoder",
     "EncoderModel",
     "Fp8Linear",
+    "FullAttentionConfig",
     "KimiDeltaConfig",
     "LatentConfig",
     "LayerCache",
@@ -48,6 +57,7 @@ __all__ = [
     "PagedModel",
     "PagedSpec",
     "ParameterShards",
+    "PerLayerInputConfig",
     "RopeScaling",
     "RoutedModel",
     "Served",

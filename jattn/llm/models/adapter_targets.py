@@ -96,11 +96,12 @@ def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
         where, name = ".".join(map(str, path[2:-2])), str(path[-2])
         if path[0] != "layers" or path[-1] != "kernel" or name not in _MODULES.get(where, ()):
             continue
-        if name == "qkv_proj" and config.attn_output_gate:
+        own = config.of_layer(int(path[1]))
+        if name == "qkv_proj" and (own.attn_output_gate or own.attention_k_eq_v):
             continue
         num_slices = {"gate_up_proj": 2, "qkv_proj": 3}.get(name, 1)
         # Keys and values that are another layer's.
-        num_slices = 1 if name == "qkv_proj" and shape[1] == config.query_size else num_slices
+        num_slices = 1 if name == "qkv_proj" and shape[1] == own.query_size else num_slices
         *experts, in_size, out_size = shape
         found.append(AdapterTarget(int(path[1]), f"{where}.{name}", path, in_size, out_size, num_slices, *experts))
     vocab_size, hidden_size = shapes[_EMBEDDING_PATH]

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import linear, norm
+from jattn.llm.models.layers import linear, norm, unweighted_norm
 from jattn.llm.models.positions import apply_rotary
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -54,7 +54,8 @@ class Attention(nnx.Module):
         self.kv_sharing_target = config.kv_sharing_target(layer)
         self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
         options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        fused = (heads + 2 * self.num_kv_heads + heads * config.attn_output_gate) * size
+        self.num_projected = heads + self.num_kv_heads * (2 - config.attention_k_eq_v)
+        fused = (self.num_projected + heads * config.attn_output_gate) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
         temperature = config.temperature
@@ -82,8 +83,9 @@ class Attention(nnx.Module):
 
     @property
     def scales_by_element(self) -> bool:
-        """Whether queries or results are multiplied by more than the weights of norms."""
-        return self.has_temperature or self.config.attn_output_gate or self.config.qk_norm == "unweighted"
+        """Whether queries, values or results are multiplied by more than the weights of norms."""
+        config = self.config
+        return self.has_temperature or config.attn_output_gate or config.value_norm or config.qk_norm == "unweighted"
 
     @property
     def sees_distances(self) -> bool:
@@ -95,6 +97,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
         core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
+        given = kv_cache.shape
+        if given[-2:] != (core.num_kv_heads, core.head_dim):
+            # The array is that of layers with other heads, whose blocks have as many bytes.
+            own = kv_cache.reshape(*given[:2], -1, core.num_kv_heads, core.head_dim)
+            output, own = self.forward_paged(x, angles, own, metadata)
+            return output, own.reshape(given)
         if parallel is not None and parallel.context_size > 1:
             options: dict[str, Any] = {**core.options, **biases, **core.scales_of(kv_cache)}
             options["group_size"] = parallel.context_size
@@ -102,7 +110,9 @@ class Attention(nnx.Module):
             output, kv_cache = attend_spread(query, key, value, kv_cache, metadata, parallel.axis, **options)
             return self._output(output, gate), kv_cache
         # A norm comes before the rotation.
-        changes = self.config.qk_norm is not None or self.config.clip_qkv is not None or self.has_temperature
+        config = self.config
+        changes = config.qk_norm is not None or config.clip_qkv is not None or self.has_temperature
+        changes = changes or config.value_norm or config.attention_k_eq_v
         rotates = self.rotates and self.num_kv_heads and not changes and not self.batch_invariant
         if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
@@ -153,8 +163,7 @@ class Attention(nnx.Module):
         heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
         if not self.config.attn_output_gate:
             return heads, None
-        count = self.config.num_attention_heads + 2 * self.num_kv_heads
-        return heads[..., :count, :], heads[..., count:, :]
+        return heads[..., : self.num_projected, :], heads[..., self.num_projected :, :]
 
     def _output(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
         """Returns the layer's output of the heads' results."""
@@ -166,6 +175,10 @@ class Attention(nnx.Module):
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
         heads, gate = self._heads(x)
         rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
+        if config.attention_k_eq_v:
+            value = rotated[..., num_heads:, :]
+        if config.value_norm and num_kv_heads:
+            value = unweighted_norm(value, config.rms_norm_eps)
         if not config.qk_norm_after_rotation:
             rotated = self._normed(rotated)
         if config.clip_qkv is not None:
@@ -186,9 +199,7 @@ class Attention(nnx.Module):
         """Returns the heads of queries and keys after their norms, if they have some."""
         kind, count = self.config.qk_norm, self.config.num_attention_heads
         if kind == "unweighted" and self.rotates:
-            wide = heads.astype(jnp.float32)
-            scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
-            return (wide * scale).astype(heads.dtype)
+            return unweighted_norm(heads, self.config.rms_norm_eps)
         if kind in (None, "unweighted"):
             return heads
         front = heads.shape[:-2]

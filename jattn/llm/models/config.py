@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from jattn.llm.models.mixers import (
     MIXERS,
@@ -21,8 +21,10 @@ from jattn.llm.models.parts import (
     MAX_HEAD_DIM,
     MAX_INNER,
     Flag,
+    FullAttentionConfig,
     LatentConfig,
     MoEConfig,
+    PerLayerInputConfig,
     RopeScaling,
     TemperatureConfig,
 )
@@ -53,7 +55,11 @@ _NOT_LATENT = {
     "layer_windows": (),
     "encoder": None,
     "kv_sharing_targets": (),
+    "full_attention": None,
+    "value_norm": False,
+    "attention_k_eq_v": False,
 }
+_OF_FULL_ATTENTION = tuple(each.name for each in fields(FullAttentionConfig))
 #: The fields that an encoder and its decoder share: one vocabulary, one width, and a cache for both.
 _SHARED_WITH_ENCODER = ("vocab_size", "hidden_size", "num_key_value_heads", "head_dim", "embedding_multiplier", "dtype")
 
@@ -84,6 +90,8 @@ class ModelConfig:
             rotary embedding, without a weight; None for none.
         qk_norm_bias: these norms have a bias, if they are layer norms.
         qk_norm_after_rotation: they come after the rotation.
+        value_norm: values are divided by their root mean square, without a weight.
+        attention_k_eq_v: values are the keys as they are projected, before their norm and rotation.
         clip_qkv: largest absolute value of queries, keys and values, after their norms; None for no limit.
         parallel_block: attention and feed-forward both read the layer's input, after one norm ("shared_norm") or
             one each ("two_norms"); None for one after the other.
@@ -91,7 +99,11 @@ class ModelConfig:
             arXiv:2411.13010).
         gated_mlp: the activation gates a second projection.
         moe: experts instead of the feed-forward layer.
+        double_wide_mlp: the feed-forward part is twice as wide in layers that read another layer's keys and values.
         latent: attention over latents instead of keys and values of each head.
+        full_attention: sizes of attention in layers without a window, if they differ there.
+        per_layer_input: a further input of each layer; None for none.
+        layer_scalar: the output of each layer is multiplied by a number of its own.
         layer_types: how each layer mixes tokens, a key of `jattn.llm.models.mixers.MIXERS`: "attention", or with a
             state between tokens "conv", "linear_attention", "lightning_attention" or "kimi_delta_attention"; empty for
             attention in all.
@@ -191,12 +203,18 @@ class ModelConfig:
     qk_norm: Annotated[str | None, Choices(None, "head", "per_head", "all", "unweighted", error=Unsupported)] = None
     qk_norm_bias: Flag = False
     qk_norm_after_rotation: Flag = False
+    value_norm: Flag = False
+    attention_k_eq_v: Flag = False
     clip_qkv: Scalar | None = None
     parallel_block: Annotated[str | None, Choices(None, "shared_norm", "two_norms", error=Unsupported)] = None
     hidden_act: Activation = "silu"
     gated_mlp: Flag = True
     moe: MoEConfig | None = None
+    double_wide_mlp: Flag = False
     latent: LatentConfig | None = None
+    full_attention: FullAttentionConfig | None = None
+    per_layer_input: PerLayerInputConfig | None = None
+    layer_scalar: Flag = False
     layer_types: tuple[LayerType, ...] = ()
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
@@ -271,6 +289,7 @@ class ModelConfig:
         if self.lm_head_bias and self.tie_word_embeddings:
             raise Unsupported("lm_head_bias", value=True, wanted="a head that is the embedding has none")
         self._check_latent()
+        self._check_layer_sizes()
         self._check_encoder()
         self._check_tokens()
 
@@ -355,6 +374,24 @@ class ModelConfig:
                 if (found := getattr(scaling, name)) != value:
                     raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
 
+    def _check_layer_sizes(self) -> None:
+        full, given = self.full_attention, self.per_layer_input
+        if full is not None and self.num_attention_heads % full.num_key_value_heads:
+            wanted = f"it must divide num_attention_heads ({self.num_attention_heads})"
+            raise InvalidInput("full_attention.num_key_value_heads", value=full.num_key_value_heads, wanted=wanted)
+        if full is not None and int(full.head_dim * self.partial_rotary_factor) % 2:
+            wanted = "rotary embeddings need an even number"
+            raise InvalidInput("full_attention.head_dim", value=full.head_dim, wanted=wanted)
+        if given is not None and given.num_layers < self.num_hidden_layers:
+            wanted = f"it must have one for each of the {self.num_hidden_layers} layers"
+            raise InvalidInput("per_layer_input.num_layers", value=given.num_layers, wanted=wanted)
+        parts = {"full_attention": full, "per_layer_input": given, "layer_scalar": self.layer_scalar or None}
+        for name in (name for name, part in parts.items() if part is not None):
+            if self.is_encoder or self.encoder is not None or self.single_branch:
+                raise Unsupported(name, "is given", "it is for decoders whose layers attend")
+        if self.moe is not None and self.moe.with_mlp and self.norm_placement != "both":
+            raise Unsupported("moe.with_mlp", value=True, wanted="norm_placement is 'both' then")
+
     def _check_encoder(self) -> None:
         encoder = self.encoder
         if self.num_labels and not self.is_encoder:
@@ -403,6 +440,18 @@ class ModelConfig:
         """Elements of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Returns the config with this layer's own sizes of attention and feed-forward part."""
+        own: dict[str, Any] = {}
+        if self.full_attention is not None:
+            own["full_attention"] = None
+            if self.window_of(layer) is None:
+                own |= {name: getattr(self.full_attention, name) for name in _OF_FULL_ATTENTION}
+        if self.double_wide_mlp:
+            width = self.intermediate_size * (1 + (self.kv_sharing_target(layer) is not None))
+            own |= {"double_wide_mlp": False, "intermediate_size": width}
+        return replace(self, **own) if own else self
+
     def window_of(self, layer: int) -> int | None:
         """Returns the tokens that a query of this layer sees, its own included; None for all."""
         return self.layer_windows[layer] if self.layer_windows else self.sliding_window
@@ -450,6 +499,8 @@ PARTS = MappingProxyType(
         "moe": MoEConfig,
         "temperature": TemperatureConfig,
         "latent": LatentConfig,
+        "full_attention": FullAttentionConfig,
+        "per_layer_input": PerLayerInputConfig,
         "short_conv": ShortConvConfig,
         "delta_net": DeltaNetConfig,
         "kimi_delta": KimiDeltaConfig,

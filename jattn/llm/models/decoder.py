@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,6 +18,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, through
 from jattn.llm.models.layers import INITIALIZER, linear, norm, scaled
 from jattn.llm.models.paged_model import PagedSpec
+from jattn.llm.models.per_layer import PerLayerInputs
 from jattn.llm.models.positions import (
     attention_factor,
     inverse_frequencies,
@@ -83,6 +84,7 @@ class Decoder(nnx.Module):
         self.relative_attention_bias = table(buckets, config.num_attention_heads)
         self.token_type_embedding = table(config.token_types)
         self.embedding_norm = norm(config) if config.embedding_norm else None
+        self.per_layer_inputs = None if config.per_layer_input is None else PerLayerInputs(config, rngs=rngs)
         shared: dict[str, Any] = {"rngs": rngs, "implementation": implementation, "parallel": parallel}
         self.layers = nnx.List([DecoderLayer(local, index, **shared) for index in range(config.num_hidden_layers)])
         self.norm = norm(config) if config.final_norm else None
@@ -116,6 +118,7 @@ class Decoder(nnx.Module):
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             index_head_dim=config.index_head_dim,
+            layer_heads=() if config.full_attention is None else tuple(map(self._heads_of, config.cache_layers)),
             states=states,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
@@ -123,6 +126,10 @@ class Decoder(nnx.Module):
             eos_token_ids=config.eos_token_ids,
             forced_eos_token_id=config.forced_eos_token_id,
         )
+
+    def _heads_of(self, layer: int) -> tuple[int, int]:
+        own = self.config.of_layer(layer)
+        return own.num_key_value_heads, own.head_dim
 
     def __call__(
         self,
@@ -181,7 +188,7 @@ class Decoder(nnx.Module):
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         peers, adapters = metadata.of_layer(0)[0].peers, metadata.of_layer(0)[0].adapters
         x, angles = self.embedded(token_ids, positions, peers, adapters=adapters)
-        caches = list(kv_caches)
+        layer_inputs, caches = self._layer_inputs(token_ids, x), list(kv_caches)
         yield x, tuple(caches), None
         normed = through(self.layers[0].input_layernorm, x)
         first_state = len(caches) - sum(layer.num_states for layer in self.layers)
@@ -194,7 +201,9 @@ class Decoder(nnx.Module):
             places += range(first_state, first_state := first_state + modules[0].num_states)
             given = tuple(caches[place] for place in places)
             own_adapters = None if adapters is None else adapters.of_layer(index)
-            x, normed, updated, experts = _called(modules, own_adapters, x, normed, angles, given, own)
+            x, normed, updated, experts = _called(
+                modules, own_adapters, layer_inputs[index], x, normed, angles, given, own
+            )
             for place, cache in zip(places, updated, strict=True):
                 caches[place] = cache
             yield x, tuple(caches), experts
@@ -327,13 +336,13 @@ class Decoder(nnx.Module):
         dropout = nnx.Dropout(0.0) if dropout is None else dropout
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         x, angles = self.embedded(token_ids, positions, token_types=token_types, adapters=adapters)
-        x = dropout(x)
+        layer_inputs, x = self._layer_inputs(token_ids, x), dropout(x)
         yield x
         shared: KeysValues = {}
         for index, layer in enumerate(self.layers):
             experts = None if routed_experts is None else routed_experts[:, :, index]
             layer = attached(layer, None if adapters is None else adapters.of_layer(index))
-            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared, experts)
+            x = layer.forward_dense(x, angles, dropout, lengths, encoded, shared, experts, layer_inputs[index])
             yield x
         yield through(self.norm, x)
 
@@ -372,10 +381,15 @@ class Decoder(nnx.Module):
             return x, None
         factor = attention_factor(config.rope_scaling)
         angles = local = self._angles(positions, frequencies=inverse_frequencies(config), factor=factor)
-        if config.rope_local_theta is not None:
+        if config.rope_local_theta is not None or config.full_attention is not None:
             local = self._angles(positions, frequencies=inverse_frequencies(config, local=True))
         factors = () if config.temperature is None else (temperature_factors(positions, config.temperature),)
         return x, (angles, local, *factors)
+
+    def _layer_inputs(self, token_ids: jax.Array, x: jax.Array) -> Sequence[jax.Array | None]:
+        """Returns the further input of each layer, of tokens and their embeddings; None for none."""
+        given = self.per_layer_inputs
+        return [None] * len(self.layers) if given is None else given(token_ids, x)
 
     def _angles(self, positions: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
         angles = functools.partial(rotary_angles, **options)
@@ -450,7 +464,9 @@ def checked_experts(experts: Any, shape: tuple[int, ...], config: ModelConfig) -
     return jnp.asarray(experts)
 
 
-def _called(modules: tuple[DecoderLayer, Any], adapters: LayerAdapters | None, *operands: Any) -> Any:
+def _called(
+    modules: tuple[DecoderLayer, Any], adapters: LayerAdapters | None, layer_input: jax.Array | None, *operands: Any
+) -> Any:
     """Calls a layer with the norm that follows it; in a program, equal pairs are traced and lowered once.
 
     The last layer is for itself where the model's last norm is unlike that of a layer's input, or one is missing.
@@ -460,12 +476,14 @@ def _called(modules: tuple[DecoderLayer, Any], adapters: LayerAdapters | None, *
     if isinstance(metadata.seq_lens, Tracer):
         graph, weights, noted = nnx.split(modules, nnx.Param, ...)
         if not noted:
-            return _traced_once(weights, adapters, *operands, graph=graph)
+            return _traced_once(weights, adapters, layer_input, *operands, graph=graph)
     layer, following = modules
-    return attached(layer, adapters)(*operands, following=following)
+    return attached(layer, adapters)(*operands, following=following, layer_input=layer_input)
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _traced_once(weights: Any, adapters: LayerAdapters | None, *operands: Any, graph: Any) -> Any:
+def _traced_once(
+    weights: Any, adapters: LayerAdapters | None, layer_input: jax.Array | None, *operands: Any, graph: Any
+) -> Any:
     layer, following = cast(tuple[DecoderLayer, Any], nnx.merge(graph, weights))
-    return attached(layer, adapters)(*operands, following=following)
+    return attached(layer, adapters)(*operands, following=following, layer_input=layer_input)

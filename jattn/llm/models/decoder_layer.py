@@ -17,6 +17,7 @@ from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.latent import LatentAttention, SparseAttention
 from jattn.llm.models.layers import MLP, norm, scaled
 from jattn.llm.models.mixers import STATE_CONFIGS
+from jattn.llm.models.per_layer import PerLayerInput
 from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -51,6 +52,7 @@ class DecoderLayer(nnx.Module):
         implementation: str | None = None,
         parallel: TensorParallel | None = None,
     ) -> None:
+        config = config.of_layer(layer)
         self.config, self.parallel = config, parallel
         self.norm_placement = config.norm_placement_of(layer)
         before, after = self.norm_placement not in ("after", "residual"), self.norm_placement in _AFTER
@@ -73,9 +75,14 @@ class DecoderLayer(nnx.Module):
         self.is_sparse, self.has_feed_forward = config.is_sparse(layer), has_both or not mixers
         if self.is_sparse:
             self.moe = SparseMLP(config, rngs=rngs, parallel=parallel)
-        elif self.has_feed_forward:
+        self.has_both_parts = self.is_sparse and config.moe is not None and config.moe.with_mlp
+        if self.has_both_parts:
+            self.moe_input_norm, self.moe_norm, self.mlp_norm = (norm(config) for _ in range(3))
+        if self.has_both_parts or (self.has_feed_forward and not self.is_sparse):
             self.mlp = MLP(config, rngs=rngs)
         self.mlp_output_norm = norm(config) if after and has_both else None
+        self.per_layer_input = None if config.per_layer_input is None else PerLayerInput(config, rngs=rngs)
+        self.layer_scalar = nnx.Param(jnp.ones(1, jnp.dtype(config.dtype))) if config.layer_scalar else None
 
     def __call__(
         self,
@@ -85,12 +92,13 @@ class DecoderLayer(nnx.Module):
         caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata,
         following: Any,
+        layer_input: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]:
         """Returns the residual stream `x` [tokens, hidden] after this layer, its norm by `following`, and the caches.
 
         The last result are the experts of each token, int32[tokens, top_k]; None of a dense layer. `normed` is `x`
         after `input_layernorm`. The caches are attention's, then the states. `following` is the next layer's
-        `input_layernorm`, or the last norm.
+        `input_layernorm`, or the last norm. `layer_input` is one of `PerLayerInputs`, in a model that has them.
         """
         first = len(caches) - self.num_states
         mixed: list[jax.Array] = []
@@ -106,8 +114,23 @@ class DecoderLayer(nnx.Module):
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=updated[0], metadata=metadata)
-        x, normed, experts = self._added(x, normed, _sum(mixed), None, cross, following, metadata.peers)
+        before_end = None if self.has_end else following
+        x, normed, experts = self._added(x, normed, _sum(mixed), None, cross, before_end, metadata.peers)
+        if self.has_end:
+            x = self._ended(x, layer_input, None)
+            normed = through(following, x)
         return x, normed, tuple(updated), experts
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the residual stream changes after the feed-forward part."""
+        return self.per_layer_input is not None or self.layer_scalar is not None
+
+    def _ended(self, x: jax.Array, layer_input: jax.Array | None, dropout: _Branch | None) -> jax.Array:
+        """Returns the residual stream with the layer's further input, and multiplied by the layer's number."""
+        if self.per_layer_input is not None and layer_input is not None:
+            x = x + through(dropout, self.per_layer_input(x, layer_input))
+        return x if self.layer_scalar is None else x * jax.lax.broadcast_to_rank(self.layer_scalar[...], x.ndim)
 
     @property
     def recurrent(self) -> Any:
@@ -140,6 +163,7 @@ class DecoderLayer(nnx.Module):
         encoded: Encoded | None = None,
         shared: KeysValues | None = None,
         routed_experts: jax.Array | None = None,
+        layer_input: jax.Array | None = None,
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache. Experts are as in `SparseMLP.with_experts`."""
         normed = through(self.input_layernorm, x)
@@ -153,7 +177,8 @@ class DecoderLayer(nnx.Module):
         cross = None
         if self.cross_attn is not None and encoded is not None:
             cross = functools.partial(self.cross_attn.forward_dense, encoded=encoded[0], lengths=encoded[1])
-        return self._added(x, normed, mixed, dropout, cross, routed_experts=routed_experts)[0]
+        x = self._added(x, normed, mixed, dropout, cross, routed_experts=routed_experts)[0]
+        return self._ended(x, layer_input, dropout)
 
     def _added(
         self,
@@ -194,7 +219,7 @@ class DecoderLayer(nnx.Module):
             # same memory.
             peers = None
         after = seen if self.norm_placement == "stream" else after
-        branch, axis, experts = self._feed_forward(seen, routed_experts)
+        branch, axis, experts = self._feed_forward(seen, routed_experts, after)
         return *self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers), experts
 
     def _add_branch(
@@ -225,10 +250,18 @@ class DecoderLayer(nnx.Module):
             )
         return scaled(x, self.config.stream_multiplier) + scaled(branch, scale)
 
-    def _feed_forward(self, x: jax.Array, forced: jax.Array | None) -> tuple[jax.Array, str, jax.Array | None]:
-        """Returns this device's share, the axis along which it is one, and each token's experts."""
+    def _feed_forward(
+        self, x: jax.Array, forced: jax.Array | None, stream: jax.Array | None = None
+    ) -> tuple[jax.Array, str, jax.Array | None]:
+        """Returns this device's share, the axis along which it is one, and each token's experts.
+
+        `x` is the residual stream after the norm; `stream` is without, where experts have one of their own.
+        """
         if not self.is_sparse:
             return self.mlp(x), "mlp", None
+        if self.has_both_parts and stream is not None:
+            out, experts = self.moe.with_experts(self.moe_input_norm(stream), forced, stream)
+            return self.mlp_norm(self.mlp(x)) + self.moe_norm(out), "experts", experts
         out, experts = self.moe.with_experts(x, forced)
         return out, "experts", experts
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import INITIALIZER, MLP, linear
+from jattn.llm.models.layers import INITIALIZER, MLP, linear, unweighted_norm
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.ops import ExpertAdapters, fused_experts, in_tiles, route_experts
 from jattn.ops.expert_products import ExpertKernels, ExpertProduct
@@ -53,6 +53,9 @@ class SparseMLP(nnx.Module):
         router = {"use_bias": moe.router_bias, "preferred_element_type": jnp.float32}
         one: dict[str, Any] = {"param_dtype": jnp.dtype(dtype), "rngs": rngs}
         self.router = linear(width, moe.num_experts, **router, **one)
+        self.epsilon = config.rms_norm_eps
+        self.router_scale = nnx.Param(jnp.ones(width, jnp.dtype(dtype))) if moe.with_mlp else None
+        self.per_expert_scale = nnx.Param(jnp.ones(moe.num_experts, jnp.dtype(dtype))) if moe.with_mlp else None
         # float32 in every model: in fewer bits it would choose other experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
         self.is_gated = config.gated_mlp
@@ -71,14 +74,17 @@ class SparseMLP(nnx.Module):
         """Maps `[..., hidden]` to `[..., hidden]`."""
         return self.with_experts(x)[0]
 
-    def with_experts(self, x: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def with_experts(
+        self, x: jax.Array, forced: jax.Array | None = None, stream: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the same and the experts, int32[..., num_experts_per_tok], the best expert first.
 
         `forced`, of the same shape, are experts instead of those that the router would choose; a token with a negative
-        id has the router's. Their weights are the router's.
+        id has the router's. Their weights are the router's. `stream` is the router's input if it is not `x`.
         """
         rows = x.reshape(-1, x.shape[-1])
-        given = (rows, *(() if forced is None else (forced.reshape(len(rows), -1),)))
+        routed = rows if stream is None else self._router_rows(stream.reshape(rows.shape))
+        given = (rows, routed, *(() if forced is None else (forced.reshape(len(rows), -1),)))
         if self.batch_invariant:
             # All of it for one tile after the other.
             graph, weights = nnx.split(self)
@@ -87,8 +93,19 @@ class SparseMLP(nnx.Module):
             out, experts = self._of_rows(*given)
         return out.reshape(x.shape), experts.reshape(*x.shape[:-1], -1)
 
-    def _of_rows(self, rows: jax.Array, forced: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        weights, experts = self.route(rows, forced)
+    def _router_rows(self, rows: jax.Array) -> jax.Array:
+        """Returns the router's input: the rows after its norm, whose weight is multiplied by hidden_size ** -0.5."""
+        if self.router_scale is None:
+            return rows
+        weight = jax.lax.broadcast_to_rank(self.router_scale[...], rows.ndim)
+        return unweighted_norm(rows, self.epsilon) * weight * rows.shape[-1] ** -0.5
+
+    def _of_rows(
+        self, rows: jax.Array, routed: jax.Array, forced: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        weights, experts = self.route(routed, forced)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale[...].astype(weights.dtype)[experts]
         own = self._own(weights, experts)
         out = (self._weighed_before if self.moe.apply_router_weight_on_input else self.routed)(rows, *own)
         if self.shared_expert is not None:

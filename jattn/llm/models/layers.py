@@ -253,6 +253,12 @@ class MLP(nnx.Module):
         return gated(self.hidden_act, inner)
 
 
+def unweighted_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divides by the root mean square over the last axis, in float32; keeps shape and dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 def scaled(x: jax.Array, scale: float) -> jax.Array:
     """Returns x times a number of the config."""
     # A Python number is rounded to the array's dtype first, as Gemma was trained.

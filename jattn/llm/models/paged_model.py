@@ -27,6 +27,8 @@ class PagedSpec:
         num_layers: number of layers with a cache.
         num_kv_heads: number of key and value heads of each layer.
         head_dim: elements of one head.
+        layer_heads: number of key and value heads and elements of one head, for each layer, if layers differ; empty
+            otherwise. A layer's array may be one of other sizes with blocks of as many bytes: the layer reshapes it.
         kv_lora_rank: number of elements of a latent, in layers of `jattn.MultiHeadLatentAttention`. Then num_kv_heads
             is 1, and head_dim is the size of the rotary key after a latent. None for keys and values.
         index_head_dim: number of elements of an indexer's key, in layers of `jattn.nn.SparseLatentAttention`. Each
@@ -63,6 +65,7 @@ class PagedSpec:
     num_layers: Annotated[int, Limits(1, INT32_MAX)]
     num_kv_heads: int
     head_dim: int
+    layer_heads: tuple[tuple[int, int], ...] = ()
     kv_lora_rank: int | None = None
     index_head_dim: int | None = None
     states: tuple[StateCacheSpec, ...] = ()
@@ -79,9 +82,12 @@ class PagedSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", declared(self.inputs))
         check_fields(self)
-        if len(self.layer_windows) not in (0, self.num_layers):
-            wanted = f"it must be a tuple of one entry for each of the {self.num_layers} layers, or empty"
-            raise InvalidInput("layer_windows", value=self.layer_windows, wanted=wanted)
+        for name in ("layer_windows", "layer_heads"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                wanted = f"it must be a tuple of one entry for each of the {self.num_layers} layers, or empty"
+                raise InvalidInput(name, value=getattr(self, name), wanted=wanted)
+        if self.layer_heads and self.kv_lora_rank is not None:
+            raise InvalidInput("layer_heads", value=self.layer_heads, wanted="latents are alike in all layers")
         if self.layer_windows and self.sliding_window is not None:
             wanted = "the first is for all layers, the second where they differ: leave one out"
             raise InvalidInput("sliding_window", f"is {self.sliding_window} and layer_windows is given", wanted)
@@ -102,7 +108,7 @@ class PagedSpec:
         if self.index_head_dim is not None and (self.kv_lora_rank is None or any(self.windows)):
             wanted = "an indexer needs kv_lora_rank, and layers that see all: leave windows out"
             raise InvalidInput("index_head_dim", value=self.index_head_dim, wanted=wanted)
-        self.cache_spec(block_size=1)
+        self.cache_specs(block_size=1)
         self.further_specs(block_size=1)
 
     @property
@@ -121,7 +127,7 @@ class PagedSpec:
         return self.layer_windows or (self.sliding_window,) * self.num_layers
 
     def cache_spec(self, block_size: int) -> KVCacheSpec | LatentCacheSpec:
-        """Returns the layout of each layer's cache in blocks of `block_size` tokens."""
+        """Returns the layout of a layer's cache in blocks of `block_size` tokens, of `num_kv_heads` and `head_dim`."""
         if self.kv_lora_rank is not None:
             return LatentCacheSpec(
                 kv_lora_rank=self.kv_lora_rank, rope_dim=self.head_dim, block_size=block_size, dtype=self.dtype
@@ -129,6 +135,13 @@ class PagedSpec:
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads, head_size=self.head_dim, block_size=block_size, dtype=self.dtype
         )
+
+    def cache_specs(self, block_size: int) -> list[KVCacheSpec | LatentCacheSpec]:
+        """Returns the layout of each layer's own cache in blocks of `block_size` tokens; see `layer_heads`."""
+        if not self.layer_heads:
+            return [self.cache_spec(block_size)] * self.num_layers
+        options: dict[str, Any] = {"block_size": block_size, "dtype": self.dtype}
+        return [KVCacheSpec(num_kv_heads=heads, head_size=size, **options) for heads, size in self.layer_heads]
 
     def further_specs(self, block_size: int) -> list[LatentCacheSpec]:
         """Returns the layouts of the layers' further caches; see `index_head_dim`."""

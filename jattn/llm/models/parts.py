@@ -26,6 +26,7 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     ),
     "longrope": (("factor", _ORIGINAL, "short_factor", "long_factor"), ("attention_factor",)),
+    "proportional": (("factor", "partial_rotary_factor"), ()),
 }
 #: Of a head's elements, and of a feed-forward layer's.
 MAX_HEAD_DIM, MAX_INNER = MAX_HEAD_SIZE, 1 << 18
@@ -57,6 +58,9 @@ class MoEConfig:
         shared_intermediate_size: width of an expert that every token goes to, with a gate of its own; 0 for none.
         shared_expert_gate: whether it has that gate.
         n_shared_experts: number of experts of `intermediate_size` that every token goes to, added without a weight.
+        with_mlp: layers of experts have an ordinary feed-forward part too, of the model's intermediate_size. Both have
+            a norm before and after them, and are added. The router has a norm of its own, and each expert a factor of
+            its weights (Gemma 4).
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
     Raises:
@@ -80,6 +84,7 @@ class MoEConfig:
     shared_intermediate_size: Annotated[int, Limits(0, MAX_INNER)] = 0
     shared_expert_gate: Flag = True
     n_shared_experts: int = 0
+    with_mlp: Flag = False
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -156,6 +161,48 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttentionConfig:
+    """The sizes of attention in layers without a window, where those with a window have others (Gemma 4).
+
+    Attributes:
+        head_dim: elements of one head.
+        num_key_value_heads: key/value heads.
+        attention_k_eq_v: as in `ModelConfig`.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    num_key_value_heads: Annotated[int, Limits(1, 1024)]
+    attention_k_eq_v: Flag = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="full_attention.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputConfig:
+    """A further input of each layer, from the token and its embedding (Gemma 3n and 4).
+
+    Attributes:
+        hidden_size: elements of it in one layer.
+        vocab_size: rows of its embedding.
+        num_layers: layers of the model.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    hidden_size: Annotated[int, Limits(1, 1 << 16)]
+    vocab_size: Annotated[int, Limits(1, 1 << 20)]
+    num_layers: Annotated[int, Limits(1, 512)]
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="per_layer_input.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureConfig:
     """A factor of the queries that grows with their position p: `1 + beta * log(1 + floor((p + offset) / interval))`.
 
@@ -188,7 +235,8 @@ class RopeScaling:
         rope_type: "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3" divides
             only the slow ones and blends in between (Llama 3.1); "yarn" likewise, by numbers of rotations, and scales
             the attention (Peng et al. 2023, arXiv:2309.00071); "longrope" divides each by a factor of its own (Ding et
-            al. 2024, arXiv:2402.13753); "dynamic" changes nothing within max_position_embeddings.
+            al. 2024, arXiv:2402.13753); "dynamic" changes nothing within max_position_embeddings; "proportional" stops
+            the slow ones, from a share of the pairs on (Gemma 4).
         factor: how many times longer the context becomes; at least 1.
         low_freq_factor: llama3 only; wavelengths above original_max_position_embeddings / this are divided fully.
         high_freq_factor: llama3 only; wavelengths below original_max_position_embeddings / this are kept.
@@ -202,6 +250,7 @@ class RopeScaling:
             scores of attention over latents (DeepSeek-V2, arXiv:2405.04434). None for the paper's.
         short_factor: longrope only; for each pair of elements, of models whose context is the original one.
         long_factor: longrope only; likewise of models with a longer context.
+        partial_rotary_factor: proportional only; the share of the pairs that rotate.
 
     Raises:
         InvalidInput: a number is out of its range.
@@ -221,6 +270,7 @@ class RopeScaling:
     mscale_all_dim: Annotated[float | None, Limits(0.0, 1e6)] = None
     short_factor: tuple[Factor, ...] = ()
     long_factor: tuple[Factor, ...] = ()
+    partial_rotary_factor: Annotated[float, Limits(1e-3, 1.0)] = 1.0
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_KEYS:

@@ -19,8 +19,10 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
     Computed in float64 and rounded once: at position p an error of one unit in the last place of a frequency is an
     error of p units in the angle. `local` is for layers with a window, which may have a base of their own.
     """
-    scaling = config.rope_scaling
-    exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
+    scaling, rotary_dim = config.rope_scaling, config.rotary_dim
+    if config.full_attention is not None and not local:
+        rotary_dim = int(config.full_attention.head_dim * config.partial_rotary_factor)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     if local and config.rope_local_theta is not None:
         return (config.rope_local_theta**-exponents).astype(np.float32)
     frequencies = config.rope_theta**-exponents
@@ -29,7 +31,10 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
     if scaling.rope_type == "longrope":
         is_long = config.max_position_embeddings > scaling.original_max_position_embeddings
         return (frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)).astype(np.float32)
-    if scaling.rope_type == "linear":
+    if scaling.rope_type == "proportional":
+        rotated = int(scaling.partial_rotary_factor * rotary_dim // 2)
+        frequencies[rotated:] = 0.0
+    if scaling.rope_type in ("linear", "proportional"):
         return (frequencies / scaling.factor).astype(np.float32)
     if scaling.rope_type == "llama3":
         keep = _kept_by_llama3(frequencies, scaling)

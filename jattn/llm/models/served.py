@@ -72,7 +72,7 @@ class Served(nnx.Module):
         for name, value, kind in (("model", model, nnx.Module), ("spec", spec, PagedSpec)):
             if not isinstance(value, kind):
                 raise InvalidInput(name, f"is a {type(value).__name__}", f"it must be {kind.__name__}")
-        for name in ("kv_lora_rank", "states", "max_encoder_len"):
+        for name in ("kv_lora_rank", "layer_heads", "states", "max_encoder_len"):
             if getattr(spec, name):
                 wanted = "Served has layers with keys and values alone; write a PagedModel, with layers of jattn.nn"
                 raise InvalidInput(f"spec.{name}", value=getattr(spec, name), wanted=wanted)

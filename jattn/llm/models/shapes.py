@@ -51,7 +51,8 @@ def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...
     kinds: dict[tuple[Any, ...], _Shapes] = {}
     for index in range(config.num_hidden_layers):
         has_norm = index > 0 or config.first_layer_norm
-        kind = has_norm, config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
+        facts = has_norm, config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
+        kind = (*facts, config.of_layer(index))
         if kind not in kinds:
             kinds[kind] = _traced(lambda index=index: DecoderLayer(config, index, rngs=nnx.Rngs(0)))
         for path, shape in kinds[kind].items():

@@ -186,6 +186,10 @@ class TensorParallel:
         """Raises InvalidInput or Unsupported for a decoder that cannot be cut so; the message has the size."""
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
+        own = {"full_attention": config.full_attention, "per_layer_input": config.per_layer_input}
+        own["moe.with_mlp"] = config.moe if config.moe is not None and config.moe.with_mlp else None
+        for name in (name for name, part in own.items() if part is not None):
+            raise Unsupported(name, "is given", "such layers are not cut over devices")
         self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
         heads, parts = config.num_key_value_heads, self.parts("heads")
         if heads % parts and parts % heads:

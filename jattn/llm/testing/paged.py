@@ -64,11 +64,12 @@ class PagedRun:
         self._num_seqs = Buckets.powers_of_two("sequences of a step", 1 << (len(sequences) - 1).bit_length())
         self._num_tokens = Buckets.powers_of_two("new tokens of a step", _MAX_NEW_TOKENS, smallest=_BLOCK_SIZE)
         paged = model.paged_spec
+        first, *further = [*paged.cache_specs(_BLOCK_SIZE), *paged.further_specs(_BLOCK_SIZE)]
         self._pool = KVPool(
-            paged.cache_spec(_BLOCK_SIZE),
-            num_layers=paged.num_layers,
+            first,
+            num_layers=1,
             num_blocks=1 + sum(widths),
-            further=paged.further_specs(_BLOCK_SIZE),
+            further=further,
             states=paged.states,
             num_slots=1 + len(sequences) if paged.states else 0,
         )

@@ -12,23 +12,24 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jattn.llm.engine.device.adapters import AdapterMemory
+from jattn.llm.engine.device.cache_arrays import array_specs, layer_groups, pool_plan
 from jattn.llm.engine.device.draft import WithDraft, with_draft
 from jattn.llm.engine.device.placement import Placement, outlasts_the_host
 from jattn.llm.engine.device.routing import check_routes
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.device.sampler import check_processors
 from jattn.llm.engine.device.weights import Arrivals
-from jattn.llm.engine.options.config import MAX_SIZE, EngineConfig, check_config
+from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
 from jattn.llm.processes import Announce, Channel, check_together, model_facts, shared_channel
 from jattn.llm.reports import Watchdog
 from jattn.ops.choose import choose_for_cache
-from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes, plan_pool
+from jattn.pool import HostBlocks, KVPool, PoolPlan, free_bytes
 from torch_core.base.errors import InvalidInput, OutOfMemory, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec
-from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, StateConfig, group_layers
+from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, StateConfig
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
@@ -256,7 +257,6 @@ class _CachePlan:
     Attributes:
         plan: the pool's size.
         layers: the cache groups.
-        further: layouts of caches after the model's own.
         max_blocks: columns of a block table.
         num_encoder_blocks: blocks of an encoder's input.
         parts: devices over which a block is split.
@@ -265,7 +265,6 @@ class _CachePlan:
 
     plan: PoolPlan
     layers: LayerGroups
-    further: list[CacheSpec]
     max_blocks: int
     num_encoder_blocks: int
     parts: int
@@ -306,32 +305,31 @@ def _plan_cache(
 ) -> _CachePlan:
     """Plans the cache; `num_bytes` is the budget of each device if the config has no number of blocks."""
     shape, draft, size = placed.shape, placed.draft, config.block_size
+    layers = layer_groups(config, shape, draft, max_model_len)
+    arrays = array_specs(shape, layers, size)
     further: list[CacheSpec] = [*shape.further_specs(size)]
     if draft is not None:
-        further += [draft.cache_spec(size)] * draft.num_layers + draft.further_specs(size)
+        further += draft.cache_specs(size) + draft.further_specs(size)
     parts = mesh.shape["tp"] if mesh is not None and any(placed.placement.cache_spec(placed.spec)) else 1
     num_encoder_blocks = -(-shape.max_encoder_len // size)
     longest = max_model_len + num_encoder_blocks * size
-    layers = _layer_groups(config, shape, draft, max_model_len)
     states = None
     if shape.states:
         num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
         states = StateConfig(num_slots=num_slots, num_host_slots=config.max_num_seqs * (config.num_host_blocks > 0))
         of_devices = mesh.shape["tp"] if mesh is not None and placed.placement.splits_heads else 1
         num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states) // of_devices)
-    plan = _plan(config, placed.spec, layers, further, num_bytes * parts, max_model_len=longest)
-    return _CachePlan(
-        plan, layers, further, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, states
-    )
+    plan = pool_plan(config, [*arrays, *further], layers, num_bytes * parts, max_model_len=longest)
+    return _CachePlan(plan, layers, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, states)
 
 
 def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
     return KVPool(
-        placed.spec,
+        cache.plan.spec,
         num_layers=cache.plan.num_layers,
         num_blocks=num_blocks,
         device=placed.placement.cache_sharding(placed.spec),
-        further=cache.further,
+        further=cache.plan.further,
         states=placed.shape.states,
         num_slots=cache.states.num_slots if cache.states else 0,
         state_axis="tp" if placed.placement.splits_heads else None,
@@ -427,16 +425,6 @@ def check_types(model: object, config: object) -> None:
     check_config(config)
 
 
-def _layer_groups(config: EngineConfig, shape: PagedSpec, draft: PagedSpec | None, max_model_len: int) -> LayerGroups:
-    windows = shape.windows
-    seen = {*windows, *(() if draft is None else draft.windows)}
-    # A draft model reads the blocks of the one group that all layers are in then, and so does cross attention.
-    if len(seen) > 1 and (config.disable_hybrid_kv_cache_manager or draft is not None or shape.max_encoder_len):
-        windows = (None if None in seen else max(filter(None, seen)),) * len(windows)
-    # A window that no sequence outgrows hides nothing, and needs no group of its own.
-    return group_layers([None if window is None or window >= max_model_len else window for window in windows])
-
-
 def free_memory(config: EngineConfig, mesh: Mesh | None) -> int | None:
     """Returns the free bytes of each device that the pool is sized by; None if the config or nothing says its size."""
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
@@ -450,47 +438,3 @@ def free_memory(config: EngineConfig, mesh: Mesh | None) -> int | None:
         return max(1, min(map(free_bytes, devices)))
     except Unsupported:
         return None
-
-
-def _plan(
-    config: EngineConfig,
-    spec: CacheSpec,
-    layers: LayerGroups,
-    further: list[CacheSpec],
-    num_bytes: int,
-    *,
-    max_model_len: int,
-) -> PoolPlan:
-    most = MAX_SIZE // config.tokens_per_block
-    if config.num_blocks is None:
-        blocks_of_one = layers.most_blocks(
-            max_model_len, block_size=config.tokens_per_block, max_step_tokens=config.max_num_batched_tokens
-        )
-        plan = plan_pool(
-            spec,
-            num_layers=layers.num_arrays,
-            num_bytes=num_bytes,
-            min_tokens=max_model_len,
-            min_blocks=blocks_of_one,
-            further=further,
-        )
-        enough = config.max_num_seqs * blocks_of_one + 1
-        return replace(
-            plan,
-            num_blocks=min(plan.num_blocks, enough, most),
-            num_groups=len(layers.groups),
-            context_parallel_size=config.decode_context_parallel_size,
-        )
-    if config.num_blocks > most:
-        raise InvalidInput(
-            f"num_blocks is {config.num_blocks}; with blocks of {config.tokens_per_block} tokens it must be at most "
-            f"{most}, because slots are int32."
-        )
-    return PoolPlan(
-        spec=spec,
-        num_layers=layers.num_arrays,
-        num_blocks=config.num_blocks,
-        further=tuple(further),
-        num_groups=len(layers.groups),
-        context_parallel_size=config.decode_context_parallel_size,
-    )

@@ -27,7 +27,7 @@ class RoutingRecord:
         layers: the cache groups; a group without a window has a slot for every token.
         num_blocks: blocks of the pool.
         num_host_blocks: blocks of swapped requests.
-        tokens_per_block: tokens of a block on all devices together.
+        tokens_per_block: tokens of a block on all devices together, of the widest layers.
 
     Raises:
         Unsupported: every layer has a window, and the blocks of early tokens are given back.
@@ -42,6 +42,7 @@ class RoutingRecord:
                 "blocks are freed with their records as soon as the window has passed; set max_model_len to the window",
             )
         self._group = whole[0]
+        tokens_per_block = layers.block_sizes(tokens_per_block)[self._group]
         self._num_blocks, self._num_slots = num_blocks, (num_blocks + num_host_blocks) * tokens_per_block
         self._tokens_per_block = tokens_per_block
         self._experts: np.ndarray | None = None

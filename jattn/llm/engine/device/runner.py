@@ -148,7 +148,7 @@ class ModelRunner:
         self._num_encoder_blocks = -(-model.paged_spec.max_encoder_len // config.block_size)
         self._layers = layers
         self._config = config
-        self._tokens_per_block, self._num_blocks = config.tokens_per_block, pool.num_blocks
+        self._num_blocks = pool.num_blocks
         self._element_bytes = DTYPE_BYTES[pool.spec.dtype]
         self._cascade = None if self._num_encoder_blocks else Cascade.of(cast(nnx.Module, model), config, layers)
         self._vocab_size, self._has_inputs = model.paged_spec.vocab_size, bool(model.paged_spec.inputs)
@@ -166,10 +166,10 @@ class ModelRunner:
             num_request_inputs=len(model.paged_spec.inputs),
         )
         # Options of the metadata of each cache group. An encoder's steps have plain tables, those of the first group.
-        windows = [group.sliding_window for group in layers.groups]
+        windows, sizes = (group.sliding_window for group in layers.groups), layers.block_sizes(config.tokens_per_block)
         self._groups: list[dict[str, Any]] = [
-            {"cache_group": group or None, "window_left": None if window is None else window - 1}
-            for group, window in enumerate(windows)
+            {"cache_group": group or None, "block_size": size, "window_left": None if window is None else window - 1}
+            for group, (window, size) in enumerate(zip(windows, sizes, strict=True))
         ]
         self._slots = Slots(
             config.max_num_seqs,
@@ -384,7 +384,6 @@ class ModelRunner:
             tables = [None] * len(self._groups)
         metadata = build_common_metadata(
             rows,
-            block_size=self._tokens_per_block,
             num_blocks=self._num_blocks,
             num_seqs=bucket.num_seqs,
             num_tokens=bucket.num_tokens,

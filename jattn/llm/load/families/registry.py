@@ -15,6 +15,7 @@ from jattn.llm.load.families.falcon_h1 import FALCON_H1
 from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import GEMMA3
+from jattn.llm.load.families.gemma4 import GEMMA4
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
 from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
@@ -54,7 +55,7 @@ _ORDER = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, BERT, T5, BART),
     *(GLM4_MOE, MINIMAX_M2, ERNIE4_5, ERNIE4_5_MOE, HUNYUAN_DENSE, HUNYUAN_MOE, MINISTRAL3, EXAONE4, COHERE2, OLMOE),
     *(PHI, PHIMOE, NEMOTRON, APERTUS, ARCEE, HELIUM, LLAMA4, STABLELM, PERSIMMON, INTERNLM3),
-    *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA),
+    *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA, GEMMA4),
     *(CWM, SOLAR_OPEN, AFMOE),
     *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(MINIMAX,),
