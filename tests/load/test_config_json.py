@@ -105,7 +105,7 @@ REFUSED = [
     (
         {"rope_scaling": {"rope_type": "cubic"}},
         Unsupported,
-        "rope_scaling.rope_type is 'cubic'; this build has default, linear, dynamic, llama3, yarn, longrope, proportional.",
+        "rope_scaling.rope_type is 'cubic'; this build has default, linear, dynamic, llama3, yarn, longrope",
     ),
     (
         {"rope_scaling": {"rope_type": "yarn"}},

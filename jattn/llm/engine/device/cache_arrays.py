@@ -55,7 +55,7 @@ def pool_plan(
         max_model_len: tokens of one sequence at most.
 
     Raises:
-        InvalidInput: the budget holds no sequence, or the slots of so many blocks are no int32.
+        InvalidInput: the budget holds no sequence, or slots are no int32.
     """
     spec, sizes = specs[0], layers.block_sizes(config.tokens_per_block)
     num_layers = next((index for index, each in enumerate(specs) if each != spec), len(specs))
