@@ -30,7 +30,7 @@ _OF_LAYER = {
     "per_layer_input.projection": "per_layer_projection",
     "per_layer_input.norm": "post_per_layer_input_norm",
     **{f"moe.{name}": f"experts.{name}" for name in ("gate_up_proj", "down_proj")},
-    **{"moe.router": "router.proj", "moe.router_scale": "router.scale"},
+    "moe.router": "router.proj", "moe.router_scale": "router.scale",
     "moe.per_expert_scale": "router.per_expert_scale",
     "moe_input_norm": "pre_feedforward_layernorm_2",
     "moe_norm": "post_feedforward_layernorm_2",
