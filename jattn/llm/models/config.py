@@ -376,12 +376,8 @@ class ModelConfig:
 
     def _check_layer_sizes(self) -> None:
         full, given = self.full_attention, self.per_layer_input
-        if full is not None and self.num_attention_heads % full.num_key_value_heads:
-            wanted = f"it must divide num_attention_heads ({self.num_attention_heads})"
-            raise InvalidInput("full_attention.num_key_value_heads", value=full.num_key_value_heads, wanted=wanted)
-        if full is not None and int(full.head_dim * self.partial_rotary_factor) % 2:
-            wanted = "rotary embeddings need an even number"
-            raise InvalidInput("full_attention.head_dim", value=full.head_dim, wanted=wanted)
+        if full is not None:
+            full.check(self.num_attention_heads, self.partial_rotary_factor)
         if given is not None and given.num_layers < self.num_hidden_layers:
             wanted = f"it must have one for each of the {self.num_hidden_layers} layers"
             raise InvalidInput("per_layer_input.num_layers", value=given.num_layers, wanted=wanted)

@@ -180,6 +180,15 @@ class FullAttentionConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="full_attention.")
 
+    def check(self, num_attention_heads: int, partial_rotary_factor: float) -> None:
+        """Raises InvalidInput unless the sizes fit a model's number of query heads and the rotated share of a head."""
+        if num_attention_heads % self.num_key_value_heads:
+            wanted = f"it must divide num_attention_heads ({num_attention_heads})"
+            raise InvalidInput("full_attention.num_key_value_heads", value=self.num_key_value_heads, wanted=wanted)
+        if int(self.head_dim * partial_rotary_factor) % 2:
+            wanted = "rotary embeddings need an even number"
+            raise InvalidInput("full_attention.head_dim", value=self.head_dim, wanted=wanted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerLayerInputConfig:
