@@ -91,8 +91,8 @@ def reference_logits(folder: Path, token_ids: np.ndarray) -> tuple[np.ndarray, n
     """Returns transformers' logits [batch, tokens, vocab_size] in float64 arithmetic and in float32.
 
     A norm divides results of a delta rule, or of experts, by their size, which may be small: errors of two float32 runs
-    may be an order of magnitude apart. For these models the second ones are the furthest from the first, of runs whose weights differ
-    by a unit in the last place.
+    may be an order of magnitude apart. For these models the second ones are the furthest from the first, of runs whose
+    weights differ by a unit in the last place.
     """
     from tests.support.tiny_models import transformers_logits, transformers_runs
 

@@ -7,8 +7,7 @@ from jattn.llm.load.families.gemma import IGNORED, NAMES
 from jattn.llm.load.families.gemma3 import GEMMA3
 from jattn.llm.load.families.gemma4_files import PATTERN, derived_fields, types_of_layers, written_keys
 
-_LOCAL = {"rope_type": "default", "rope_theta": 1e4}
-_FULL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+_LOCAL, _FULL = {"rope_theta": 1e4}, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _PARTS = {
     "hidden_size_per_layer_input": "per_layer_input.hidden_size",
     "vocab_size_per_layer_input": "per_layer_input.vocab_size",
@@ -51,7 +50,7 @@ GEMMA4 = Family(
     defaults={
         **{name: GEMMA3.defaults[name] for name in ("hidden_activation", "tie_word_embeddings", "head_dim")},
         "sliding_window": 512,
-        "rope_parameters": {"sliding_attention": _LOCAL, "full_attention": _FULL},
+        "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": _FULL},
         **dict.fromkeys(_PARTS) | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
         **_DERIVED,
     },
