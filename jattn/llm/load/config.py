@@ -12,7 +12,8 @@ from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.families.family import Key, Raw
 from jattn.llm.load.generation import forced_token, token_ids
 from jattn.llm.load.rope import read_rope, write_rope
-from jattn.llm.models.config import PARTS, SIZE_LIMITS, ModelConfig
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.config_fields import PARTS, SIZE_LIMITS
 from jattn.llm.models.parts import MAX_CONTEXT
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, JattnError, Unsupported

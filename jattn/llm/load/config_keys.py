@@ -10,7 +10,7 @@ from typing import Any
 from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.packing import read_packing
 from jattn.llm.load.rope import ROPE_NAMES
-from jattn.llm.models.config import PARTS, SIZE_LIMITS
+from jattn.llm.models.config_fields import PARTS, SIZE_LIMITS
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
 
 from jattn.llm.models.mixers import (
@@ -30,7 +29,7 @@ from jattn.llm.models.parts import (
 )
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.limits import Choices, Limits, check_fields, limits_of
+from torch_core.base.limits import Choices, Limits, check_fields
 from torch_core.base.specs import QUERY_DTYPES
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
@@ -487,24 +486,3 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Returns whether this layer has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
-
-
-#: The configs of the parts that a model may have, by their fields.
-PARTS = MappingProxyType(
-    {
-        "moe": MoEConfig,
-        "temperature": TemperatureConfig,
-        "latent": LatentConfig,
-        "full_attention": FullAttentionConfig,
-        "per_layer_input": PerLayerInputConfig,
-        "short_conv": ShortConvConfig,
-        "delta_net": DeltaNetConfig,
-        "kimi_delta": KimiDeltaConfig,
-        "lightning": LightningConfig,
-        "mamba": MambaConfig,
-    }
-)
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings")
-#: The upper limits of the fields that are sizes.
-SIZE_LIMITS = {name: int(limits_of(ModelConfig)[name].high or 0) for name in _SIZES}

@@ -15,7 +15,7 @@ from torch import Tensor
 from jattn.llm.load import parse_config
 from jattn.llm.load.folder import check_folder, read_config
 from jattn.llm.models import ModelConfig
-from jattn.llm.models.config import SIZE_LIMITS
+from jattn.llm.models.config_fields import SIZE_LIMITS
 from torch_core.attention.call import DenseCall
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.family import BIASES, Family, Key, Raw, expert_names
-from jattn.llm.models.config import SIZE_LIMITS
+from jattn.llm.models.config_fields import SIZE_LIMITS
 from torch_core.base.checks import check_int
 
 ERNIE4_5 = Family(

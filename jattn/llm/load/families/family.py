@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jattn.llm.load.families.gguf import GGUF_NAMES, Gguf
-from jattn.llm.models.config import SIZE_LIMITS, ModelConfig
+from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.config_fields import SIZE_LIMITS
 
 #: The values of config.json that a function of a family gets.
 Raw: TypeAlias = Mapping[str, Any]
