@@ -33,7 +33,10 @@ PAGES = {
     "engine": (
         "Engine and layers",
         "Whole models in the engine, layers of experts, and a Flax module.",
-        ["engine", "engine_fp8", "experts", "experts_parts", "generate_cpu", "flax_module"],
+        [
+            *("engine", "engine_fp8", "batch_invariance", "adapters", "experts", "experts_parts"),
+            *("generate_cpu", "flax_module"),
+        ],
     ),
     "devices": (
         "Several devices",
