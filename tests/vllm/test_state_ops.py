@@ -138,8 +138,9 @@ def test_what_has_no_counterpart_is_refused(seed):
         ops.fused_recurrent_gated_delta_rule(*arrays, initial_state=call.states, inplace_final_state=False)
     with pytest.raises(InvalidInput, match="initial_state has shape"):
         ops.chunk_gated_delta_rule(*arrays, initial_state=call.states, cu_seqlens=call.query_start_loc)
+    twice: Any = [torch.cat([each] * 2) for each in arrays]
     with pytest.raises(InvalidInput, match="q has a batch of 2"):
-        ops.chunk_gated_delta_rule(*[torch.cat([each] * 2) for each in arrays], cu_seqlens=call.query_start_loc)
+        ops.chunk_gated_delta_rule(*twice, cu_seqlens=call.query_start_loc)
     x, state, weights = torch.ones(2, 3, 4), torch.zeros(2, 3, 4, 5), torch.ones(2, 1, 5)
     with pytest.raises(Unsupported, match="dt differs within a head"):
         ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), weights, weights)
