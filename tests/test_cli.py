@@ -37,6 +37,7 @@ def test_generate_streams_text_and_reports_speed_on_stderr(folder, capsys) -> No
     assert "tokens/s without it; cache " in err
 
 
+@pytest.mark.nightly
 def test_generate_marks_the_lines_of_several_prompts(folder, capsys) -> None:
     cli.main(["generate", "--model", str(folder), "--prompt", "a", "--prompt", "bc", "--max-tokens", "4"])
 
@@ -74,6 +75,7 @@ def test_every_command_that_loads_a_model_has_each_option_of_loading(command, ca
     ] == []
 
 
+@pytest.mark.nightly
 def test_equal_seeds_give_equal_text(folder, capsys) -> None:
     command = ["generate", "--model", str(folder), "--prompt", "a", "--max-tokens", "6", "--temperature", "1", "--json"]
     texts = []
@@ -127,6 +129,7 @@ sys.exit(code if not {{"jax", "torch", "flax", "numpy"}} & set(sys.modules) else
     assert (found.returncode, found.stderr) == (2, message)
 
 
+@pytest.mark.nightly
 def test_the_first_line_says_what_is_loaded_and_others_what_is_compiled(folder, capsys) -> None:
     cli.main(["generate", "--model", str(folder), "--prompt", "a" * 90, "--max-tokens", "2", "--block-size", "2"])
 

@@ -158,7 +158,7 @@ def chunk_plans(call: PagedCall[ArraySpec]) -> dict[str, OperationPlan]:
     """Returns the plan of a call and, in one launch each, the kernels that it could choose; needs no device."""
     base = plan_call(call)
     launches = {
-        f"{OURS} portable": rows_launch(call, min_query=1),
+        f"{OURS} portable": rows_launch(call, DeviceLimits(), min_query=1),
         f"{OURS} Hopper packed": _hopper_launch(call, pack=call.group),
         f"{OURS} Hopper unpacked": _hopper_launch(call, pack=1),
     }

@@ -24,7 +24,9 @@ def look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 @look_up.defjvp
-def _differentiate(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]) -> Arrays:
+def _differentiate(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+) -> tuple[jax.Array, jax.Array]:
     table, indices = primals
     found, num_rows = look_up(table, indices), len(table)
 

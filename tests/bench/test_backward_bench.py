@@ -35,6 +35,7 @@ def test_every_time_stands_on_stderr_when_it_is_known(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "8192, jattn: 50.0 us\n8192, jattn in JAX: 100.0 us\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("measured")
 def test_segments_are_timed_next_to_the_same_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "_segmented", lambda call: SimpleNamespace(segment_ids=None))
@@ -43,6 +44,7 @@ def test_segments_are_timed_next_to_the_same_offsets(monkeypatch: pytest.MonkeyP
     assert {"jattn segments", "jattn segments in JAX", "jattn in JAX"} <= report.rows[0].us.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("measured")
 def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "backward", "--lengths", "8192", "512", "--dropout", "0.1", "--peers"]) == 0

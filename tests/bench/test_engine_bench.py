@@ -67,6 +67,7 @@ def test_it_prints_a_row_for_each_load(capsys) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_a_start_has_a_row_and_no_other_is_needed(capsys) -> None:
     settings = "max_num_seqs=1,max_num_batched_tokens=16"
     main(BENCHMARK, ["--shape", "tiny", *NOTHING, "--startup", "--settings", settings, "--json"])

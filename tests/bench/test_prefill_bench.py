@@ -42,6 +42,7 @@ def test_e4m3_is_compared_with_e4m3_alone(capsys: pytest.CaptureFixture[str]) ->
     assert "cuDNN e4m3 in JAX dense takes 2.00 x the time of jattn paged" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("measured")
 def test_16_bits_are_compared_with_16_bits_alone() -> None:
     columns = prefill.run(lengths=[512]).columns
@@ -57,6 +58,7 @@ def test_a_jax_without_the_private_name_of_fp8_attention_leaves_a_note(monkeypat
     assert note.startswith("cuDNN e4m3 in JAX dense at 512: ")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("measured")
 def test_rows_are_those_of_the_lengths_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(prefill.BENCHMARK, ["--lengths", "8192", "512", "--head-size", "64"]) == 0

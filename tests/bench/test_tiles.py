@@ -60,6 +60,7 @@ def test_the_search_says_that_it_needs_cuda():
         main(tune.BENCHMARK, ["--hopper-tiles"])
 
 
+@pytest.mark.nightly
 def test_a_search_times_every_candidate_and_notes_the_one_that_fails(monkeypatch):
     def call(plan, length):
         return dict(plan.launches[0].constexprs)["WARPGROUPS"]

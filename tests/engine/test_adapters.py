@@ -252,6 +252,7 @@ def test_without_enable_lora_an_adapter_is_refused():
                 call()
 
 
+@pytest.mark.nightly
 @on_four_devices
 def test_devices_share_adapters_as_they_share_the_products(seed):
     model, adapters = tiny_model(CONFIG, seed), trained(seed, num_adapters=1)

@@ -79,6 +79,8 @@ def test_paged_generation_equals_running_the_whole_sequence_again(changes, kerne
 
 def test_replayed_experts_of_the_kernels_rollout_give_its_log_probabilities(seed) -> None:
     model = routed.decoder(**SIZES)
+    assert model.config.moe is not None
+    num_experts = model.config.moe.num_experts
     params = SamplingParams(max_tokens=20, logprobs=0, seed=3, ignore_eos=True)
     prompts = prompts_of(seed, 23, 40, 5)
     outputs = LLM(model, config=EngineConfig(**{**routed.SIZES, "batch_invariant": False})).generate(prompts, params)
@@ -88,7 +90,7 @@ def test_replayed_experts_of_the_kernels_rollout_give_its_log_probabilities(seed
         own = routed.replay_error(model, output, experts)
         # Products of the engine's thread may be rounded to 10 bits; other experts are far off.
         assert own < 0.05
-        others = np.where(experts < 0, experts, (experts + 2) % model.config.moe.num_experts)
+        others = np.where(experts < 0, experts, (experts + 2) % num_experts)
         assert routed.replay_error(model, output, others) > 3 * own
 
 

@@ -81,6 +81,7 @@ def test_a_kernel_that_does_not_fit_is_refused_and_nothing_changes(change: Any, 
     assert all(old is new for old, new in zip(before, leaves_of(engine), strict=True))
 
 
+@pytest.mark.nightly
 @on_four_devices
 def test_several_devices_are_as_exact_as_one() -> None:
     exact = log_probabilities(decoder())

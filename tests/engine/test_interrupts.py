@@ -40,6 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "swap and scrub": {"num_host_blocks": 12, "scrub_on_free": True},
 }
 
+_DAILY = ("prompts beside decoding", "swap and scrub")
 
 TEXT = SamplingParams(temperature=0.0, max_tokens=9, stop=("zz",), ignore_eos=True)
 
@@ -159,7 +160,9 @@ def interrupt_often(config: str, decoder: Decoder, seed: int, *, count: int) -> 
     return places
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in _DAILY else pytest.mark.nightly) for name in CONFIGS]
+)
 def test_an_exception_at_any_line_of_the_core_loses_nothing(config, decoder, seed) -> None:
     places = interrupt_often(config, decoder, seed, count=30)
 

@@ -38,6 +38,7 @@ print(run(Engine(tiny_decoder(), CONFIG), prompts_of(3, 17, 2, 9), FULL))
 """
 
 
+@pytest.mark.nightly
 def test_the_tokens_are_the_same_in_a_process_with_64_bits_and_without_rank_promotion(decoder) -> None:
     settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     finished = subprocess.run(

@@ -104,6 +104,7 @@ def test_swaps_scrubs_and_their_sizes_are_warm_too(compiled, seed) -> None:
     assert compiled == []
 
 
+@pytest.mark.nightly
 def test_programs_come_back_from_jaxs_persistent_cache(tmp_path) -> None:
     hits: list[str] = []
     sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}

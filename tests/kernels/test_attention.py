@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_a_mixed_batch_sends_short_and_long_queries_to_their_kernels(seed):
     [("bfloat16", None), ("float32", None), ("bfloat16", "float8_e4m3fn"), ("float16", "int8")],
 )
 def test_heads_of_512_are_as_exact_as_smaller_ones(dtype, cache_dtype, seed):
-    scales = {} if cache_dtype is None else {"k_scale": 0.02, "v_scale": 0.03}
+    scales: dict[str, Any] = {} if cache_dtype is None else {"k_scale": 0.02, "v_scale": 0.03}
     case = paged_case(
         seed, seq_lens=[40, 150, 3], query_lens=[17, 1, 3], num_heads=4, num_kv_heads=1, head_size=512, dtype=dtype,
         cache_dtype=cache_dtype, **scales,

@@ -71,6 +71,7 @@ def _long(seed: int) -> AttentionCase:
     return with_dropout(case, 0.2)
 
 
+@pytest.mark.nightly
 def test_long_sequences_drop_alike_in_edge_and_body_tiles(seed: int) -> None:
     case = _long(seed)
     assert_matches_reference(case, *case.run(triton_ops.attention_with_lse))

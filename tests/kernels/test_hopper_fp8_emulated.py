@@ -87,6 +87,7 @@ def test_few_tiles_over_many_keys_are_cut_into_chunks(seed: int, monkeypatch: py
     _check_chunks(*random_fp8_chunk_case(seed, small=True), seed, monkeypatch)
 
 
+@pytest.mark.nightly
 def test_tiles_of_one_query_leave_their_chunks_beside_each_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = paged_case(seed, seq_lens=[300], query_lens=[150], head_size=64, block_size=16, **_SIZES)
     _check_chunks(case, 256, seed, monkeypatch)

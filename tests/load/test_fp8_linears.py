@@ -101,6 +101,7 @@ def test_rounded_weights_take_a_byte_each(tmp_path, seed) -> None:
     assert num_bytes[0] - num_bytes[1] == sum(kernel.size - 4 * kernel.shape[-1] for kernel in kernels)
 
 
+@pytest.mark.nightly
 def test_the_engine_decodes_what_the_dense_forward_says(tmp_path, seed) -> None:
     folder = write_tiny_model(tmp_path, seed)
     prompt, config = [5, 9, 2, 40], EngineConfig(block_size=4, max_num_seqs=1, max_num_batched_tokens=8)

@@ -127,6 +127,7 @@ def test_an_mxfp4_scale_that_is_no_number_is_refused(tmp_path, quantization, see
         load_model(folder, quantization=quantization, with_tokenizer=False)
 
 
+@pytest.mark.nightly
 def test_mxfp4_experts_give_the_bits_of_dequantised_ones(tmp_path, seed) -> None:
     kept, plain = loaded(in_mxfp4(tmp_path, seed)[0])
 

@@ -110,8 +110,9 @@ def test_shards_that_are_no_even_batch_are_refused() -> None:
 def test_the_states_of_a_batch_are_keywords_of_the_ops_that_keep_one():
     rows = [SequenceRow([5], 2, 1, None, 3), SequenceRow([9], 0, 2, None, 1)]
     step = AttentionMetadata.build(rows, block_size=4, num_blocks=16, num_seqs=3, num_tokens=4, num_slots=4)
-    found = {name: array.tolist() for name, array in step.states.items()}
-    assert found == {
+    found = dict(step.states)
+    assert found.pop("defer_states") is False
+    assert {name: array.tolist() for name, array in found.items()} == {
         "query_start_loc": [0, 1, 3, 3],
         "cache_indices": [3, 1, -1],
         "has_initial_state": [True, False, False],

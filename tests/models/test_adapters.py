@@ -59,6 +59,7 @@ def test_each_row_has_the_logits_of_its_merged_model(changes, targets, seed):
     np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(logits), atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_batch_of_several_adapters_has_the_gradients_of_merged_models(seed):
     config = tiny_config(num_hidden_layers=1, moe=MOE, tie_word_embeddings=True)
     model = tiny_model(config, seed)

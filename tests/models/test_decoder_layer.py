@@ -23,7 +23,9 @@ class Sums:
         self.asked: list[str] = []
         sums = self
 
-        def summed(self: TensorParallel, x: jax.Array, axis: str, peers: Any = None) -> jax.Array:
+        def summed(
+            self: TensorParallel, x: jax.Array, axis: str, peers: Any = None, in_order: bool = False
+        ) -> jax.Array:
             sums.asked.append(f"{axis} by {'XLA' if peers is None else peers}")
             return x
 

@@ -107,9 +107,9 @@ def test_outside_a_program_each_layer_sees_values(seed, monkeypatch):
     model = tiny_model(tiny_config(num_hidden_layers=3), seed)
     called, seen = DecoderLayer.__call__, []
 
-    def look(self, x, normed, angles, kv_cache, metadata, following):
+    def look(self, x, normed, angles, kv_cache, metadata, following, **options):
         seen.append(metadata.seq_lens.tolist())
-        return called(self, x, normed, angles, kv_cache, metadata, following)
+        return called(self, x, normed, angles, kv_cache, metadata, following, **options)
 
     monkeypatch.setattr(DecoderLayer, "__call__", look)
     model(*PagedRun(model, 1, 8).arguments(random_tokens(seed, 5), 8, None))

@@ -48,12 +48,12 @@ def test_an_output_of_another_layout_is_refused(copy):
 
 
 def test_a_call_that_the_kernels_do_not_serve_is_refused_by_what_there_is_for_tensors():
-    specs = paged_call(head_size=288, num_seqs=1, kv_cache=ArraySpec((2, 2, 16, 2, 288), "bfloat16"))
+    specs = paged_call(head_size=544, num_seqs=1, kv_cache=ArraySpec((2, 2, 16, 2, 544), "bfloat16"))
     call = specs.map(lambda spec: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)))
     with pytest.raises(Unsupported) as error:
         run_planned(call, call.arrays(), torch.device("cpu"))
     assert str(error.value) == (
-        "paged_attention: head_size is 288 and its limit 256, which the kernels for CUDA do not serve; tensors on a "
+        "paged_attention: head_size is 544 and its limit 512, which the kernels for CUDA do not serve; tensors on a "
         "CPU are served."
     )
 

@@ -59,6 +59,7 @@ def test_what_json_has_no_numbers_for_is_spelled_otherwise(server, capsys) -> No
     assert (row["rate"], row["ttft_ms"]["p50"]) == ("inf", None)
 
 
+@pytest.mark.nightly
 def test_a_picture_shows_latencies_and_the_pool(server, capsys, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     sizes = ["--num-requests", "3", "--prompt-tokens", "4", "--new-tokens", "30", "--rates", "20", "inf", "--json"]

@@ -56,6 +56,7 @@ def test_a_sound_model_passes_with_every_implementation_that_runs_here_along_eve
     assert {name for name, _ in report.skipped} == set(available_implementations()) - set(here)
 
 
+@pytest.mark.nightly
 def test_a_prompt_of_few_tokens_which_torch_rounds_less_passes() -> None:
     report = compare_with_torch(prompts=[[1, 2, 3]], implementations=["xla"], max_tokens=2)
 

@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("t5"), "T5ForConditionalGeneration", 1, 5)
 
 
+@pytest.mark.nightly
 def test_both_stacks_are_compared(folder: Path) -> None:
     report = compare_with_torch(folder, PROMPTS, implementations=["xla"], max_tokens=3, layers=True)
 

@@ -46,6 +46,7 @@ def test_every_layer_is_compared_at_every_position(report: CrosscheckReport) -> 
     assert "Every layer is within its limit." in str(report)
 
 
+@pytest.mark.nightly
 def test_the_first_layer_that_differs_is_named(folder: Path, tmp_path: Path) -> None:
     other = write_changed(folder, tmp_path / "changed", "model.layers.0.mlp.down_proj.weight", 1.5)
 
@@ -130,6 +131,7 @@ def test_without_transformers_such_a_family_is_refused(folder: Path, monkeypatch
         TorchDecoder(folder)
 
 
+@pytest.mark.nightly
 def test_of_an_indexers_equal_scores_the_first_count_on_both_sides(tmp_path: Path, seed: int) -> None:
     """Scores that no head raises above 0 are equal, and torch's topk takes any of them: another in float64."""
     folder = write_checkpoint(tmp_path, "DeepseekV32ForCausalLM", 0, seed, num_hidden_layers=1)

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -348,7 +348,8 @@ class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManag
             Unsupported: likewise.
         """
         listed = None if prompts is None else [encoded(each, self.tokenizer)[0] for each in as_prompts(prompts)]
-        scales = calibrate_kv_cache(self.engine.current_model, listed, inputs=inputs)
+        model = cast(PagedModel, self.engine.current_model)
+        scales = calibrate_kv_cache(model, listed, inputs=inputs)
         if self.engine.pool_plan.spec.dtype in LARGEST_CODE:
             self.engine.set_kv_cache_scales(scales)
         return scales

@@ -89,6 +89,11 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
         return self.engines[0].asleep
 
     @property
+    def current_model(self) -> nnx.Module:
+        """See `Engine.current_model`."""
+        return self.engines[0].current_model
+
+    @property
     def weights_version(self) -> int:
         """Number of the weights; see `Engine.weights_version`."""
         return self.engines[0].weights_version
