@@ -190,6 +190,7 @@ def test_a_sparse_tensor_is_refused() -> None:
     assert str(error.value) == "tensor has layout torch.sparse_coo; only a dense tensor has memory to share."
 
 
+@pytest.mark.nightly
 def test_an_array_over_two_devices_is_refused_and_its_shards_are_viewed() -> None:
     program = """
 import jax, jax.numpy as jnp

@@ -24,6 +24,7 @@ def engine_of(model: Any = None, **changes: Any) -> Engine:
     return Engine(model or other_decoder(), EngineConfig(**options))
 
 
+@pytest.mark.nightly
 def test_groups_say_the_same_with_their_prefix_attended_once(seed) -> None:
     shared, second = prompts_of(seed, 70, 66)
     prompts = [shared] * 4 + [second] * 2 + prompts_of(seed + 1, 5)

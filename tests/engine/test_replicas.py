@@ -103,6 +103,7 @@ def test_an_interrupted_caller_of_a_copy_queues_nothing_and_loses_no_token() -> 
     assert len(seen) == 4
 
 
+@pytest.mark.nightly
 @on_four_devices
 def test_outboxes_cancelled_requests_and_the_end_are_those_of_an_engine() -> None:
     engine, outbox = two(), Outbox()

@@ -109,7 +109,9 @@ def test_a_prefix_that_sequences_share_is_attended_by_whoever_serves_each_part(
         np.testing.assert_allclose(out, expected, rtol=0, atol=8 * eps * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("option", ["alibi_slopes", "sinks", "relative_bias", "qq_bias"])
+@pytest.mark.parametrize(
+    "option", ["sinks", pytest.param("alibi_slopes", marks=pytest.mark.nightly), "relative_bias", "qq_bias"]
+)
 def test_biases_in_float64_beside_a_narrower_query_reach_the_kernels_in_float32(option: str, seed: int) -> None:
     shape = {"relative_bias": (2, 5), "qq_bias": (3, 3)}.get(option, (2,))
     with jax.enable_x64(True):

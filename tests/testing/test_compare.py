@@ -174,6 +174,7 @@ def test_other_rotary_frequencies_on_one_side_fail(folder: Path, tmp_path: Path,
     assert report.torch_agrees
 
 
+@pytest.mark.nightly
 def test_a_torch_side_that_reads_the_folder_differently_fails_although_jattn_agrees_with_float64(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
