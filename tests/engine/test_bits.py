@@ -73,12 +73,27 @@ def run(model: Any, count: int, seed: int, **changes: Any) -> tuple[list[Request
         return outputs, llm.verify(outputs, params)
 
 
+class Own(nnx.Module):
+    """A module that has the training pass of a decoder, and nothing else of it."""
+
+    batch_invariant = True
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+
+    def forward_dense(self, tokens: jax.Array) -> jax.Array:
+        return self.decoder.forward_dense(tokens)
+
+
 def test_an_update_of_the_weights_is_verified_with_the_new_ones(seed):
     model, other = (tiny_model(tiny_config(num_hidden_layers=1), each, None) for each in (seed, seed + 1))
     params = SamplingParams(max_tokens=4, logprobs=0)
     with LLM(model, config=EngineConfig(**SIZES, **ENGINES["preempted"], batch_invariant=True)) as llm:
         llm.update_weights(nnx.state(other))
-        assert llm.verify(llm.generate([[5, 6, 7]], params), params).num_differing == 0
+        outputs = llm.generate([[5, 6, 7]], params)
+        assert llm.verify(outputs, params).num_differing == 0
+        own = Own(llm.engine.current_model)
+    assert verify(own, outputs, logprobs_mode="raw_logprobs", temperatures=[1.0]).num_differing == 0
 
 
 def test_bits_survive_preemption_shared_prefixes_chunks_and_several_steps(seed):

@@ -408,7 +408,7 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
             version: new value of `weights_version`, from 0 on; None for one more.
 
         Raises:
-            InvalidInput: a parameter or an option does not fit; it is closed, or asleep with requests to finish.
+            InvalidInput: an argument does not fit or is not finite; it is closed, or asleep with requests to finish.
             PoolLost: as `step`, while requests are finished; after any error the weights are the old ones.
         """
         check_version(version)

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jattn.llm.engine.device.sampler import VocabShards
 from jattn.llm.engine.device.weights import Structure
 from jattn.llm.engine.request.outputs import RequestOutput
 from jattn.ops import token_logprobs
@@ -132,9 +133,9 @@ def _scores(
     def scored(leaves: list[jax.Array], tokens: jax.Array, temperature: jax.Array) -> jax.Array:
         model = structure.merge(leaves)
         logits = model.forward_dense(tokens)[:, :-1]
-        if model.parallel is not None and model.parallel.parts("vocab") > 1:
-            gathered = jax.lax.all_gather(logits, model.parallel.axis, axis=-1, tiled=True)
-            logits = gathered[..., : model.config.vocab_size]
+        parallel = getattr(model, "parallel", None)
+        if parallel is not None and parallel.parts("vocab") > 1:
+            logits = VocabShards(parallel.axis, model.config.vocab_size, logits.shape[-1]).gathered(logits)
         options = {"temperature": temperature, "batch_invariant": getattr(model, "batch_invariant", False)}
         return token_logprobs(logits, tokens[:, 1:], **options)
 

@@ -67,8 +67,8 @@ class VocabShards:
     peers: jax.Array | None = None
 
     def gathered(self, logits: jax.Array) -> jax.Array:
-        """Returns all logits [rows, vocab_size], on every device."""
-        return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)[:, : self.vocab_size]
+        """Returns all logits [..., vocab_size], on every device."""
+        return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)[..., : self.vocab_size]
 
     def own(self, x: jax.Array) -> jax.Array:
         """Returns this device's part of an array [rows, vocab_size]."""
