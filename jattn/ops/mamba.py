@@ -125,6 +125,11 @@ def _chunk(
     return out.reshape(shapes[0]), (state * through[..., -1:, None] + added).reshape(shapes[1])
 
 
-# A derivative of one's own is for tests until its kernels have run on a GPU: so far the interpreter alone has run them.
-register_backward(MambaChunkScanCall, MambaChunkScanBackwardCall, _mamba_chunk_scan)
-register(JaxOp(call=MambaChunkScanCall, jnp=_mamba_chunk_scan, jnp_derivative=True))
+register(
+    JaxOp(
+        call=MambaChunkScanCall,
+        jnp=_mamba_chunk_scan,
+        derivative=register_backward(MambaChunkScanCall, MambaChunkScanBackwardCall, _mamba_chunk_scan),
+        jnp_derivative=True,
+    )
+)
