@@ -42,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place[item.path.parent])
 
 
+def pytest_collection_finish() -> None:
+    """Takes modules and tests out of the collector's sight: each engine that sizes a pool collects all garbage first."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed that depends on the test's full name only: the same in any order and on any machine."""
