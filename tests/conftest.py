@@ -8,17 +8,19 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 # Before torch is imported: several workers share the cores, and threads that wait for each other there cost a fifth.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before JAX starts its CPU backend, in this process and those that tests start: XLA's newer emitters go through MLIR,
-# which is half of the time in which a small program compiles. Flags of one's own bring them back, as in .ci/run. XLA
-# ends the process at a flag that it does not know, and knows this one up to jaxlib 0.11.0.
+# which is half of the time in which a small program compiles; parts for threads are a fifth of the rest. Flags of one's
+# own bring them back, as in .ci/run. XLA ends the process at a flag that it does not know, and knows these up to jaxlib
+# 0.11.0.
 if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) <= (0, 11, 0):
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+# Programs compile in a fifth of the time. .ci/run has optimised ones, too, as users have.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The command line keeps compiled programs in the user's cache folder.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jattn-tests-")
 # A GPU would round float32 products to TF32, and what tests may differ by is float32's.
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes modules and tests out of the collector's sight: each engine that sizes a pool collects all garbage first."""
+    """Hides modules and tests from the collector: each engine that sizes its pool collects all garbage first."""
     gc.collect()
     gc.freeze()
 
@@ -61,36 +63,3 @@ def on_cpu() -> None:
     """For tests of what holds, or is chosen, on a CPU alone."""
     if jax.default_backend() != "cpu":
         pytest.skip("about a CPU")
-
-
-#: Folders whose tests compare within a tolerance, or with what was compiled alike.
-_QUICKLY_COMPILED = {
-    "bench",
-    "docs",
-    "engine",
-    "examples",
-    "load",
-    "models",
-    "nn",
-    "ops",
-    "parallel",
-    "rules",
-    "serve",
-    "testing",
-}
-
-
-@pytest.fixture(autouse=True)
-def quickly(request: pytest.FixtureRequest) -> None:
-    """Compiles quickly in those folders; a file whose programs shall be a user's has a fixture of this name."""
-    if request.path.parent.name in _QUICKLY_COMPILED:
-        request.getfixturevalue("quick_compile")
-
-
-@pytest.fixture
-def quick_compile() -> Iterator[None]:
-    """Programs that are compiled in a fraction of the time, for tests that compare with what runs under it as well."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)

@@ -19,8 +19,6 @@ from jattn.llm.engine import EngineConfig
 from jattn.llm.small_models import SMALL_MODELS
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

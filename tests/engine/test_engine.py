@@ -21,11 +21,6 @@ from torch_core.base.errors import InvalidInput, RequestTooLong
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def quickly() -> None:
-    """Here the programs are optimised, as those that a user's engine runs; in .ci/run they have its emitters, too."""
-
-
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.add(prompt, params) for prompt in prompts]
     while engine.num_unfinished:

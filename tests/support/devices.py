@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -77,6 +78,9 @@ def _start(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     # Not by the environment: JAX has read it, as the module of this function imports JAX.
     jax.config.update("jax_platforms", "cpu")
+    # As in tests/conftest.py.
+    gc.set_threshold(50_000, 20, 50)
+    gc.freeze()
 
 
 def _call(module: str, name: str, args: Any, kwargs: Any) -> None:

@@ -83,6 +83,7 @@ def _start() -> None:
     # There is no device to try tiles of products on, and no CUDA whose version could be looked at.
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
 
 
 def _compile(make: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], donate: tuple[int, ...]) -> str:
