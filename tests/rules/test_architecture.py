@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch_core", "jattn")
 MAX_LINES = 500
@@ -241,7 +243,7 @@ def test_every_import_follows_an_arrow() -> None:
     broken = [
         f"{path.relative_to(ROOT)}: {line}"
         for _, path in sources()
-        for line in broken_arrows(module_of(path), imported(ast.parse(path.read_text())))
+        for line in broken_arrows(module_of(path), imported(tree_of(path)))
     ]
 
     assert broken == []
@@ -291,7 +293,7 @@ def import_circle(modules: dict[str, ast.AST], *, for_types_too: bool = False) -
 
 
 def modules_of(*rooms: str) -> dict[str, ast.AST]:
-    return {module_of(path): ast.parse(path.read_text()) for room, path in sources() if not rooms or room in rooms}
+    return {module_of(path): tree_of(path) for room, path in sources() if not rooms or room in rooms}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -355,7 +357,7 @@ def test_no_assert_print_eval_or_pickle_in_the_packages() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line}"
         for room, path in sources()
-        for line in forbidden(ast.parse(path.read_text()), may_print=room in printing)
+        for line in forbidden(tree_of(path), may_print=room in printing)
     ]
 
     assert found == []
@@ -371,19 +373,20 @@ PROBE = """
 import json, os, sys
 {libraries}
 before = dict(os.environ)
-{imports}
-loaded = sorted({{name.split(".")[0] for name in sys.modules}})
-state = {{"environment": {{k: v for k, v in os.environ.items() if before.get(k) != v}}, "loaded": loaded}}
-if "jax" in loaded:
-    import jax
-    from jax._src import xla_bridge
-    state["backends"] = list(xla_bridge._backends)
-    state["config"] = [name for name, value in default_config.items() if jax.config.values.get(name) != value]
-if "torch" in loaded:
-    import torch
-    state["cuda"] = torch.cuda.is_initialized()
-    state["threads"] = torch.get_num_threads() == threads
-print(json.dumps(state))
+for stage in {stages}:
+    exec(stage)
+    loaded = sorted({{name.split(".")[0] for name in sys.modules}})
+    state = {{"environment": {{k: v for k, v in os.environ.items() if before.get(k) != v}}, "loaded": loaded}}
+    if "jax" in loaded:
+        import jax
+        from jax._src import xla_bridge
+        state["backends"] = list(xla_bridge._backends)
+        state["config"] = [name for name, value in default_config.items() if jax.config.values.get(name) != value]
+    if "torch" in loaded:
+        import torch
+        state["cuda"] = torch.cuda.is_initialized()
+        state["threads"] = torch.get_num_threads() == threads
+    print("STATE", json.dumps(state))
 """
 # jax and torch write some variables of their own when they are imported; only what comes after counts.
 WITH_DEFAULTS = """
@@ -393,22 +396,25 @@ threads = torch.get_num_threads()
 """
 
 
-def in_fresh_process(imports: str, libraries: str = "") -> dict:
+def in_fresh_process(*stages: str, libraries: str = "") -> list[dict]:
+    """Runs some code in a new process; returns the state of the process after each stage."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(imports=imports, libraries=libraries)],
+        [sys.executable, "-c", PROBE.format(stages=stages, libraries=libraries)],
         capture_output=True,
         text=True,
         env=environment,
         check=True,
         timeout=300,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [line.removeprefix("STATE ") for line in done.stdout.splitlines() if line.startswith("STATE ")]
+    return [json.loads(line) for line in lines]
 
 
 def test_importing_jattn_changes_no_environment_no_jax_config_and_no_device() -> None:
-    state = in_fresh_process(
+    state, changed = in_fresh_process(
         "import jattn, jattn.llm.engine, jattn.ops, jattn.nn, jattn.pool, jattn.llm.load, jattn.llm.serve, jattn.cli",
+        "os.environ['NEW'] = '1'; jax.config.update('jax_debug_nans', True); jax.devices()",
         libraries=WITH_DEFAULTS,
     )
 
@@ -417,49 +423,31 @@ def test_importing_jattn_changes_no_environment_no_jax_config_and_no_device() ->
     assert state["backends"] == []
     assert state["cuda"] is False
     assert state["threads"] is True
+    # A change would be seen.
+    assert changed["environment"] == {"NEW": "1"}
+    assert changed["config"] == ["jax_debug_nans"]
+    assert changed["backends"] != []
 
 
-def test_a_change_of_environment_or_config_would_be_seen() -> None:
-    state = in_fresh_process(
-        "os.environ['NEW'] = '1'; jax.config.update('jax_debug_nans', True); jax.devices()", libraries=WITH_DEFAULTS
+def test_the_allocator_loads_no_framework_the_metadata_builders_numpy_and_jattn_neither_jax_nor_torch() -> None:
+    allocator, builders, package = in_fresh_process(
+        "import torch_core.cache", "import torch_core.metadata", "import jattn"
     )
 
-    assert state["environment"] == {"NEW": "1"}
-    assert state["config"] == ["jax_debug_nans"]
-    assert state["backends"] != []
+    assert {"torch", "numpy", "jax", "triton"} & set(allocator["loaded"]) == set()
+    assert {"torch", "jax", "triton"} & set(builders["loaded"]) == set()
+    assert {"torch", "jax", "triton"} & set(package["loaded"]) == set()
 
 
-def test_the_allocator_loads_no_framework() -> None:
-    state = in_fresh_process("import torch_core.cache")
-
-    assert {"torch", "numpy", "jax", "triton"} & set(state["loaded"]) == set()
-
-
-def test_the_metadata_builders_load_numpy_alone() -> None:
-    state = in_fresh_process("import torch_core.metadata")
-
-    assert {"torch", "jax", "triton"} & set(state["loaded"]) == set()
-
-
-def test_import_jattn_loads_neither_jax_nor_torch() -> None:
-    state = in_fresh_process("import jattn")
-
-    assert {"torch", "jax", "triton"} & set(state["loaded"]) == set()
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
+def test_torch_is_loaded_where_tensors_are_asked_for_alone() -> None:
+    """It takes half of what `import jattn.llm.engine` takes in all, and seconds from a slow disk."""
+    stages = (
         "import jattn.llm.engine, jattn.nn, jattn.parallel, jattn.pool",
         "import jattn; jattn.LLM().generate('Once', jattn.SamplingParams(max_tokens=2))",
         "import torch_core.launch.planner, torch_core.variants, triton",
-    ],
-    ids=["imported", "a generation by jnp", "what plans and compiles kernels"],
-)
-def test_torch_is_loaded_where_tensors_are_asked_for_alone(imports: str) -> None:
-    """It takes half of what `import jattn.llm.engine` takes in all, and seconds from a slow disk."""
-    libraries = "import jax; default_config = dict(jax.config.values)"
-    assert "torch" not in in_fresh_process(imports, libraries)["loaded"]
+    )
+    states = in_fresh_process(*stages, libraries="import jax; default_config = dict(jax.config.values)")
+    assert [stage for stage, state in zip(stages, states, strict=True) if "torch" in state["loaded"]] == []
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.syntax import tree_of
+
 ROOT = Path(__file__).parents[2]
 #: Errors of other libraries that say in their text alone which one they are: file, and the reason.
 FOREIGN = {
@@ -21,7 +23,7 @@ def test_no_code_decides_anything_by_an_errors_text() -> None:
     found = {}
     for package in ("jattn", "torch_core"):
         for path in ROOT.glob(f"{package}/**/*.py"):
-            if lines := sorted({*parsing_lines(ast.parse(path.read_text()))}):
+            if lines := sorted({*parsing_lines(tree_of(path))}):
                 found[path.relative_to(ROOT).as_posix()] = lines
 
     assert {name: lines for name, lines in found.items() if name not in FOREIGN} == {}

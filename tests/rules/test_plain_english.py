@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "torch_core/**/*.md", "jattn/**/*.md")
 PAGES = sorted(path for place in PLACES for path in ROOT.glob(place))
@@ -51,7 +53,7 @@ def public_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def texts() -> tuple[tuple[Path, int, str], ...]:
     """Each page and each public docstring: its file, the number of its first line, its prose."""
     pages = [(page, 1, prose_of_page(page.read_text())) for page in PAGES]
-    trees = ((source, ast.parse(source.read_text())) for source in SOURCES)
+    trees = ((source, tree_of(source)) for source in SOURCES)
     return (*pages, *((source, line, text) for source, tree in trees for line, text in public_docstrings(tree)))
 
 

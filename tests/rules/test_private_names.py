@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import tree_of
+
 ROOT = Path(__file__).parents[2]
 #: Private by their spelling alone: methods of named tuples, and vLLM's names of a layer's scales.
 PUBLIC = {"_replace", "_fields", "_asdict", "_k_scale", "_v_scale", "_q_scale"}
@@ -41,8 +43,7 @@ def is_own(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
-def foreign_names(text: str) -> list[str]:
-    tree = ast.parse(text)
+def foreign_names(tree: ast.AST) -> list[str]:
     own = set(own_names(tree))
     found = []
     for node in ast.walk(tree):
@@ -55,7 +56,7 @@ def foreign_names(text: str) -> list[str]:
 
 def test_no_file_uses_the_private_names_of_another_one() -> None:
     files = [path for package in ("jattn", "torch_core") for path in sorted((ROOT / package).rglob("*.py"))]
-    names = {str(path.relative_to(ROOT)): set(foreign_names(path.read_text())) for path in files}
+    names = {str(path.relative_to(ROOT)): set(foreign_names(tree_of(path))) for path in files}
 
     assert {path: found for path, found in names.items() if found - OF_LIBRARIES.get(path, set())} == {}
 
@@ -71,4 +72,4 @@ def test_no_file_uses_the_private_names_of_another_one() -> None:
     ],
 )
 def test_a_private_name_of_another_file_is_found(text: str, found: list[str]) -> None:
-    assert foreign_names(text) == found
+    assert foreign_names(ast.parse(text)) == found
