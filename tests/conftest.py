@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Hides modules and tests from the collector: each engine that sizes its pool collects all garbage first."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept() -> Iterator[None]:
+    """Hides what a file's tests leave, such as compiled programs, from the collector as well."""
+    yield
     gc.collect()
     gc.freeze()
 

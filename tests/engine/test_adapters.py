@@ -77,8 +77,8 @@ def _logits(model, adapters, tokens, ids):
 
 
 @nnx.jit
-def _merged_logits(model, tokens):
-    return model.forward_dense(tokens)
+def _merged_logprobs(model, tokens):
+    return jax.nn.log_softmax(model.forward_dense(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +107,9 @@ def test_tokens_and_logprobs_of_a_mixed_batch_are_those_of_merged_models(named):
     models = [merged_model(named.model, named.trained, 1), named.model, merged_model(named.model, named.trained, 0)]
     for request, prompt, model in zip(requests, prompts, models, strict=True):
         tokens = request.output_token_ids
-        padded = jnp.array([[*prompt, *tokens, *[0] * (4 - len(prompt))]])
+        padded = np.array([[*prompt, *tokens, *[0] * (4 - len(prompt))]])
         places = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
-        logprobs = jax.nn.log_softmax(_merged_logits(model, padded))[0, places]
+        logprobs = np.asarray(_merged_logprobs(model, padded))[0, places]
         assert tokens == logprobs.argmax(-1).tolist()
         found = [each[token].logprob for each, token in zip(request.output().outputs[0].logprobs, tokens, strict=True)]
         np.testing.assert_allclose(found, logprobs.max(-1), atol=1e-5)
@@ -120,9 +120,7 @@ def test_log_probabilities_of_a_prompt_have_the_heads_adapter(named):
     request = named.add(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0, **GREEDY), lora="a1")
     named.finish_all()
     merged = merged_model(named.model, named.trained, 1)
-    wanted = jax.nn.log_softmax(_merged_logits(merged, jnp.array([[*prompt, *[0] * 4]])))[
-        0, np.arange(4), np.array(prompt[1:])
-    ]
+    wanted = np.asarray(_merged_logprobs(merged, np.array([[*prompt, *[0] * 4]])))[0, np.arange(4), prompt[1:]]
     reported = request.output().prompt_logprobs
     assert reported is not None
     found = [each[token].logprob for each, token in zip(reported[1:], prompt[1:], strict=True) if each is not None]

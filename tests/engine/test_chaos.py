@@ -53,7 +53,16 @@ def chaos(config: str, decoder: Decoder, seed: int, *, num_requests: int) -> Eng
 
 
 # Alike to others, which run every time; the thousand requests of every night have all.
-_NIGHTLY = ("no prefixes", "no overlap", "single steps", "swap without overlap", "small chunks", "window groups")
+_NIGHTLY = (
+    "no prefixes",
+    "no overlap",
+    "single steps",
+    "swap without overlap",
+    "small chunks",
+    "window groups",
+    "scrub",
+)
+_NIGHTLY += ("prompts beside decoding", "scrub", "8 bits", "speculation", "one at a time")
 
 
 @pytest.mark.parametrize("config", [name for name in CONFIGS if name not in _NIGHTLY])

@@ -48,9 +48,9 @@ def mesh_of(engine: Engine) -> Any:
 
 
 @on_four_devices
-def test_tokens_of_200_prompts_are_those_of_one_device() -> None:
+def test_tokens_of_40_prompts_are_those_of_one_device() -> None:
     one, four = one_and_four()
-    prompts = prompts_of(1, 200)
+    prompts = prompts_of(1, 40)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     assert run(four, prompts, greedy) == run(one, prompts, greedy)

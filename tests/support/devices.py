@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -80,12 +81,15 @@ def _start(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     # As in tests/conftest.py.
     gc.set_threshold(50_000, 20, 50)
-    gc.freeze()
 
 
 def _call(module: str, name: str, args: Any, kwargs: Any) -> None:
+    is_new = module not in sys.modules
+    test = getattr(importlib.import_module(module), name).__wrapped__
+    if is_new:
+        gc.freeze()
     try:
-        getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
+        test(*args, **kwargs)
     except BaseException:
         # As text: what pytest raises does not travel between processes.
         raise AssertionError(traceback.format_exc()) from None
