@@ -41,7 +41,10 @@ def _with_parts(text: str, parts: dict[str, str]) -> str:
     def part(match: re.Match[str]) -> str:
         return f"<!-- begin {match[1]} -->\n{parts[match[1]]}\n<!-- end {match[1]} -->"
 
-    return re.sub(r"<!-- begin (.+?) -->\n.*?<!-- end \1 -->", part, text, flags=re.DOTALL)
+    found, count = re.subn(r"<!-- begin (.+?) -->\n.*?<!-- end \1 -->", part, text, flags=re.DOTALL)
+    if count != text.count("<!-- begin "):
+        raise ValueError("a page has the beginning of a generated part without its end")
+    return found
 
 
 def main() -> None:

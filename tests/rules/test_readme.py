@@ -56,7 +56,7 @@ def test_the_limits_are_the_table_that_the_code_reads() -> None:
 
 
 def test_the_models_are_the_table_that_follows_from_the_families() -> None:
-    assert families_table() in (ROOT / "docs" / "reference" / "models.md").read_text()
+    assert families_table() in (ROOT / "docs" / "reference" / "architectures.md").read_text()
 
 
 def test_ci_runs_the_very_test_command_of_the_readme() -> None:

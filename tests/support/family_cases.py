@@ -16,10 +16,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-_SMALL_WINDOW = {"sliding_window": 7}
+SMALL_WINDOW = {"sliding_window": 7}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 _LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -84,7 +84,7 @@ _TEMPERATURE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
-_GLM_EXPERTS = {
+GLM_EXPERTS = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -92,17 +92,17 @@ _GLM_EXPERTS = {
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_SOLAR = {name: value for name, value in _GLM_EXPERTS.items() if name != "first_k_dense_replace"} | {"head_dim": 8}
-_TRINITY = _SMALL_WINDOW | _EXPERTS | {"head_dim": 8, "global_attn_every_n_layers": 2}
+_SOLAR = {name: value for name, value in GLM_EXPERTS.items() if name != "first_k_dense_replace"} | {"head_dim": 8}
+_TRINITY = SMALL_WINDOW | EXPERTS | {"head_dim": 8, "global_attn_every_n_layers": 2}
 _LIGHTNING = {"num_local_experts": 6, "block_size": 16}
 _ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
-_ALTERNATING = ["sliding_attention", "full_attention"]
-_MINI_LATENT = {name: _DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")}
-_MINI_LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
+ALTERNATING = ["sliding_attention", "full_attention"]
+MINI_LATENT = {name: _DEEPSEEK[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")}
+MINI_LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
 _SHORT = {"short_factor": [1.0, 1.2], "long_factor": [1.5, 3.0], "original_max_position_embeddings": 16}
 _ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}
 _CHUNKS = {"num_local_experts": 6, "head_dim": 8, "intermediate_size_mlp": 40, "attention_chunk_size": 8}
-_GEMMA4 = _SMALL_WINDOW | {"head_dim": 8, "global_head_dim": 16, "layer_types": _ALTERNATING}
+_GEMMA4 = SMALL_WINDOW | {"head_dim": 8, "global_head_dim": 16, "layer_types": ALTERNATING}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -110,25 +110,25 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [
             {},
             {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
-            {"rope_parameters": _YARN},
+            {"rope_parameters": YARN},
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
         ],
     ),
-    "MistralForCausalLM": ("MistralConfig", [_SMALL_WINDOW, {"sliding_window": None}]),
+    "MistralForCausalLM": ("MistralConfig", [SMALL_WINDOW, {"sliding_window": None}]),
     "Qwen2ForCausalLM": ("Qwen2Config", [{}, _QWEN_WINDOW]),
     "Qwen3ForCausalLM": ("Qwen3Config", [{"head_dim": 16}, _QWEN_WINDOW | {"head_dim": 8, "attention_bias": True}]),
     "GemmaForCausalLM": ("GemmaConfig", [{"head_dim": 16}, {"head_dim": 8, "attention_bias": True}]),
     "Gemma2ForCausalLM": (
         "Gemma2Config",
         [
-            _SMALL_WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0},
+            SMALL_WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0},
             {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
         ],
     ),
     "Gemma3ForCausalLM": (
         "Gemma3TextConfig",
         [
-            _SMALL_WINDOW | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            SMALL_WINDOW | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
             {
                 "head_dim": 8,
                 "rope_parameters": {
@@ -177,11 +177,11 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Olmo3ForCausalLM": (
         "Olmo3Config",
         [
-            _SMALL_WINDOW | {"attention_bias": True},
-            _SMALL_WINDOW
+            SMALL_WINDOW | {"attention_bias": True},
+            SMALL_WINDOW
             | {
                 "rope_parameters": {
-                    "full_attention": _YARN,
+                    "full_attention": YARN,
                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 },
                 "layer_types": ["full_attention", "sliding_attention"],
@@ -219,25 +219,25 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48},
         ],
     ),
-    "MixtralForCausalLM": ("MixtralConfig", [{"num_local_experts": 6}, _SMALL_WINDOW | {"num_experts_per_tok": 3}]),
+    "MixtralForCausalLM": ("MixtralConfig", [{"num_local_experts": 6}, SMALL_WINDOW | {"num_experts_per_tok": 3}]),
     "Qwen3MoeForCausalLM": (
         "Qwen3MoeConfig",
         [
-            _EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
-            _EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+            EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+            EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
         ],
     ),
     "Qwen2MoeForCausalLM": (
         "Qwen2MoeConfig",
         [
-            _EXPERTS | {"shared_expert_intermediate_size": 40},
-            _EXPERTS | _QWEN_WINDOW | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
+            EXPERTS | {"shared_expert_intermediate_size": 40},
+            EXPERTS | _QWEN_WINDOW | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "norm_topk_prob": True},
         ],
     ),
     "GptOssForCausalLM": (
         "GptOssConfig",
         [
-            _SMALL_WINDOW | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
+            SMALL_WINDOW | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
             {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rope_parameters": {"rope_theta": 1e4}},
         ],
     ),
@@ -249,7 +249,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             | {
                 "topk_method": "group_limited_greedy",
                 "routed_scaling_factor": 3.0,
-                "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+                "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
             },
         ],
     ),
@@ -261,14 +261,14 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             | {
                 "first_k_dense_replace": 1,
                 "attention_bias": True,
-                "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+                "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
             },
         ],
     ),
     "DeepseekV32ForCausalLM": (
         "DeepseekV32Config",
         [
-            _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 1, "rope_parameters": _YARN | {"mscale_all_dim": 1.0}},
+            _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale_all_dim": 1.0}},
             _DEEPSEEK | _INDEXER | {"first_k_dense_replace": 0, "index_topk": 200, "norm_topk_prob": False},
         ],
     ),
@@ -288,8 +288,8 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Qwen3NextForCausalLM": (
         "Qwen3NextConfig",
         [
-            _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 16, "mlp_only_layers": [0]},
-            _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8, "attention_bias": True},
+            _DELTA | EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 16, "mlp_only_layers": [0]},
+            _DELTA | EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8, "attention_bias": True},
         ],
     ),
     "Qwen3_5ForCausalLM": (
@@ -298,7 +298,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "Qwen3_5MoeForCausalLM": (
         "Qwen3_5MoeTextConfig",
-        [_DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8}],
+        [_DELTA | EXPERTS | {"shared_expert_intermediate_size": 20, "head_dim": 8}],
     ),
     "OlmoHybridForCausalLM": (
         "OlmoHybridConfig",
@@ -316,7 +316,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "Glm4MoeForCausalLM": (
         "Glm4MoeConfig",
-        [_GLM_EXPERTS, _GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True, "n_group": 3, "topk_group": 2}],
+        [GLM_EXPERTS, GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True, "n_group": 3, "topk_group": 2}],
     ),
     "MiniMaxM2ForCausalLM": (
         "MiniMaxM2Config",
@@ -340,18 +340,18 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "HunYuanMoEV1ForCausalLM": ("HunYuanMoEV1Config", [{"head_dim": 8, "num_experts": 6, "moe_topk": 2}]),
     "Ministral3ForCausalLM": (
         "Ministral3Config",
-        [{"head_dim": 8, "rope_parameters": dict(_TEMPERATURE)} | each for each in ({}, _SMALL_WINDOW)],
+        [{"head_dim": 8, "rope_parameters": dict(_TEMPERATURE)} | each for each in ({}, SMALL_WINDOW)],
     ),
     "Exaone4ForCausalLM": (
         "Exaone4Config",
         [
             {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-            _SMALL_WINDOW | {"sliding_window_pattern": 2},
+            SMALL_WINDOW | {"sliding_window_pattern": 2},
         ],
     ),
     "Cohere2ForCausalLM": (
         "Cohere2Config",
-        [_SMALL_WINDOW, _SMALL_WINDOW | {"layer_types": _ALTERNATING, "attention_bias": True, "logit_scale": 0.3}],
+        [SMALL_WINDOW, SMALL_WINDOW | {"layer_types": ALTERNATING, "attention_bias": True, "logit_scale": 0.3}],
     ),
     "OlmoeForCausalLM": (
         "OlmoeConfig",
@@ -365,7 +365,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "PhimoeConfig",
         [
             {"num_local_experts": 6, "router_jitter_noise": 0.2},
-            _SMALL_WINDOW | {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True},
+            SMALL_WINDOW | {"num_local_experts": 6, "lm_head_bias": True, "attention_bias": True},
         ],
     ),
     "NemotronForCausalLM": ("NemotronConfig", [{}, {"mlp_bias": True, "attention_bias": True, "head_dim": 16}]),
@@ -388,8 +388,8 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "MiniCPM3ForCausalLM": (
         "MiniCPM3Config",
         [
-            _MINI_LATENT | {"q_lora_rank": None, "scale_depth": None},
-            _MINI_LATENT | {"rope_parameters": _LONGROPE | _SHORT, "attention_bias": True, "mlp_bias": True},
+            MINI_LATENT | {"q_lora_rank": None, "scale_depth": None},
+            MINI_LATENT | {"rope_parameters": _LONGROPE | _SHORT, "attention_bias": True, "mlp_bias": True},
         ],
     ),
     "Mistral4ForCausalLM": (
@@ -416,8 +416,8 @@ CASES |= {
     "CwmForCausalLM": (
         "CwmConfig",
         [
-            _SMALL_WINDOW | {"head_dim": 8, "layer_types": _ALTERNATING, "rope_parameters": _LLAMA3},
-            _SMALL_WINDOW | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            SMALL_WINDOW | {"head_dim": 8, "layer_types": ALTERNATING, "rope_parameters": _LLAMA3},
+            SMALL_WINDOW | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         ],
     ),
     "SolarOpenForCausalLM": (
@@ -431,7 +431,7 @@ CASES |= {
         "AfmoeConfig",
         [
             _TRINITY | {"num_dense_layers": 1, "num_shared_experts": 1},
-            _TRINITY | {"num_dense_layers": 0, "mup_enabled": True, "route_scale": 2.5, "layer_types": _ALTERNATING},
+            _TRINITY | {"num_dense_layers": 0, "mup_enabled": True, "route_scale": 2.5, "layer_types": ALTERNATING},
         ],
     ),
     "MiniMaxForCausalLM": (
@@ -497,4 +497,3 @@ ABSENT = {
     "PersimmonForCausalLM": ("num_key_value_heads",),
     "SolarOpenForCausalLM": ("intermediate_size",),
 }
-VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]

@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.family_cases import ABSENT, CASES, SIZES, VARIANTS
+from tests.support.family_cases import ABSENT, SIZES
+from tests.support.family_cases import CASES as FIRST_CASES
+from tests.support.newer_family_cases import NEWER_CASES
 
 __all__ = ["ABSENT", "CASES", "SIZES", "VARIANTS", "reference_logits", "write_checkpoint"]
 
+CASES = {**FIRST_CASES, **NEWER_CASES}
+VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
 #: Tensors that transformers reads under the names of published files and writes under others: a pattern, the published
 #: name, and a tensor that only layers with this name have.
 _AS_PUBLISHED = {
@@ -42,7 +46,7 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     if (options.get("kv_lora_rank") and options["num_key_value_heads"] is not None) or "index_topk" in options:
         # Latents are shared by all heads; some classes do not work this number out.
         options["num_key_value_heads"] = options["num_attention_heads"]
-    for key in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+    for key in ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta"):
         if key in options:
             options[key] = [options[key][layer % 2] for layer in range(options["num_hidden_layers"])]
     config = getattr(transformers, name)(**options)

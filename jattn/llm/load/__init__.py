@@ -9,7 +9,8 @@ from jattn.llm.load.families import Family, Key, known_families, register_family
 from jattn.llm.load.generation import GenerationDefaults
 from jattn.llm.load.model import embedded_model_folder, load_model
 from jattn.llm.load.save import save_model
-from jattn.llm.load.source import load_generation_defaults, load_tokenizer
+from jattn.llm.load.sentence import SentenceModules
+from jattn.llm.load.source import load_generation_defaults, load_sentence_modules, load_tokenizer
 from jattn.llm.load.tokenizer import TextTokenizer
 
 __all__ = [
@@ -17,12 +18,14 @@ __all__ = [
     "Family",
     "GenerationDefaults",
     "Key",
+    "SentenceModules",
     "TextTokenizer",
     "convert_model",
     "embedded_model_folder",
     "known_families",
     "load_generation_defaults",
     "load_model",
+    "load_sentence_modules",
     "load_tokenizer",
     "parse_config",
     "register_family",

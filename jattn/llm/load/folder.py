@@ -52,10 +52,11 @@ def member(folder: Path, name: str, *, max_bytes: int | None = None, inside: str
 
     A link may lead to another file of the folder; in a snapshot of the Hugging Face hub, also to one of its cache
     (`models--org--name`, or the `blobs` that all models of the cache share).
-    The name may come from a file that someone else wrote; `inside` is a subfolder with a name of jattn's.
+    The name and that of a subfolder, `inside`, may come from a file that someone else wrote.
     """
-    if not name.isprintable() or name in ("", ".", "..") or any(mark in name for mark in "/\\:") or len(name) > 255:
-        raise InvalidInput(f"file name {name!r} is not a plain name inside the model folder.")
+    for part in (name, *([inside] if inside else ())):
+        if not part.isprintable() or part in ("", ".", "..") or any(mark in part for mark in "/\\:") or len(part) > 255:
+            raise InvalidInput(f"file name {part!r} is not a plain name inside the model folder.")
     path = folder / inside / name
     if not os.path.lexists(path):
         return None
@@ -84,9 +85,10 @@ def read_text(path: Path) -> str:
         raise InvalidInput(path.name, f"cannot be read: {error.strerror}") from None
 
 
-def read_object(folder: Path, name: str, *, has_infinity: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in a file of the folder, at most 16 mebibytes long; see `read_json`."""
-    file = member(folder, name, max_bytes=_MAX_JSON_BYTES)
+def read_object(folder: Path, name: str, *, has_infinity: bool = False, inside: str = "") -> dict[str, Any]:
+    """Returns the JSON object in a file of the folder, at most 16 mebibytes long; see `member` and `read_json`."""
+    file = member(folder, name, max_bytes=_MAX_JSON_BYTES, inside=inside)
+    name = f"{inside}/{name}" if inside else name
     if file is None:
         raise InvalidInput(f"the folder has no {name}.")
     return read_json(read_text(file), name, has_infinity=has_infinity)
@@ -114,6 +116,21 @@ def read_json(text: str, name: str, *, has_infinity: bool = False) -> dict[str, 
     With `has_infinity` numbers may be infinite: `Infinity`, as Python writes them, or `{"__float__": "Infinity"}`, as
     transformers does.
     """
+    value = _parsed(text, name, has_infinity)
+    if not isinstance(value, dict):
+        raise InvalidInput(name, f"holds a JSON {type(value).__name__}", "it must be an object")
+    return value
+
+
+def read_list(text: str, name: str) -> list[Any]:
+    """Parses a JSON array as strictly."""
+    value = _parsed(text, name, False)
+    if not isinstance(value, list):
+        raise InvalidInput(name, f"holds a JSON {type(value).__name__}", "it must be an array")
+    return value
+
+
+def _parsed(text: str, name: str, has_infinity: bool) -> Any:
 
     def object_of(pairs: list[tuple[str, Any]]) -> Any:
         result = dict(pairs)
@@ -132,16 +149,13 @@ def read_json(text: str, name: str, *, has_infinity: bool = False) -> dict[str, 
     # Numbers are parsed by functions of Python, between which other threads run.
     numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda digits: float(digits)}
     try:
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=constant, **numbers)
+        return json.loads(text, object_pairs_hook=object_of, parse_constant=constant, **numbers)
     except InvalidInput:
         raise
     except RecursionError:
         raise InvalidInput(name, "is nested too deeply") from None
     except ValueError as error:
         raise InvalidInput(name, f"is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidInput(name, f"holds a JSON {type(value).__name__}", "it must be an object")
-    return value
 
 
 def _cached_snapshot(name: str) -> tuple[Path | None, str]:

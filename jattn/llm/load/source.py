@@ -21,6 +21,7 @@ from jattn.llm.load.gguf.weights import gguf_tensors
 from jattn.llm.load.packed_integers import named_tensors, unpacked_tensors
 from jattn.llm.load.packing import read_packing
 from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_parameters, spelled_as_found
+from jattn.llm.load.sentence import SentenceModules, read_sentence_modules
 from jattn.llm.load.tensor_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer, read_tokenizer
 from jattn.llm.load.weights import check_count, check_weights, find_weights, with_tied_head
@@ -66,6 +67,10 @@ class ModelSource(Protocol):
         """Returns the settings that the model's authors recommend."""
         ...
 
+    def sentence_modules(self) -> SentenceModules:
+        """Returns how vectors of texts are pooled, and the layers and prompts for them."""
+        ...
+
 
 def open_source(model: str | os.PathLike[str]) -> ModelSource:
     """Returns the source that a path or a name of the hub's cache stands for.
@@ -104,6 +109,15 @@ def load_generation_defaults(folder: str | os.PathLike[str]) -> GenerationDefaul
         InvalidInput: the file is broken or a value is out of range.
     """
     return open_source(folder).generation_defaults()
+
+
+def load_sentence_modules(folder: str | os.PathLike[str]) -> SentenceModules:
+    """Reads the files of sentence-transformers in a model folder; a folder or a GGUF file without them says nothing.
+
+    Raises:
+        InvalidInput: a file is broken, or contradicts another.
+    """
+    return open_source(folder).sentence_modules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +172,9 @@ class _FolderSource:
     def generation_defaults(self) -> GenerationDefaults:
         return read_generation_defaults(self.path)
 
+    def sentence_modules(self) -> SentenceModules:
+        return read_sentence_modules(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class _GgufSource:
@@ -205,3 +222,6 @@ class _GgufSource:
             return generation_defaults_of_gguf(self.file.metadata)
         except InvalidInput as error:
             raise error.under(self.path.name) from None
+
+    def sentence_modules(self) -> SentenceModules:
+        return SentenceModules()

@@ -293,7 +293,7 @@ class Decoder(nnx.Module):
             raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
         *_, hidden = self.hidden_states(token_ids, lengths=lengths)
         pooled = _pooled(hidden.astype(jnp.float32), lengths, pooling)
-        return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True) if normalize else pooled
+        return unit_length(pooled) if normalize else pooled
 
     def label_logits(self, token_ids: jax.Array, lengths: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """Returns float32[batch, num_labels], the logits of a text's labels.
@@ -410,6 +410,11 @@ class Decoder(nnx.Module):
         if not self.batch_invariant:
             return self.embed_tokens(token_ids)
         return look_up(self.embed_tokens.embedding[...], token_ids)
+
+
+def unit_length(vectors: jax.Array) -> jax.Array:
+    """Returns `[..., size]` vectors divided by their lengths."""
+    return vectors / jnp.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
 def _pooled(hidden: jax.Array, lengths: jax.Array, pooling: str) -> jax.Array:

@@ -219,7 +219,7 @@ class DetokenizeBody(Body):
 class VectorsBody(Body):
     """The fields of embeddings and of scores; see `LLM.embed` and `LLM.score`."""
 
-    pooling: Annotated[str, Choices("mean", "cls", "last")] = "mean"
+    pooling: Annotated[str | None, Choices(None, "mean", "cls", "last")] = None
     truncate_prompt_tokens: Annotated[int | None, Limits(-1, also="")] = None
 
     #: The field that holds the texts.
@@ -242,6 +242,7 @@ class EmbeddingsBody(VectorsBody):
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
     normalize: _Flag = True
     dimensions: Annotated[int | None, Limits(1, also="")] = None
+    prompt_name: _Text | None = None
 
     texts_field = "input"
 

@@ -28,6 +28,7 @@ def embeddings_answer(model: ServedModel, asked: EmbeddingsBody, config: ServeCo
         pooling=asked.pooling,
         normalize=asked.normalize,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        prompt_name=asked.prompt_name,
     )
     vectors = [each.outputs.embedding for each in found]
     if asked.dimensions is not None:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.llm.load import SentenceModules
 from jattn.llm.models import Decoder
+from jattn.llm.models.decoder import unit_length
 from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput, RequestTooLong, Unsupported
 
@@ -37,21 +40,35 @@ class EmbeddingRequestOutput:
 
 
 def embed(
-    model: object, prompts: Sequence[Sequence[int]], *, pooling: str, normalize: bool
+    model: object,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pooling: str | None,
+    normalize: bool,
+    modules: SentenceModules | None = None,
 ) -> list[EmbeddingRequestOutput]:
     """Returns the vector of each prompt of token ids; pooling and normalize as in `Decoder.embed`.
 
-    The model is a `Decoder`: an encoder, or a decoder whose last hidden states are pooled.
+    The model is a `Decoder`: an encoder, or a decoder whose last hidden states are pooled. `modules` are those of its
+    folder, whose pooling is used if none is given.
     """
     model = checked_model(model)
     check_bool("normalize", normalize)
+    modules = SentenceModules() if modules is None else modules
+    if modules.unserved:
+        wanted = "without them its vectors would be others"
+        raise Unsupported("modules.json", f"of the model's folder has {', '.join(modules.unserved)}", wanted)
+    pooling = (modules.pooling or "mean") if pooling is None else pooling
     if not isinstance(pooling, str):
         raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
     checked = [_checked(index, prompt, model) for index, prompt in enumerate(prompts)]
     graph, state = nnx.split(model)
+    layers = tuple((layer.kernel, layer.bias) for layer in modules.dense)
+    options: dict[str, Any] = {"pooling": pooling, "normalize": normalize}
+    options["activations"] = tuple(layer.activation for layer in modules.dense)
     found: dict[int, np.ndarray] = {}
     for places, tokens, lengths in batches(checked, model.config.max_position_embeddings):
-        vectors = _embed(graph, state, tokens, lengths, pooling=pooling, normalize=normalize)
+        vectors = _embed(graph, state, tokens, lengths, layers, **options)
         found |= dict(zip(places, np.asarray(vectors), strict=False))
     return [
         EmbeddingRequestOutput(str(index), EmbeddingOutput(found[index]), tuple(prompt))
@@ -120,6 +137,20 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("pooling", "normalize"))
-def _embed(graph: Any, state: Any, tokens: Any, lengths: Any, *, pooling: str, normalize: bool) -> jax.Array:
-    return nnx.merge(graph, state).embed(tokens, lengths, pooling=pooling, normalize=normalize)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("pooling", "normalize", "activations"))
+def _embed(
+    graph: Any,
+    state: Any,
+    tokens: Any,
+    lengths: Any,
+    layers: Any,
+    *,
+    pooling: str,
+    normalize: bool,
+    activations: tuple[str, ...],
+) -> jax.Array:
+    vectors = nnx.merge(graph, state).embed(tokens, lengths, pooling=pooling, normalize=False)
+    for (kernel, bias), activation in zip(layers, activations, strict=True):
+        vectors = vectors @ kernel if bias is None else vectors @ kernel + bias[None]
+        vectors = jnp.tanh(vectors) if activation == "tanh" else vectors
+    return unit_length(vectors) if normalize else vectors

@@ -68,6 +68,13 @@ def encoded(
     return tokenizer.encode(prompt, most=most, cut=cut), prompt
 
 
+def with_beginning(text: str, prompt: Prompt) -> Prompt:
+    """Returns a prompt whose text begins with another; token ids stay."""
+    if isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:
+        prompt = prompt["prompt"]
+    return text + prompt if isinstance(prompt, str) else prompt
+
+
 @contextlib.contextmanager
 def naming(index: int, prompts: Sequence[Prompt]) -> Iterator[None]:
     """Renames `prompt` in a refusal to its place among several prompts, such as "prompts[1]"."""

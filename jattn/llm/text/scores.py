@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.llm.load import TextTokenizer
+from jattn.llm.load import SentenceModules, TextTokenizer
 from jattn.llm.models import Decoder
 from jattn.llm.text.embeddings import batches, checked_model, embed
 from jattn.llm.text.pairs import Pieces, as_pieces
@@ -44,7 +44,8 @@ def score(
     *,
     cut: int | None,
     use_activation: bool,
-    pooling: str,
+    pooling: str | None,
+    modules: SentenceModules | None = None,
 ) -> list[ScoringRequestOutput]:
     """Returns the score of each pair; see `LLM.score`."""
     whole = checked_model(model)
@@ -61,7 +62,7 @@ def score(
     longest, num_labels = whole.config.max_position_embeddings, whole.config.num_labels
     if num_labels == 0:
         parts = [as_pieces(tokenizer, [(text,) for text in texts], longest, cut=cut) for texts in (firsts, seconds)]
-        return _cosines(whole, *parts, pooling=pooling)
+        return _cosines(whole, *parts, pooling=pooling, modules=modules)
     if num_labels > 1:
         wanted = "a score needs a model with one"
         raise Unsupported("model", f"has {num_labels} labels", wanted)
@@ -75,11 +76,9 @@ def score(
     ]
 
 
-def _cosines(
-    model: Decoder, firsts: list[Pieces], seconds: list[Pieces], *, pooling: str
-) -> list[ScoringRequestOutput]:
+def _cosines(model: Decoder, firsts: list[Pieces], seconds: list[Pieces], **options: Any) -> list[ScoringRequestOutput]:
     prompts = [each.token_ids for each in (*firsts, *seconds)]
-    vectors = [each.outputs.embedding for each in embed(model, prompts, pooling=pooling, normalize=True)]
+    vectors = [each.outputs.embedding for each in embed(model, prompts, normalize=True, **options)]
     found = []
     for index, second in enumerate(seconds):
         place = index if len(firsts) > 1 else 0

@@ -26,7 +26,14 @@ from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
 from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
-from jattn.llm.load import ChatTemplate, embedded_model_folder, load_generation_defaults, load_model
+from jattn.llm.load import (
+    ChatTemplate,
+    SentenceModules,
+    embedded_model_folder,
+    load_generation_defaults,
+    load_model,
+    load_sentence_modules,
+)
 from jattn.llm.load.calibrate import calibrate_kv_cache
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.load.other_tokenizers import as_text_tokenizer
@@ -113,6 +120,7 @@ class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManag
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
         tokenizer = as_text_tokenizer(tokenizer)
         self.default_sampling: dict[str, Any] = {}
+        self.sentence_modules = SentenceModules()
         if isinstance(model, nnx.Module):
             if any(option is not None for option in (dtype, implementation, quantization, hf_overrides)):
                 raise InvalidInput(
@@ -138,6 +146,7 @@ class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManag
                 progress=sys.stderr.isatty(),
             )
             tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            self.sentence_modules = load_sentence_modules(folder)
             if use_generation_config:
                 defaults = load_generation_defaults(folder)
                 self.default_sampling = defaults.sampling

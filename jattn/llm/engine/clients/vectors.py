@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jattn.llm.load import TextTokenizer
+from jattn.llm.load import SentenceModules, TextTokenizer
 from jattn.llm.text.embeddings import EmbeddingRequestOutput, embed
 from jattn.llm.text.pairs import cut_prompt
-from jattn.llm.text.prompts import Prompt, as_prompts, encoded
+from jattn.llm.text.prompts import Prompt, as_prompts, encoded, with_beginning
 from jattn.llm.text.scores import ScoringRequestOutput, score
 
 
@@ -17,6 +17,7 @@ class VectorsOfTexts:
 
     model: Any
     tokenizer: TextTokenizer | None
+    sentence_modules: SentenceModules
 
     @property
     def longest_prompt(self) -> int:
@@ -27,24 +28,31 @@ class VectorsOfTexts:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "mean",
+        pooling: str | None = None,
         normalize: bool = True,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns a vector for each prompt, from an encoder such as BERT, or from a decoder's last hidden states.
 
         Args:
             prompts: as in `generate`; an empty text is the special tokens that the tokenizer adds to every text.
-            pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; the model's card says which
-                one it was trained for.
+            pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; None for that of the folder's
+                modules.json (sentence-transformers), or "mean" without one. The dense layers that this file names
+                follow.
             normalize: scale every vector to length 1, so that a dot product is the cosine.
             truncate_prompt_tokens: cut the ends of longer prompts, so that they have this many tokens, special ones
                 included; -1 for as many as the model reads, None to refuse longer ones.
+            prompt_name: the use of the texts, such as "query" or "document", by whose prompt in the folder's
+                config_sentence_transformers.json they begin; None for the folder's default, "" for no prompt. Prompts
+                of token ids stay as they are.
 
         Raises:
-            InvalidInput: a prompt without tokens, a token outside the vocabulary, or another pooling.
+            InvalidInput: a prompt without tokens, a token outside the vocabulary, another pooling, or an unknown
+                prompt_name.
             RequestTooLong: a prompt is longer than the model's context.
-            Unsupported: the model is a module of your own, or has an encoder before its decoder.
+            Unsupported: the model is a module of your own, has an encoder before its decoder, or its folder names
+                modules that this build does not have.
 
         Example:
             >>> from jattn import LLM
@@ -54,13 +62,15 @@ class VectorsOfTexts:
             True
         """
         most, listed, cut = self.longest_prompt, as_prompts(prompts), truncate_prompt_tokens
+        if beginning := self.sentence_modules.prompt(prompt_name):
+            listed = [with_beginning(beginning, each) for each in listed]
         token_ids = [
             encoded(each, self.tokenizer, most, may_be_empty=True)[0]
             if cut is None
             else cut_prompt(each, self.tokenizer, most, cut)
             for each in listed
         ]
-        return embed(self.model, token_ids, pooling=pooling, normalize=normalize)
+        return embed(self.model, token_ids, pooling=pooling, normalize=normalize, modules=self.sentence_modules)
 
     def score(
         self,
@@ -69,7 +79,7 @@ class VectorsOfTexts:
         *,
         truncate_prompt_tokens: int | None = None,
         use_activation: bool = True,
-        pooling: str = "mean",
+        pooling: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Returns how well each text of `text_2` fits that of `text_1`: a cross-encoder's score, or a cosine.
 
@@ -78,7 +88,8 @@ class VectorsOfTexts:
             text_2: a text or several.
             truncate_prompt_tokens: as in `embed`; of a pair the longer text is cut first.
             use_activation: apply the function that the model's config names (the sigmoid); False for logits.
-            pooling: as in `embed`, of a model without labels, whose score is the cosine of two vectors.
+            pooling: as in `embed`, of a model without labels, whose score is the cosine of two vectors. No prompt
+                of the folder is put before the texts.
 
         Raises:
             InvalidInput: an argument is wrong, or there is no tokenizer.
@@ -87,4 +98,5 @@ class VectorsOfTexts:
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         options: dict[str, Any] = {"use_activation": use_activation, "pooling": pooling, "cut": truncate_prompt_tokens}
+        options["modules"] = self.sentence_modules
         return score(self.model, self.tokenizer, firsts, seconds, **options)

@@ -1,11 +1,11 @@
-"""DeepSeek-V3 (arXiv:2412.19437) with a correction bias, and V3.2 (arXiv:2512.02556) with an indexer."""
+"""DeepSeek-V3 (arXiv:2412.19437) with a correction bias, V3.2 (arXiv:2512.02556) with an indexer, and Youtu-LLM."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from jattn.llm.load.families.deepseek_v2 import DEFAULTS, KEYS, NAMES
+from jattn.llm.load.families.deepseek_v2 import DEFAULTS, KEYS, LATENT_KEYS, NAMES
 from jattn.llm.load.families.family import Family, Raw
 from torch_core.base.checks import shown
 from torch_core.base.errors import Unsupported
@@ -33,6 +33,17 @@ DEEPSEEK_V3 = Family(
     brings_code=True,
     # The layer that predicts a second token; cut models have V3's own.
     unread=r"model\.layers\.(61|{layers})\..+",
+)
+
+# Youtu-LLM (arXiv:2512.24618): V3's attention without experts.
+YOUTU = Family(
+    architecture="YoutuForCausalLM",
+    model_type="youtu",
+    keys={name: KEYS[name] for name in ("attention_bias", *LATENT_KEYS)},
+    defaults={**DEFAULTS, "tie_word_embeddings": True},
+    ignored=("embedding_initializer_range",),
+    inert={"rope_interleave": True},
+    brings_code=True,
 )
 
 # Of attention over chosen tokens, as transformers 5.23 writes it and as 5.17 does.

@@ -1,10 +1,14 @@
-"""The text models of Gemma 3 (arXiv:2503.19786): norms on queries and keys, a base of rotation by kind of layer."""
+"""Gemma 3 (arXiv:2503.19786; text) and EmbeddingGemma: norms on queries and keys, two bases of rotation."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from jattn.llm.load.families.family import Family, Raw, Whole, every
 from jattn.llm.load.families.gemma import DEFAULTS, IGNORED, INERT, KEYS, NAMES, scale_of_gguf, scaled_embedding
 from jattn.llm.load.families.gguf import Gguf
+from torch_core.base.errors import Unsupported
 
 
 def _pattern(layer: int, raw: Raw) -> bool:
@@ -38,4 +42,30 @@ GEMMA3 = Family(
             "max_position_embeddings": 131072,
         },
     ),
+)
+
+
+def _two_sided(raw: Raw) -> dict[str, Any]:
+    """Refuses a model without a head whose tokens see the past alone."""
+    if raw.get("use_bidirectional_attention") is not True:
+        wanted = "this build reads Gemma3TextModel where it is true"
+        raise Unsupported("use_bidirectional_attention", value=raw.get("use_bidirectional_attention"), wanted=wanted)
+    return scaled_embedding(raw)
+
+
+# EmbeddingGemma (arXiv:2509.20354): tokens see both sides; the window counts both.
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    architecture="Gemma3TextModel",
+    keys={name: key for name, key in GEMMA3.keys.items() if name != "final_logit_softcapping"},
+    defaults={name: value for name, value in GEMMA3.defaults.items() if name != "final_logit_softcapping"},
+    options={**GEMMA3.options, "is_encoder": True},
+    derive=_two_sided,
+    derived={"use_bidirectional_attention": True},
+    inert={"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    two_sided_window="sliding_window",
+    names={**NAMES, "embed_tokens": "embed_tokens", "norm": "norm", "layer": "layers.{layer}."},
+    prefix="",
+    gguf=None,
+    whole=None,
 )

@@ -9,7 +9,7 @@ from jattn.llm.load.families.deepseek_v2 import KEYS, LATENT_KEYS, NAMES
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3
 from jattn.llm.load.families.family import Family, Key, Raw, mlp_layer_types
 
-_EXPERT_KEYS = {name: key for name, key in KEYS.items() if name not in (*LATENT_KEYS, "attention_bias")}
+EXPERT_KEYS = {name: key for name, key in KEYS.items() if name not in (*LATENT_KEYS, "attention_bias")}
 #: The layer that predicts a second token.
 NEXT = r"model\.layers\.{layers}\..+"
 
@@ -17,7 +17,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     keys={
-        **_EXPERT_KEYS,
+        **EXPERT_KEYS,
         "norm_topk_prob": "moe.norm_topk_prob",
         "attention_bias": "attention_bias",
         "use_qk_norm": Key("qk_norm", lambda used: "head" if used else None, lambda kind: kind is not None),

@@ -34,6 +34,12 @@ def _written(config: ModelConfig) -> dict[str, Any]:
 _POSITIONS = {"rope": "rope"}
 _SHARED = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
 _EXPERTS = "block_sparse_moe"
+SHARED_NAMES = {f"moe.shared_expert.{name}": where for name, where in _SHARED.items()}
+EXPERT_NAMES = {
+    "moe.router": f"{_EXPERTS}.router.layer",
+    "moe.gate_up_proj": f"{_EXPERTS}.input_linear.weight",
+    "moe.down_proj": f"{_EXPERTS}.output_linear.weight",
+}
 
 GRANITE_MOE_HYBRID = Family(
     architecture="GraniteMoeHybridForCausalLM",
@@ -63,11 +69,6 @@ GRANITE_MOE_HYBRID = Family(
     inert={"normalization_function": "rmsnorm"},
     layer_types=MAMBA_TYPES,
     write=_written,
-    names={f"{module}.{name}": where for module in ("mlp", "moe.shared_expert") for name, where in _SHARED.items()}
-    | {
-        "moe.router": f"{_EXPERTS}.router.layer",
-        "moe.gate_up_proj": f"{_EXPERTS}.input_linear.weight",
-        "moe.down_proj": f"{_EXPERTS}.output_linear.weight",
-    },
+    names={**{f"mlp.{name}": where for name, where in _SHARED.items()}, **SHARED_NAMES, **EXPERT_NAMES},
     experts_out_in=True,
 )

@@ -1,8 +1,8 @@
-"""Nemotron, Apertus (arXiv:2509.14233) and Arcee: plain feed-forward parts."""
+"""Nemotron, Apertus (arXiv:2509.14233), Arcee and Jais 2: plain feed-forward parts."""
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family
+from jattn.llm.load.families.family import BOTH_BIASES, WITHOUT_GATE, Family
 
 NEMOTRON = Family(
     architecture="NemotronForCausalLM",
@@ -42,4 +42,12 @@ ARCEE = Family(
     keys={"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias"},
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
     options={"gated_mlp": False},
+)
+
+JAIS2 = Family(
+    architecture="Jais2ForCausalLM",
+    model_type="jais2",
+    keys={"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias", "layer_norm_eps": "rms_norm_eps"},
+    defaults={"attention_bias": True, "mlp_bias": True, "layer_norm_eps": 1e-5, "hidden_act": "relu2"},
+    options=WITHOUT_GATE,
 )

@@ -1,9 +1,12 @@
-"""OLMoE (arXiv:2409.02060) and MiniMax-M2: experts in every layer, norms on all heads at once."""
+"""OLMoE, FlexOlmo and MiniMax-M2: experts in every layer, norms on all heads at once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jattn.llm.load.families.family import BOTH_BIASES, Family, expert_names
 from jattn.llm.load.families.mixtral import KEYS
+from jattn.llm.load.families.norms import OLMO2
 
 # OLMoE (arXiv:2409.02060): norms on all heads of queries and of keys at once, no windows.
 OLMOE = Family(
@@ -22,6 +25,17 @@ OLMOE = Family(
     absent=("head_dim",),
     aliases={"num_local_experts": "num_experts"},
     names={"moe.router": "mlp.gate"} | expert_names("moe", "mlp.experts.{expert}"),
+)
+
+# FlexOlmo (arXiv:2507.07024): OLMo 2's layers, each expert from data of its own.
+FLEX_OLMO = replace(
+    OLMOE,
+    architecture="FlexOlmoForCausalLM",
+    model_type="flex_olmo",
+    keys={name: key for name, key in OLMOE.keys.items() if name != "clip_qkv"},
+    defaults={"num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False, "rope_theta": 5e5},
+    options=OLMO2.options,
+    names={**OLMOE.names, **OLMO2.names},
 )
 
 # MiniMax-M2: sigmoid scores with a correction, rotation of a part of each head, norms on all heads at once.

@@ -6,37 +6,47 @@ from jattn.llm.load.families.afmoe import AFMOE
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
+from jattn.llm.load.families.cohere2_moe import COHERE2_MOE
 from jattn.llm.load.families.cwm import CWM
 from jattn.llm.load.families.deepseek_v2 import DEEPSEEK_V2
-from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32
+from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from jattn.llm.load.families.dots import DOTS1
 from jattn.llm.load.families.ernie import ERNIE4_5, ERNIE4_5_MOE
+from jattn.llm.load.families.exaone_moe import EXAONE_MOE
 from jattn.llm.load.families.falcon import FALCON
 from jattn.llm.load.families.falcon_h1 import FALCON_H1
 from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
-from jattn.llm.load.families.gemma3 import GEMMA3
+from jattn.llm.load.families.gemma3 import EMBEDDING_GEMMA, GEMMA3
 from jattn.llm.load.families.gemma4 import GEMMA4
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
 from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
 from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
+from jattn.llm.load.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from jattn.llm.load.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from jattn.llm.load.families.helium import HELIUM, INTERNLM3
 from jattn.llm.load.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from jattn.llm.load.families.hunyuan3 import HY_V3
+from jattn.llm.load.families.hyperclovax import HYPERCLOVAX
 from jattn.llm.load.families.kimi import KIMI_LINEAR
 from jattn.llm.load.families.lfm2 import LFM2
+from jattn.llm.load.families.lfm2_moe import LFM2_MOE
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
+from jattn.llm.load.families.mellum import FLINT, MELLUM
 from jattn.llm.load.families.minicpm3 import MINICPM3
 from jattn.llm.load.families.minimax import MINIMAX
 from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
+from jattn.llm.load.families.ministral_8b import MINISTRAL
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
 from jattn.llm.load.families.modernbert import MODERNBERT, MODERNBERT_CLASSIFIER
-from jattn.llm.load.families.nemotron import APERTUS, ARCEE, NEMOTRON
+from jattn.llm.load.families.nemotron import APERTUS, ARCEE, JAIS2, NEMOTRON
 from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
 from jattn.llm.load.families.olmo_hybrid import OLMO_HYBRID
-from jattn.llm.load.families.olmoe import MINIMAX_M2, OLMOE
+from jattn.llm.load.families.olmoe import FLEX_OLMO, MINIMAX_M2, OLMOE
 from jattn.llm.load.families.phi import PHI, PHIMOE
 from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -45,6 +55,7 @@ from jattn.llm.load.families.roberta import ROBERTA, ROBERTA_CLASSIFIER, XLM_ROB
 from jattn.llm.load.families.solar_open import SOLAR_OPEN
 from jattn.llm.load.families.stablelm import PERSIMMON, STABLELM
 from jattn.llm.load.families.t5 import T5
+from jattn.llm.load.families.vault_gemma import VAULT_GEMMA
 from jattn.llm.load.families.window_rope import COHERE2, EXAONE4
 from torch_core.base.errors import InvalidInput
 
@@ -57,10 +68,12 @@ _ORDER = (
     *(PHI, PHIMOE, NEMOTRON, APERTUS, ARCEE, HELIUM, LLAMA4, STABLELM, PERSIMMON, INTERNLM3),
     *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA, GEMMA4),
     *(CWM, SOLAR_OPEN, AFMOE),
-    *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+    *(MINISTRAL, HY_V3, DOTS1, EXAONE_MOE, YOUTU, COHERE2_MOE, MELLUM, FLINT, FLEX_OLMO, HYPERCLOVAX, JAIS2),
+    *(VAULT_GEMMA, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA),
+    *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
-    *(MODERNBERT, MODERNBERT_CLASSIFIER),
+    *(EMBEDDING_GEMMA, MODERNBERT, MODERNBERT_CLASSIFIER),
     *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}

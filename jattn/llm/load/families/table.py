@@ -1,4 +1,4 @@
-"""The table of all architectures in docs/reference/models.md, from the families' data."""
+"""The table of all architectures in docs/reference/architectures.md, from the families' data."""
 
 from __future__ import annotations
 

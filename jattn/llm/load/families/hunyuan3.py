@@ -1,0 +1,52 @@
+"""Hy3: norms on queries and keys before their rotation, sigmoid scores with a correction, a shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw, expert_names, mlp_layer_types
+from jattn.llm.load.families.glm_moe import NEXT
+from torch_core.base.checks import check_int
+
+
+def _dense_layers(raw: Raw) -> dict[str, Any]:
+    """Returns the layers without experts, unless mlp_layer_types says otherwise."""
+    given = raw.get("first_k_dense_replace")
+    check_int("first_k_dense_replace", count := 1 if given is None else given, 0, 512)
+    return {"moe.dense_layers": tuple(range(count))}
+
+
+HY_V3 = Family(
+    architecture="HYV3ForCausalLM",
+    model_type="hy_v3",
+    keys={
+        "attention_bias": BOTH_BIASES,
+        "num_experts": "moe.num_experts",
+        "num_experts_per_tok": "moe.num_experts_per_tok",
+        "num_shared_experts": "moe.n_shared_experts",
+        "moe_intermediate_size": "moe.intermediate_size",
+        "router_scaling_factor": "moe.routed_scaling_factor",
+    },
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_theta": 11158840.0,
+        "num_experts": 192,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "router_scaling_factor": 2.826,
+    },
+    options={"qk_norm": "head", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
+    derive=_dense_layers,
+    write=mlp_layer_types,
+    derived={"first_k_dense_replace": None},
+    aliases={"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"},
+    # Of roundings between operations.
+    ignored=("enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine"),
+    inert=dict.fromkeys(("qk_norm", "route_norm", "moe_router_enable_expert_bias", "moe_router_use_sigmoid"), True),
+    names={"moe.router": "mlp.router.gate", "moe.e_score_correction_bias": "mlp.expert_bias"}
+    | expert_names("moe", "mlp.experts.{expert}")
+    | expert_names("moe.shared_expert", "mlp.shared_mlp"),
+    unread=NEXT,
+)

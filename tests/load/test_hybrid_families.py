@@ -1,0 +1,67 @@
+"""Families whose layers keep states: chunks, shared prefixes, forks, preemption and swaps, against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.load import known_families, load_model
+from tests.load.test_families import assert_best
+from tests.support.family_models import VARIANTS, write_checkpoint
+
+LENGTHS, BLOCK = (17, 9, 10, 11), 4
+HYBRID = [(architecture, variant) for architecture, variant in VARIANTS if known_families()[architecture].has_states]
+LARGER = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 203}
+
+
+def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int) -> None:
+    """Texts alone, after a prefix, in three samples, computed again and swapped: transformers' best tokens."""
+    model, config, _ = load_model(folder, implementation="xla", with_tokenizer=False)
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, config.vocab_size, length).tolist() for length in LENGTHS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    # Several samples of a prompt want a temperature; this one leaves the best token.
+    three = dataclasses.replace(greedy, temperature=1e-7, n=3)
+    blocks = -(-(max(LENGTHS) + max_tokens) // BLOCK)
+    sizes = EngineConfig(
+        block_size=BLOCK,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        max_model_len=BLOCK * blocks,
+        # Two of the sequences fit, and one in the memory of the host.
+        num_blocks=2 * blocks,
+        num_host_blocks=blocks,
+        fixed_shapes=True,
+    )
+
+    def said(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        return [list(each.token_ids) for output in llm.generate(prompts, params) for each in output.outputs]
+
+    with LLM(model, config=sizes) as llm:
+        texts = [said(llm, [prompt], greedy)[0] for prompt in prompts]
+        # The prefix ends in tokens that were decoded.
+        longer, rest = [*prompts[-1], *texts[-1][:-2]], dataclasses.replace(greedy, max_tokens=2)
+        assert said(llm, [longer], rest) == [texts[-1][-2:]]
+        assert llm.engine.cache_stats().hit_tokens > 0
+        assert said(llm, prompts[:1], three) == [texts[0]] * 3
+        assert said(llm, prompts, greedy) == texts
+        stats = llm.engine.cache_stats()
+        assert min(stats.forks, stats.preemptions, stats.swapped_in) > 0, stats
+    assert_best(folder, prompts, texts)
+
+
+def test_texts_of_states_beside_latents_survive_forks_preemption_and_swaps(tmp_path, seed) -> None:
+    check_every_way_through_the_engine(write_checkpoint(tmp_path, "KimiLinearForCausalLM", 1, seed), seed, 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [{}, LARGER], ids=["small", "larger"])
+@pytest.mark.parametrize(("architecture", "variant"), HYBRID)
+def test_texts_of_every_hybrid_family_survive_forks_preemption_and_swaps(
+    architecture, variant, sizes, tmp_path, seed
+) -> None:
+    check_every_way_through_the_engine(write_checkpoint(tmp_path, architecture, variant, seed, **sizes), seed, 64)

@@ -1,0 +1,121 @@
+"""The same of families that came after the first ones of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.family_cases import ALTERNATING, EXPERTS, GLM_EXPERTS, MINI_LATENT, SMALL_WINDOW, YARN
+
+NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "MinistralForCausalLM": (
+        "MinistralConfig",
+        [SMALL_WINDOW | {"head_dim": 8}, SMALL_WINDOW | {"layer_types": ALTERNATING, "head_dim": 16}],
+    ),
+    "HYV3ForCausalLM": (
+        "HYV3Config",
+        [
+            EXPERTS | {"head_dim": 8},
+            EXPERTS | {"head_dim": 16, "attention_bias": True, "mlp_layer_types": ["sparse", "dense"]},
+        ],
+    ),
+    "Dots1ForCausalLM": (
+        "Dots1Config",
+        [
+            GLM_EXPERTS | {"n_shared_experts": 1, "norm_topk_prob": True},
+            GLM_EXPERTS
+            | SMALL_WINDOW
+            | {"max_window_layers": 1, "attention_bias": True, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+        ],
+    ),
+    "ExaoneMoeForCausalLM": (
+        "ExaoneMoeConfig",
+        [
+            EXPERTS | SMALL_WINDOW | {"num_shared_experts": 2},
+            EXPERTS
+            | SMALL_WINDOW
+            | {"sliding_window_pattern": 2, "first_k_dense_replace": 0, "n_group": 3}
+            | {"topk_group": 2},
+        ],
+    ),
+    "YoutuForCausalLM": (
+        "YoutuConfig",
+        [MINI_LATENT, MINI_LATENT | {"q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": False}],
+    ),
+    "Cohere2MoeForCausalLM": (
+        "Cohere2MoeConfig",
+        [
+            SMALL_WINDOW | {"num_experts": 6, "head_dim": 8, "sliding_window_pattern": 2},
+            SMALL_WINDOW
+            | {"num_experts": 6, "head_dim": 16, "layer_types": ALTERNATING, "expert_selection_fn": "sigmoid"}
+            | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5}
+            | {"mlp_layer_types": ["sparse", "dense"], "prefix_dense_intermediate_size": 40, "norm_topk_prob": False},
+        ],
+    ),
+    "MellumForCausalLM": (
+        "MellumConfig",
+        [
+            EXPERTS | {"head_dim": 8},
+            EXPERTS
+            | SMALL_WINDOW
+            | {"head_dim": 16, "layer_types": ALTERNATING, "mlp_layer_types": ["sparse", "dense"]}
+            | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 1e4}}},
+        ],
+    ),
+    "FlintForCausalLM": (
+        "FlintConfig",
+        [
+            EXPERTS | SMALL_WINDOW | {"head_dim": 8, "shared_expert_intermediate_size": 20, "num_hidden_layers": 4},
+            EXPERTS
+            | SMALL_WINDOW
+            | {"head_dim": 16, "shared_expert_intermediate_size": 20, "layer_types": ALTERNATING}
+            | {"mlp_only_layers": [], "norm_topk_prob": False},
+        ],
+    ),
+    "FlexOlmoForCausalLM": (
+        "FlexOlmoConfig",
+        [{"num_experts": 6, "num_experts_per_tok": 2}, {"num_experts": 6, "norm_topk_prob": True}],
+    ),
+    "HyperCLOVAXForCausalLM": (
+        "HyperCLOVAXConfig",
+        [
+            {"use_post_norm": False},
+            {"head_dim": 8, "embedding_multiplier": 12.0, "logits_scaling": 0.5, "residual_multiplier": 0.22}
+            | {"attention_multiplier": 0.1, "mlp_bias": True, "attention_bias": True},
+        ],
+    ),
+    "Jais2ForCausalLM": ("Jais2Config", [{"head_dim": 16}, {"mlp_bias": False, "attention_bias": False}]),
+    "VaultGemmaForCausalLM": (
+        "VaultGemmaConfig",
+        [SMALL_WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0}],
+    ),
+    "GraniteMoeForCausalLM": ("GraniteMoeConfig", [{"num_local_experts": 6, "attention_multiplier": 0.3}]),
+    "GraniteMoeSharedForCausalLM": (
+        "GraniteMoeSharedConfig",
+        [
+            {"num_local_experts": 6},
+            {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 20, "logits_scaling": 6.0}
+            | {"attention_bias": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+        ],
+    ),
+    "GraniteSWAForCausalLM": (
+        "GraniteSWAConfig",
+        [SMALL_WINDOW, SMALL_WINDOW | {"layer_types": ALTERNATING, "layer_rope_theta": [10000.0, 0]}],
+    ),
+    "GraniteMoeSWAForCausalLM": (
+        "GraniteMoeSWAConfig",
+        [
+            SMALL_WINDOW
+            | {"num_local_experts": 6, "layer_rope_theta": [0, 10000.0], "shared_intermediate_size": 20}
+            | {"attention_multiplier": 0.3},
+        ],
+    ),
+    "Lfm2MoeForCausalLM": (
+        "Lfm2MoeConfig",
+        [
+            EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+            EXPERTS
+            | {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0, "conv_bias": True}
+            | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+        ],
+    ),
+}
