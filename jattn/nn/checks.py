@@ -72,7 +72,12 @@ def check_cache_dtype(dtype: Any, k_scale: CacheScale, v_scale: CacheScale) -> N
 def check_inputs(
     module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, input_positions: Any, shared_kv: Any, *, cached: bool
 ) -> None:
-    """Checks that the inputs of a call match the module and each other."""
+    """Checks that the inputs of a call match the module and each other, and its weights the number of heads."""
+    for name in ("key", "value"):
+        kernel, heads = getattr(getattr(module, name), "kernel", None), (module.num_kv_heads, module.head_dim)
+        if kernel is not None and tuple(kernel.shape[-2:]) != heads:
+            wanted = f"num_kv_heads and head_dim need [..., {heads[0]}, {heads[1]}]; load weights of as many heads"
+            raise InvalidInput(f"{name}.kernel", f"has shape {tuple(kernel.shape)}", wanted)
     if input_positions is not None and module.rope is None:
         raise InvalidInput(POSITIONS_WITHOUT_ROPE)
     arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}

@@ -79,7 +79,8 @@ class CacheFixes(NamedTuple):
 #: Of `jattn.nn.MultiHeadAttention`.
 NNX_FIXES = CacheFixes(
     deleted="go on with the module that the step returned, or call init_cache.",
-    batch="call init_cache with the inputs' batch.",
+    batch="call init_cache with the inputs' batch. If a state was loaded, leave flax's cache out of it: "
+    "nnx.state(module, nnx.Not(nnx.Cache)).",
     full="call init_cache with a longer input_shape.",
 )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from torch_core.base.limits import checked
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` with paged decoding: it trains like flax's module and generates over a paged cache.
 
-    Constructor, call and parameters are flax's: the state of one module loads into the other. The module has three
-    forms of call:
+    Constructor, call and parameters are flax's: the parameters of one module load into the other, and `from_nnx` takes
+    them from it. The module has three forms of call:
 
     - `y = attn(x)` attends within a padded batch `[batch..., length, features]`. It is differentiable.
     - `y, cache = attn(x, cache=cache, metadata=metadata)` takes packed tokens `[tokens, features]` and a paged cache,
@@ -144,6 +145,31 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.deterministic_gradients = deterministic_gradients
         if kv_sharing:
             self.key, self.value, self.key_ln = nnx.data(None), nnx.data(None), nnx.data(None)
+
+    @classmethod
+    def from_nnx(cls, module: nnx.MultiHeadAttention, **changes: Any) -> Self:
+        """Returns a module with the options and the parameters of flax's module, and without a cache.
+
+        Args:
+            module: flax's module. Both modules then have the same `nnx.Param` objects.
+            changes: options of the constructor, such as `sliding_window`; they replace those of the module.
+
+        Raises:
+            Unsupported: the module has an attention_fn other than flax's default and `jattn.attention_fn`.
+
+        Example:
+            >>> old = nnx.MultiHeadAttention(num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0))
+            >>> new = MultiHeadAttention.from_nnx(old, sliding_window=8)
+            >>> new.query.kernel is old.query.kernel
+            True
+        """
+        names = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
+        given = {name: getattr(module, name) for name in names if name != "rngs" and hasattr(module, name)}
+        given |= {"kernel_init": nnx.initializers.zeros, "keep_rngs": module.rngs is not None}
+        new = cls(**{**given, **changes}, rngs=nnx.Rngs(0))
+        for name in ("query", "key", "value", "out", "query_ln", "key_ln", "rngs"):
+            setattr(new, name, getattr(module, name))
+        return new
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

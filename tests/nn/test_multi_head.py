@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jattn.nn import MultiHeadAttention
+from torch_core.base.errors import InvalidInput
 
 BATCH, LENGTH, FEATURES = 2, 6, 16
 KEY_PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 1]], bool)[:, None, None, :]
@@ -101,8 +102,16 @@ def test_weights_load_both_ways_and_give_equal_outputs_and_gradients(options: st
     assert apart(again, expected[0]) > tolerance
 
 
-@pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"mask": jnp.ones((1, 1, 1, 1), bool)}], ids=str)
-@pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"dropout_rate": 0.5, "deterministic": False}], ids=str)
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        ({}, {"num_kv_heads": 2}),
+        ({}, {"dropout_rate": 0.5, "deterministic": False}),
+        ({"is_causal": True}, {"num_kv_heads": 2}),
+        ({"mask": jnp.ones((1, 1, 1, 1), bool)}, {"dropout_rate": 0.5, "deterministic": False}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(0, LENGTH), (BATCH, 0)], ids=str)
 def test_a_batch_without_rows_or_tokens_has_an_output_without_any(
     shape: tuple[int, int], options: dict[str, Any], call: dict[str, Any]
@@ -117,3 +126,41 @@ def test_a_batch_without_rows_or_tokens_has_an_output_without_any(
 def test_an_encoder_that_has_no_token_gives_zeros() -> None:
     _, module = twins(0, use_bias=False)
     assert not module(jnp.ones((BATCH, LENGTH, FEATURES)), jnp.ones((BATCH, 0, FEATURES))).any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_kv_heads": 2, "normalize_qk": True}, {"dropout_rate": 0.5, "keep_rngs": False, "out_features": 5}],
+    ids=str,
+)
+def test_a_module_of_flaxs_options_and_parameters_is_made_from_flaxs(options: dict[str, Any], seed: int) -> None:
+    theirs, _ = twins(seed, **options)
+    theirs.init_cache((BATCH, LENGTH, FEATURES))
+    ours = MultiHeadAttention.from_nnx(theirs)
+    x = jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, FEATURES))
+    assert np.allclose(ours(x, deterministic=True), theirs(x, deterministic=True), atol=1e-5)
+    assert ours.query.kernel is theirs.query.kernel
+    assert ours.cached_key is None
+    nearby = MultiHeadAttention.from_nnx(theirs, sliding_window=1)
+    assert not np.allclose(nearby(x, deterministic=True), ours(x, deterministic=True), atol=1e-2)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_weights_of_another_number_of_heads_are_refused_by_name(use_bias: bool, seed: int) -> None:
+    theirs, _ = twins(seed, use_bias=use_bias)
+    _, ours = twins(seed, use_bias=use_bias, num_kv_heads=2)
+    nnx.update(ours, nnx.state(theirs, nnx.Param))
+    with pytest.raises(InvalidInput, match=r"key.kernel has shape \(16, 4, 4\); .*\[..., 2, 4\]"):
+        ours(jnp.ones((BATCH, LENGTH, FEATURES)))
+
+
+def test_the_state_of_flaxs_cache_is_refused_with_the_filter_that_leaves_it_out(seed: int) -> None:
+    theirs, ours = twins(seed)
+    for module in (theirs, ours):
+        module.init_cache((BATCH, LENGTH, FEATURES))
+    nnx.update(ours, nnx.state(theirs))
+    with pytest.raises(InvalidInput, match=r"nnx.state\(module, nnx.Not\(nnx.Cache\)\)"):
+        ours(jnp.ones((BATCH, 1, FEATURES)), decode=True)
+    ours.init_cache((BATCH, LENGTH, FEATURES))
+    nnx.update(ours, nnx.state(theirs, nnx.Not(nnx.Cache)))
+    ours(jnp.ones((BATCH, 1, FEATURES)), decode=True)
