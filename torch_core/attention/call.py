@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
-from torch_core.attention.checks import check_caches, check_static, check_token_scales, even_axes
+from torch_core.attention.checks import check_caches, check_output, check_static, check_token_scales, even_axes
 from torch_core.attention.dropout import check_rate
-from torch_core.attention.options import MASK_OPTIONS, attention_spec
+from torch_core.attention.options import MASK_OPTIONS, NO_MASK, attention_spec
 from torch_core.attention.segments import SegmentFields
 from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec, AttentionSpec
+from torch_core.base.specs import FP8_DTYPES, ArraySpec, AttentionSpec
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts, check_tables
 
@@ -21,8 +21,6 @@ from torch_core.launch.values import check_starts, check_tables
 BIAS_FIELDS = ("alibi_slopes", "relative_bias", "qq_bias")
 #: Arrays that do more to a score than to hide it by bounds which all rows share.
 SCORE_FIELDS = (*BIAS_FIELDS, "mm_prefix_range")
-# The defaults of MASK_OPTIONS.
-_NO_MASK = (None, True, None, None, None, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ class AttentionCall(Call[A]):
             if self.seq_causal is not None and not isinstance(sliding_window, tuple):
                 spec = replace(spec, window_right=spec.window_left)
             object.__setattr__(self, "spec", spec)
-        elif mask != _NO_MASK:
+        elif mask != NO_MASK:
             raise InvalidInput("spec", "is given beside its parts", f"give spec or {', '.join(MASK_OPTIONS)}")
         self.check_statics()
 
@@ -252,19 +250,8 @@ class AttentionCall(Call[A]):
             )
         if dtype_name(key) != dtype_name(value):
             raise InvalidInput(f"keys are {dtype_name(key)} and values {dtype_name(value)}; both must be of one dtype.")
-        if self.result_dtype not in (*QUERY_DTYPES, *FP8_DTYPES, "float64"):
-            raise InvalidInput(f"out is {self.result_dtype}; it must be float32, bfloat16, float16 or fp8.")
-        if self.out is not None:
-            expected = (self.num_tokens, self.num_heads, self.value_head_size)
-            if tuple(self.out.shape) != expected:
-                raise InvalidInput(f"out has shape {list(self.out.shape)}; it must be {list(expected)}.")
-            if self.out_dtype not in (None, dtype_name(self.out)):
-                raise InvalidInput(f"out is {dtype_name(self.out)} and out_dtype {self.out_dtype}; give one of them.")
-        if self.out_scale is not None and self.result_dtype not in FP8_DTYPES:
-            raise InvalidInput(
-                f"out is {self.result_dtype} and out_scale is given; a scale is for an fp8 output: pass an fp8 out, "
-                "or out_dtype."
-            )
+        shape = (self.num_tokens, self.num_heads, self.value_head_size)
+        check_output(self.out, shape, self.result_dtype, self.out_dtype, self.out_scale)
         if self.qq_bias is not None and self.qq_bias.shape[0] < self.max_query_len:
             wanted = f"both sides must be at least max_query_len = {self.max_query_len}"
             raise InvalidInput("qq_bias", f"has shape {list(self.qq_bias.shape)}", wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import FP8_DTYPES
+from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES
 from torch_core.launch.call import A
 
 
@@ -45,6 +45,20 @@ def check_token_scales(k_cache: object, v_cache: object, k_scale: object, v_scal
         raise InvalidInput("k_scale or v_scale is given beside k_scale_cache and v_scale_cache; pass one kind.")
     if dtype not in (*FP8_DTYPES, "int8"):
         raise Unsupported(f"the cache is {dtype}; scales per token and head need int8 or fp8.")
+
+
+def check_output(out: Any, shape: tuple[int, ...], result_dtype: str, out_dtype: str | None, out_scale: object) -> None:
+    """Raises InvalidInput unless a given output has the shape and out_dtype, and a scale an fp8 output."""
+    if result_dtype not in (*QUERY_DTYPES, *FP8_DTYPES, "float64"):
+        raise InvalidInput(f"out is {result_dtype}; it must be float32, bfloat16, float16 or fp8.")
+    if out is not None:
+        if tuple(out.shape) != shape:
+            raise InvalidInput(f"out has shape {list(out.shape)}; it must be {list(shape)}.")
+        if out_dtype not in (None, result_dtype):
+            raise InvalidInput(f"out is {result_dtype} and out_dtype {out_dtype}; give one of them.")
+    if out_scale is not None and result_dtype not in FP8_DTYPES:
+        wanted = "a scale is for an fp8 output: pass an fp8 out, or out_dtype"
+        raise InvalidInput(f"out is {result_dtype} and out_scale is given; {wanted}.")
 
 
 def even_axes(num_seqs: int, **axes: tuple[int, int | None]) -> dict[str, int]:

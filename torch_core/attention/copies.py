@@ -52,8 +52,7 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, rest_size
     out = output(call)
     return (
         limits.arch == _ARCH
-        and call.spec.logits_soft_cap is None
-        and call.spec.attention_chunk is None
+        and call.spec.sets_only("scale", "causal", "window_left", "window_right", "use_alibi_sqrt")
         and call.value_head_size == call.head_size - rest_size
         and call.spec.scale > 0
         and out.aligned

@@ -116,6 +116,8 @@ def attention_spec(
 
 #: The keywords that `AttentionSpec` stands for.
 MASK_OPTIONS = tuple(name for name in inspect.signature(attention_spec).parameters if name != "query")
+#: Their defaults.
+NO_MASK = tuple(inspect.signature(attention_spec).parameters[name].default for name in MASK_OPTIONS)
 
 
 def _static_float(name: str, value: Any) -> float:

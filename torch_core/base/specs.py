@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeAlias
 
 from torch_core.base.checks import INT32_MAX, check_bool, check_int
@@ -324,6 +324,18 @@ class AttentionSpec:
         if cap is not None and not (math.isfinite(cap) and cap > 0):
             wanted = "it must be a positive finite number, or None for off"
             raise InvalidInput("logits_soft_cap", value=cap, wanted=wanted)
+
+    def sets_only(self, *names: str) -> bool:
+        """Returns whether all options other than those named have their defaults.
+
+        A kernel asks it about the options that it knows, and so refuses those that are added later.
+
+        Example:
+            >>> AttentionSpec(scale=0.1, window_left=3, logits_soft_cap=9.0).sets_only("scale", "window_left")
+            False
+        """
+        others = (each for each in fields(self) if each.name not in names)
+        return all(getattr(self, each.name) == each.default for each in others)
 
 
 def _check_cache_dtype(dtype: str) -> None:

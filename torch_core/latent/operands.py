@@ -59,7 +59,5 @@ def is_hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits, *further
         and call.query.dtype == output(call).dtype
         and call.arrays().keys() <= {*_ARRAYS, *further}
         and spec.scale > 0
-        and spec.logits_soft_cap is None
-        and spec.window_left is None
-        and spec.attention_chunk is None
+        and spec.sets_only("scale", "causal", "window_right", "use_alibi_sqrt")
     )
