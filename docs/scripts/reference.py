@@ -13,7 +13,7 @@ MODULES = {
     "jattn.parallel": "Sequences over several devices, inside `jax.shard_map`.",
     "jattn.bridge": "Arrays of JAX as tensors of torch, and back.",
     "jattn.llm.engine": "The engine. The module `jattn.engine` has the same names.",
-    "jattn.llm.models": "Decoders and encoders. The module `jattn.models` has the same names.",
+    "jattn.llm.models": "Decoders and encoders. After `import jattn.models` that module has the same names.",
     "jattn.llm.load": "Folders and files of models. The module `jattn.load` has the same names.",
     "jattn.llm.serve": "The server. The module `jattn.serve` has the same names.",
     "jattn.llm.testing": "The cross-check. The module `jattn.testing` has the same names.",

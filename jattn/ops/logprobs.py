@@ -23,7 +23,7 @@ def token_logprobs(
         temperature: divides the logits, a number or [...]; None for 1. An engine reports log-probabilities at its
             requests' temperatures with `logprobs_mode="processed_logprobs"`.
         batch_invariant: the bits are those that a batch-invariant engine reports for the same logits; see
-            `jattn.models.set_batch_invariant`.
+            `jattn.llm.models.set_batch_invariant`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -211,7 +211,7 @@ class KVPool(Owner):
         before, layers = everything[part], self._layers[part]
         try:
             result, after = step(before, *args)
-            after = tuple(after)
+            after = (after,) if isinstance(after, jax.Array) else tuple(after)
             fits = [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))
         except (jax.errors.JaxRuntimeError, ValueError) as error:

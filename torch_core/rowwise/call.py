@@ -78,8 +78,8 @@ class RowNormCall(Call[A]):
         weight: row `r` has the weights `r % num_weights`.
         bias: of a layer norm, or None.
         epsilon: added to the mean square, or to the variance.
-        norm_type: one of NORM_TYPES. "rms_norm" rounds to the dtype of `x` before the weight, "rms_norm_wide" after it;
-            "gemma_rms_norm" multiplies by 1 + weight.
+        norm_type: "rms_norm" rounds to the dtype of `x` before the weight, "rms_norm_wide" after it; "gemma_rms_norm"
+            multiplies by 1 + weight; "layer_norm" also subtracts the mean.
     """
 
     name: ClassVar[str] = "row_norm"

@@ -32,8 +32,9 @@ def set_batch_invariant(model: nnx.Module) -> None:
 
     A module takes part if its class has an attribute `batch_invariant`, which is set, or if it is an `nnx.Linear` or an
     `nnx.LinearGeneral` with the products of flax. A class of your own with such an attribute promises that its other
-    arithmetic depends on a token's row alone. `nnx.Embed` takes part, and its method `attend`, whose product does not,
-    raises Unsupported from then on.
+    arithmetic depends on a token's row alone: norms by `jattn.ops.row_norm`, products by `jattn.ops.row_product`.
+    `nnx.Embed` takes part, and its method `attend`, whose product does not, raises Unsupported from then on.
+    `nnx.LayerNorm` and `nnx.RMSNorm` do not take part.
 
     Args:
         model: a model of `jattn.llm.models`, or a module of your own.
@@ -68,7 +69,8 @@ class _NoAttend:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         problem = f"{self.name} is an Embed, whose attend sums in an order that depends on the batch"
-        raise Unsupported("batch_invariant", "is True", f"{problem}; use jattn.ops.row_product(x, embedding.T)")
+        remedy = "use jattn.ops.row_product(rows, embedding, transposed=True)"
+        raise Unsupported("batch_invariant", "is True", f"{problem}; {remedy}")
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -97,11 +99,17 @@ def _refuse(path: tuple[Any, ...], module: Any) -> None:
     elif isinstance(module, Attention) and module.scales_by_element:
         reason = "gates its results or scales its queries, which is not done row by row"
     elif not hasattr(type(module), "batch_invariant") and _is_own(module):
-        reason = f"is a {type(module).__name__}, whose results may depend on the batch"
+        reason = f"is a {type(module).__name__}, whose results may depend on the batch; {_remedy(module)}"
     elif isinstance(module, _LINEAR) and not _has_known_product(module):
         reason = "has a dot_general of its own, whose sums may have any order"
     if reason is not None:
         raise Unsupported("batch_invariant", "is True", f"{_name(path)} {reason}")
+
+
+def _remedy(module: Any) -> str:
+    if isinstance(module, (nnx.LayerNorm, nnx.RMSNorm)):
+        return "use jattn.ops.row_norm in a class of your own that has the attribute batch_invariant = False"
+    return "give its class the attribute batch_invariant = False if its arithmetic depends on a token's row alone"
 
 
 def _has_known_product(module: Any) -> bool:

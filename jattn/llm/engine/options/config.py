@@ -56,7 +56,7 @@ class EngineConfig:
             content, before another request gets it.
         batch_invariant: the bits of a request's log-probabilities depend on its own tokens and the weights alone: not
             on other requests, chunks, preemption, shared prefixes, proposals or the program of a step, and they are
-            those of the model's training pass. It switches the model too, see `jattn.models.set_batch_invariant`;
+            those of the model's training pass. It switches the model too, see `jattn.llm.models.set_batch_invariant`;
             docs/explanation/numerics.md has the exact promise and its cost.
         fixed_shapes: run all steps with prompts in one shape and all steps that decode in another, those of a full
             batch: two programs are compiled. A small batch then costs as much as a full one.
