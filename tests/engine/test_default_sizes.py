@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from jattn.llm.engine import Engine, EngineConfig
 from jattn.llm.engine.device import device as engine_device
+from jattn.llm.engine.device import programs as engine_programs
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
 from jattn.llm.engine.options.defaults import default_config
@@ -45,6 +47,26 @@ def test_the_pool_leaves_room_for_the_largest_step(decoder: Decoder, monkeypatch
     assert num_blocks(decoder) == 970 - 300
     (bucket,) = asked
     assert (bucket.num_seqs, bucket.num_tokens, bucket.sampler.kind) == (64, 512, SamplingKind.FULL)
+
+
+def test_the_pool_leaves_room_to_compare_kernels(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_device, "free_bytes", reports(1000 * BLOCK_BYTES))
+    monkeypatch.setattr(Programs, "step_bytes", lambda *_: 300 * BLOCK_BYTES)
+    monkeypatch.setattr(Programs, "tuning_bytes", property(lambda _: 200 * BLOCK_BYTES, lambda *_: None), raising=False)
+    assert num_blocks(decoder) == 1000 - 200 - 300
+
+
+@pytest.mark.parametrize(("room", "most"), [(0, 1), (2.5, 2), (1000, 16)])
+def test_no_more_programs_are_compiled_at_once_than_the_memory_holds_their_kernels(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, room: float, most: int
+) -> None:
+    programs = CoreEngine(decoder, EngineConfig(**SIZES, num_blocks=32))._core.device.runner.programs  # pyright: ignore[reportPrivateUsage]
+    assert programs.tuning_bytes == 0
+    assert programs.num_compilers() == min(os.cpu_count() or 1, 16)
+    monkeypatch.setattr(programs, "tuning_bytes", 1 << 20)
+    monkeypatch.setattr(engine_programs, "free_bytes", reports(int(room * (1 << 20))))
+    monkeypatch.setattr(engine_programs.os, "cpu_count", lambda: 64)
+    assert programs.num_compilers() == most
 
 
 def test_where_the_memory_is_in_pieces_the_pool_is_smaller(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ from torch_core.cache import CacheConfig, CommittedStep, LayerGroups, StateConfi
 
 CacheSpec = KVCacheSpec | LatentCacheSpec
 
-# The share of a device's free memory that neither the pool nor the largest step takes: for small programs and for gaps
-# between arrays.
+# The share of a device's free memory that neither the pool nor the largest step takes: for small programs, for gaps
+# between arrays, and for the kernels that XLA compares while it compiles.
 _SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
 
@@ -189,7 +189,8 @@ def open_device(
     cache = _plan_cache(placed, config, mesh, max_model_len, budget)
     # A small pool leaves any step room, and its engine need not wait for one more compilation.
     if free and cache.plan.num_bytes > cache.parts * free // 2:
-        budget -= _step_bytes(placed, cache, config, mesh)
+        step, tuning = _bytes_beside(placed, cache, config, mesh)
+        budget = min(budget, free - tuning) - step
         cache = _plan_cache(placed, config, mesh, max_model_len, max(1, budget))
     while True:
         try:
@@ -336,12 +337,15 @@ def _allocate(placed: _Placed, cache: _CachePlan, num_blocks: int) -> KVPool:
     )
 
 
-def _step_bytes(placed: _Placed, cache: _CachePlan, config: EngineConfig, mesh: Mesh | None) -> int:
-    """Returns the bytes of the largest step's intermediate arrays on a device; the pool's size does not change them."""
+def _bytes_beside(placed: _Placed, cache: _CachePlan, config: EngineConfig, mesh: Mesh | None) -> tuple[int, int]:
+    """Returns the bytes of the largest step's intermediate arrays on a device, and those that compiling takes there.
+
+    The pool's size does not change them.
+    """
     pool = _allocate(placed, cache, 2 * (1 if mesh is None else mesh.size))
     runner = _runner(placed, cache, pool, config, None)
     try:
-        return runner.step_bytes()
+        return runner.step_bytes(), runner.programs.tuning_bytes
     finally:
         pool.close()
 

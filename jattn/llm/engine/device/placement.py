@@ -249,5 +249,9 @@ def outlasts_the_host(leaves: Sequence[jax.Array]) -> bool:
     """
     if not any(device.platform == "gpu" for leaf in leaves for device in leaf.devices()):
         return False
-    num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    return num_bytes >= _MANY_BYTES
+    return sum(map(shard_bytes, leaves)) >= _MANY_BYTES
+
+
+def shard_bytes(leaf: jax.Array) -> int:
+    """Returns the bytes that one device has of an array."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -21,19 +21,23 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from jattn.llm.engine.device.adapters import AdapterLayout, AdapterMemory
 from jattn.llm.engine.device.buckets import Bucket
-from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.placement import Placement, shard_bytes
 from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Structure, Weights
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.reports import Compiling, event
-from jattn.pool import KVPool
+from jattn.pool import KVPool, free_bytes
 from torch_core.cache import LayerGroups
 
 # With these numbers of rows XLA's choice of products is slower than cuBLAS on an H200, because it ignores the
 # operations after a product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is faster
 # by 3 and 29%.
 _CUBLAS_ROWS = range(64, 257)
+# Bytes of a device that compiling one program takes, as a multiple of the largest weight: to choose the kernel of a
+# product XLA runs the candidates on operands and results of their own, the pool being allocated already.
+_TUNING_SHARE = 1.25
+_MAX_COMPILERS = 16
 # Compiled programs of one kind of model and one set of shapes, by bucket.
 _Compiled = dict[Bucket, Any]
 
@@ -64,6 +68,7 @@ class Programs:
         last: buckets of the programs that were run last, as many as steps can be in flight.
         num_compilations: programs that were compiled here.
         compile_seconds: time that steps and `compile` took for it.
+        tuning_bytes: bytes of a device that compiling one program may take; 0 where no kernels are compared.
     """
 
     def __init__(
@@ -113,6 +118,9 @@ class Programs:
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
+        self._device = next(iter(weights.leaves[0].sharding.addressable_devices)) if weights.leaves else None
+        largest = max(map(shard_bytes, weights.leaves), default=0)
+        self.tuning_bytes = int(largest * _TUNING_SHARE) if self._on_gpu else 0
         self._has_cublas = is_wide and self._on_gpu
         self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
         cache_specs = tuple(PartitionSpec() if each is None else each.spec for each in pool.shardings)
@@ -184,7 +192,7 @@ class Programs:
         missing = [bucket for bucket in buckets if bucket not in self.compiled]
 
         def compile_all() -> None:
-            with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
+            with ThreadPoolExecutor(self.num_compilers()) as threads:
                 # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
                 started = [(bucket, threads.submit(self._compile, self._lowered(bucket), bucket)) for bucket in missing]
                 for done, (bucket, compiled) in enumerate(started, 1):
@@ -192,6 +200,11 @@ class Programs:
                     report(done, len(missing), str(bucket))
 
         self._timed(f"{len(missing)} programs", compile_all)
+
+    def num_compilers(self) -> int:
+        """Returns the number of programs that `compile` compiles at once, by the free memory."""
+        room = free_bytes(self._device) // self.tuning_bytes if self.tuning_bytes else _MAX_COMPILERS
+        return max(1, min(os.cpu_count() or 1, _MAX_COMPILERS, room))
 
     def step_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
