@@ -36,6 +36,11 @@ def close(one: Any, other: Any) -> bool:
     return np.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def at_once(function: Any, *arrays: Any, **options: Any) -> Any:
+    """Calls a function in a program of its own, which compiles sooner than its operations one by one."""
+    return jax.jit(functools.partial(function, **options))(*arrays)
+
+
 class SowsNothing:
     def sow(self, *_: Any) -> None: ...
 
@@ -52,6 +57,7 @@ HONOURED: dict[str, dict[str, Any]] = {
     "precision": {"precision": "highest"},
     "dtype": {"dtype": jnp.float32},
 }
+WAYS = ("torch", "xla")
 # These have a batch axis of their own.
 TWO_AXES = ("bias", "padding", "dropout apart")
 
@@ -65,10 +71,10 @@ def test_the_result_is_that_of_flax(what: str, batch: tuple[int, ...], seed: int
         options = {name: array[None] for name, array in options.items()}
     query, key, value = arrays(seed, *batch)
     # Flax's fast path takes masks of one batch axis only; with a module it takes the other.
-    expected = nnx.dot_product_attention(query, key, value, **options, module=SowsNothing())  # pyright: ignore[reportArgumentType]
+    expected = at_once(nnx.dot_product_attention, query, key, value, **options, module=SowsNothing())
     # Kernels, where they are the default, count numbers of their own.
     implementation = "xla" if "dropout_rng" in options and ops.choose(None) != "xla" else None
-    assert close(attention_fn(query, key, value, **options, implementation=implementation), expected)
+    assert close(at_once(attention_fn, query, key, value, **options, implementation=implementation), expected)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +84,7 @@ def test_the_result_is_that_of_flax(what: str, batch: tuple[int, ...], seed: int
 )
 def test_the_packed_call_of_the_kernels_gives_what_jnp_gives(options: dict[str, Any], seed: int) -> None:
     query, key, value = arrays(seed)
-    found = attention_fn(query, key, value, **options, implementation="torch")
-    expected = attention_fn(query, key, value, **options, implementation="xla")
+    found, expected = (at_once(attention_fn, query, key, value, **options, implementation=each) for each in WAYS)
     assert close(found, expected)
     assert np.abs(expected).min() < np.abs(expected).max()
 
@@ -88,12 +93,12 @@ def test_the_packed_call_of_the_kernels_gives_what_jnp_gives(options: dict[str, 
 def test_the_kernels_drop_by_seeds_from_the_key(broadcast: bool, seed: int) -> None:
     query, key, value = arrays(seed)
     rng, options = jax.random.key(seed), {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
-    found = attention_fn(query, key, value, dropout_rng=rng, **options, implementation="torch")
+    found = at_once(attention_fn, query, key, value, dropout_rng=rng, **options, implementation="torch")
     seeds = dropout_seeds(rng, BATCH, HEADS, broadcast=broadcast)
     factors = keep_mask(np.asarray(seeds), np.arange(LENGTH), (0, KEYS), 0.4) * keep_factor(0.4)
     assert (factors == factors[:1, :1]).all() == broadcast
-    weights = linen.dot_product_attention_weights(query, key.repeat(HEADS // KV_HEADS, 2))
-    expected = jnp.einsum("bhqk,bkhd->bqhd", weights * factors, value.repeat(HEADS // KV_HEADS, 2))
+    weights = at_once(linen.dot_product_attention_weights, query, np.repeat(key, HEADS // KV_HEADS, 2))
+    expected = np.einsum("bhqk,bkhd->bqhd", weights * factors, np.repeat(value, HEADS // KV_HEADS, 2))
     assert close(found, expected)
 
 
@@ -128,7 +133,7 @@ def test_the_default_differentiates_what_its_kernels_do_not(seed: int, monkeypat
     def loss(bias: jax.Array, implementation: str | None) -> jax.Array:
         return (attention_fn(query, key, value, relative_bias=bias, implementation=implementation) ** 2).sum()
 
-    assert close(jax.grad(loss)(bias, None), jax.grad(loss)(bias, "xla"))
+    assert close(*(at_once(jax.grad(loss), bias, implementation=each) for each in (None, "xla")))
     with pytest.raises(Unsupported, match="relative_bias has a derivative, which implementation 'torch' does not"):
         jax.grad(loss)(bias, "torch")
 
@@ -166,20 +171,27 @@ def test_gradients_may_be_added_up_in_any_order_where_a_module_says_so(
 def test_padding_holds_anything_and_gives_zeros(seed: int) -> None:
     query, key, value = arrays(seed)
     lens: dict[str, Any] = {"lengths": jnp.array([4, 2]), "key_lengths": jnp.array([6, 3])}
-    expected = attention_fn(query, key, value, **lens)
-    query, key, value = query.at[1, 2:].set(jnp.nan), key.at[1, 3:].set(jnp.nan), value.at[1, 3:].set(jnp.nan)
-    for implementation in ("xla", "torch"):
-        found = attention_fn(query, key, value, **lens, implementation=implementation)
+    expected = at_once(attention_fn, query, key, value, **lens)
+    query, key, value = (np.array(x) for x in (query, key, value))
+    query[1, 2:] = key[1, 3:] = value[1, 3:] = np.nan
+    for implementation in WAYS:
+        found = np.asarray(at_once(attention_fn, query, key, value, **lens, implementation=implementation))
         assert close(found, expected)
         assert not found[1, 2:].any()
 
 
 def test_a_row_that_sees_nothing_gives_zeros_and_no_nan_in_a_gradient(seed: int) -> None:
     query, key, value = arrays(seed)
-    mask = jnp.ones((BATCH, 1, LENGTH, KEYS), bool).at[0, :, 1].set(False)
-    out, pullback = jax.vjp(lambda q, k, v: attention_fn(q, k, v, mask=mask), query, key, value)
-    assert not out[0, 1].any()
-    assert all(np.isfinite(x).all() for x in pullback(jnp.ones_like(out)))
+    mask = np.ones((BATCH, 1, LENGTH, KEYS), bool)
+    mask[0, :, 1] = False
+
+    def both(*arrays: jax.Array) -> Any:
+        out, pullback = jax.vjp(lambda q, k, v: attention_fn(q, k, v, mask=jnp.asarray(mask)), *arrays)
+        return out, pullback(jnp.ones_like(out))
+
+    out, gradients = at_once(both, query, key, value)
+    assert not np.asarray(out)[0, 1].any()
+    assert all(np.isfinite(x).all() for x in gradients)
 
 
 # T4 of the traps that users meet.
@@ -189,12 +201,13 @@ def test_one_causal_query_sees_every_key(seed: int) -> None:
 
 
 def test_flaxs_module_decodes_with_it_as_with_its_own(seed: int) -> None:
-    x = jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, 3, 16)), jnp.float32)
+    x = np.random.default_rng(seed).normal(size=(BATCH, 3, 16)).astype(np.float32)
     found = []
     for function in (nnx.dot_product_attention, attention_fn):
         module = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=True, attention_fn=function, rngs=nnx.Rngs(0))
         module.init_cache((BATCH, 8, 16))
-        found.append(jnp.concatenate([module(x[:, i : i + 1]) for i in range(3)], 1))
+        step = nnx.jit(lambda module, x: module(x))
+        found.append(np.concatenate([step(module, x[:, i : i + 1]) for i in range(3)], 1))
     assert close(*found)
 
 
@@ -213,14 +226,11 @@ def test_input_positions_reach_rope(seed: int) -> None:
     query, key, value = arrays(seed)
     rope = functools.partial(attention_fn, rope=lambda x, positions: x * jnp.cos(positions)[:, None])
     positions = jnp.array([[3, 5, 7, 2], [0, 1, 2, 3]])
-    angles = jnp.cos(positions)[..., None, None]
-    expected = attention_fn(query * angles, key[:, :LENGTH] * angles, value[:, :LENGTH])
-    assert close(rope(query, key[:, :LENGTH], value[:, :LENGTH], input_positions=positions), expected)
-    counted = jnp.cos(jnp.arange(LENGTH))[:, None, None]
-    assert close(
-        rope(query, key[:, :LENGTH], value[:, :LENGTH]),
-        attention_fn(query * counted, key[:, :LENGTH] * counted, value[:, :LENGTH]),
-    )
+    query, key, value = (np.asarray(x)[:, :LENGTH] for x in (query, key, value))
+    for given, turned in (({"input_positions": positions}, positions), ({}, jnp.arange(LENGTH)[None])):
+        angles = np.cos(turned)[..., None, None].astype(np.float32)
+        expected = at_once(attention_fn, query * angles, key * angles, value)
+        assert close(at_once(rope, query, key, value, **given), expected)
 
 
 REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
