@@ -15,6 +15,7 @@ from flax import nnx
 from jattn.nn import MultiHeadAttention, attention_fn, dense
 from jattn.nn.linen import MultiHeadAttention as LinenMultiHeadAttention
 from jattn.ops import choose
+from tests.nn.test_attention_fn import at_once
 from torch_core.base.errors import InvalidInput, Unsupported
 
 # Left padding, two documents; three documents and padding.
@@ -24,13 +25,13 @@ MASK: Any = (IDS[:, :, None] == IDS[:, None]) & (IDS > 0)[:, :, None]
 
 
 def _arrays(seed: int) -> Any:
-    keys = jax.random.split(jax.random.key(seed), 3)
-    query, key, value = (jax.random.normal(each, (2, 6, heads, 8)) for each, heads in zip(keys, (4, 2, 2), strict=True))
+    random = np.random.default_rng(seed)
+    query, key, value = (jnp.asarray(random.normal(size=(2, 6, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     return query, key, value
 
 
 def _poisoned(*arrays: jax.Array) -> Any:
-    return [jnp.where(REAL[..., None], x, jnp.nan) for x in arrays]
+    return [np.where(REAL[..., None], x, np.float32("nan")) for x in arrays]
 
 
 def _close(found: Any, expected: Any) -> None:
@@ -45,9 +46,9 @@ def _close(found: Any, expected: Any) -> None:
 )
 def test_segments_are_a_mask_and_padding_is_not_read(options: dict[str, Any], implementation: str, seed: int) -> None:
     arrays = _arrays(seed)
-    found = attention_fn(*_poisoned(*arrays), **options, segment_ids=IDS, implementation=implementation)
-    expected = attention_fn(*arrays, **options, mask=MASK[:, None], implementation="xla")
-    _close(found, expected)
+    poisoned = _poisoned(*arrays)
+    found = at_once(attention_fn, *poisoned, **options, segment_ids=IDS, implementation=implementation)
+    _close(found, at_once(attention_fn, *arrays, **options, mask=MASK[:, None], implementation="xla"))
 
 
 def test_gradients_are_those_of_the_mask(seed: int) -> None:
@@ -55,8 +56,9 @@ def test_gradients_are_those_of_the_mask(seed: int) -> None:
         return (attention_fn(*arrays, is_causal=True, **options) ** 2).sum()
 
     arrays = _arrays(seed)
-    found = jax.grad(functools.partial(loss, segment_ids=IDS, implementation="torch"))(_poisoned(*arrays))
-    for ours, theirs in zip(found, jax.grad(functools.partial(loss, mask=MASK[:, None]))(arrays), strict=True):
+    found = at_once(jax.grad(functools.partial(loss, segment_ids=IDS, implementation="torch")), _poisoned(*arrays))
+    expected = at_once(jax.grad(functools.partial(loss, mask=MASK[:, None])), arrays)
+    for ours, theirs in zip(found, expected, strict=True):
         _close(ours, np.where(REAL[..., None], theirs, 0))
 
 
@@ -64,7 +66,7 @@ def test_gradients_are_those_of_the_mask(seed: int) -> None:
     "options",
     [
         {"bias": jnp.linspace(-1, 1, 36).reshape(6, 6)},
-        {"mask": jnp.arange(6) != 3},
+        {"mask": np.arange(6) != 3},
         {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1)},
         {"precision": "highest"},
     ],
@@ -72,9 +74,9 @@ def test_gradients_are_those_of_the_mask(seed: int) -> None:
 )
 def test_jnp_takes_segments_with_everything_else(options: dict[str, Any], seed: int) -> None:
     arrays = _arrays(seed)
-    found = attention_fn(*_poisoned(*arrays), **options, segment_ids=IDS, is_causal=True)
+    found = at_once(attention_fn, *_poisoned(*arrays), **options, segment_ids=IDS, is_causal=True)
     mask = MASK[:, None] & options.pop("mask", True)
-    _close(found, attention_fn(*arrays, **options, mask=mask, is_causal=True))
+    _close(found, at_once(attention_fn, *arrays, **options, mask=mask, is_causal=True))
 
 
 def test_a_chunk_counts_from_the_first_token_of_a_segment(seed: int) -> None:
@@ -91,10 +93,10 @@ def test_cross_attention_has_ids_of_its_keys(seed: int) -> None:
     ids, key_ids = np.array([[1, 1, 2, 2, 2, 0]] * 2), np.array([[1, 2, 2, 0]] * 2)
     key, value = key[:, :4], value[:, :4]
     mask = (ids[:, :, None] == key_ids[:, None]) & (ids > 0)[:, :, None]
-    expected = attention_fn(query, key, value, mask=mask[:, None])
+    expected = at_once(attention_fn, query, key, value, mask=mask[:, None])
     for implementation in ("torch", "xla"):
-        options = {"segment_ids": ids, "key_segment_ids": key_ids, "implementation": implementation}
-        _close(attention_fn(query, key, value, **options), expected)
+        options: dict[str, Any] = {"segment_ids": ids, "key_segment_ids": key_ids, "implementation": implementation}
+        _close(at_once(attention_fn, query, key, value, **options), expected)
 
 
 def _turned(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -103,16 +105,16 @@ def _turned(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 def test_positions_count_from_the_first_token_of_a_segment(seed: int) -> None:
     arrays, positions = _arrays(seed), jnp.array([[0, 1, 0, 1, 2, 0], [0, 1, 0, 0, 1, 0]])
-    options: dict[str, Any] = {"rope": _turned, "segment_ids": IDS}
-    _close(attention_fn(*arrays, **options), attention_fn(*arrays, **options, input_positions=positions))
+    rope = functools.partial(attention_fn, rope=_turned, segment_ids=IDS)
+    _close(at_once(rope, *arrays), at_once(rope, *arrays, input_positions=positions))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_mask_of_segments_with_known_values_uses_the_kernels(causal: bool, seed: int) -> None:
-    arrays, mask = _arrays(seed), jnp.asarray(np.tril(MASK) if causal else MASK)
+    arrays, mask = _arrays(seed), jnp.asarray((np.tril(MASK) if causal else MASK)[:, None])
     # "torch" serves no mask: the call would be refused.
-    found = attention_fn(*arrays, mask=mask[:, None], implementation="torch")
-    _close(found, attention_fn(*arrays, mask=mask[:, None], implementation="xla"))
+    found = at_once(attention_fn, *arrays, mask=mask, implementation="torch")
+    _close(found, at_once(attention_fn, *arrays, mask=mask, implementation="xla"))
 
 
 @pytest.mark.parametrize("mask", [np.tri(6, k=1, dtype=bool), MASK[0] & (np.arange(6) != 3)], ids=["shifted", "hole"])
@@ -134,17 +136,18 @@ def test_the_log_says_once_that_a_traced_mask_is_slow(seed: int, monkeypatch: An
 
 
 def test_the_modules_take_segments_and_left_padding(seed: int) -> None:
-    x = jax.random.normal(jax.random.key(seed), (2, 6, 16))
+    x = np.random.default_rng(seed).normal(size=(2, 6, 16)).astype(np.float32)
     module = MultiHeadAttention(4, 16, num_kv_heads=2, rope=_turned, decode=False, rngs=nnx.Rngs(0))
-    out = module(x, is_causal=True, segment_ids=IDS)
-    _close(out[:1, 2:5], module(x[:1, 2:5], is_causal=True))
-    _close(out[1:, 3:5], module(x[1:, 3:5], is_causal=True))
+    out = np.asarray(at_once(functools.partial(module, is_causal=True, segment_ids=IDS), x))
+    alone = functools.partial(module, is_causal=True)
+    _close(out[:1, 2:5], at_once(alone, x[:1, 2:5]))
+    _close(out[1:, 3:5], at_once(alone, x[1:, 3:5]))
     assert module.out.bias is not None
-    _close(out[0, :2], jnp.broadcast_to(module.out.bias[...], (2, 16)))
+    _close(out[0, :2], np.broadcast_to(module.out.bias[...], (2, 16)))
 
     twin = LinenMultiHeadAttention(4, num_kv_heads=2, rope=_turned)
     variables = {"params": nnx.to_pure_dict(nnx.state(module, nnx.Param))}
-    _close(twin.apply(variables, x, is_causal=True, segment_ids=IDS), out)
+    _close(at_once(functools.partial(twin.apply, is_causal=True, segment_ids=IDS), variables, x), out)
 
 
 @pytest.mark.parametrize(
