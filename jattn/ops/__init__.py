@@ -28,7 +28,7 @@ from jattn.ops.mamba import mamba_chunk_scan
 from jattn.ops.masked import masked_attention
 from jattn.ops.merge import merge_states
 from jattn.ops.rotate_and_write import rotate_and_write
-from jattn.ops.rowwise import row_logsumexp, row_norm, row_product
+from jattn.ops.rowwise import QuantizedRows, quantizes_rows, row_logsumexp, row_norm, row_product, row_quantize
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
 from jattn.ops.tiles import in_tiles, rowwise
@@ -46,6 +46,7 @@ __all__ = [
     "DeferredStates",
     "ExpertAdapters",
     "PagedOptions",
+    "QuantizedRows",
     "add_lora_linear",
     "attention",
     "attention_with_lse",
@@ -70,9 +71,11 @@ __all__ = [
     "refuse_leaked",
     "rotate_and_write",
     "route_experts",
+    "quantizes_rows",
     "row_logsumexp",
     "row_norm",
     "row_product",
+    "row_quantize",
     "rowwise",
     "run",
     "shared_prefix",

@@ -1,18 +1,25 @@
-"""Products, norms and log-sum-exp of rows whose bits depend on the row alone: by keywords, and in jnp."""
+"""Products, norms, log-sum-exp and e4m3 numbers of rows whose bits depend on the row alone: by keywords, and in jnp."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jattn.bridge import native
+from jattn.ops.activations import activated
 from jattn.ops.arguments import documented
+from jattn.ops.choose import launches_kernels
+from jattn.ops.quantise import e4m3_rows
 from jattn.ops.run import run
 from jattn.ops.softmax import wide_dtype
 from jattn.ops.tiles import in_tiles
 from jattn.ops.xla import JaxOp, register
-from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+from torch_core.base.specs import E4M3_ARCH, ArraySpec
+from torch_core.launch.serves import unserved
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 
 @documented(RowProductCall)
@@ -73,6 +80,75 @@ def row_logsumexp(x: jax.Array, *, implementation: str | None = None) -> jax.Arr
     return run(RowLogSumExpCall(x=x), implementation)["out"]
 
 
+class QuantizedRows(NamedTuple):
+    """Rows as e4m3 numbers; see `row_quantize`.
+
+    Attributes:
+        values: float8_e4m3fn[padded_rows, features], rows up to a multiple of 16, which are undefined from `num_rows` on.
+        scale: float32[num_rows].
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[num_rows, features]."""
+        return self.scale.shape[0], self.values.shape[1]
+
+
+@documented(RowQuantizeCall)
+def row_quantize(
+    x: jax.Array,
+    *,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    epsilon: float = 0.0,
+    norm_type: str = "rms_norm",
+    implementation: str | None = None,
+) -> tuple[QuantizedRows, jax.Array | None]:
+    """Rounds rows to e4m3 with a scale each, after an activation, or a sum and a norm; a row is read once.
+
+    Returns:
+        The rows, and `residual` plus the rows; None without a residual.
+
+    Raises:
+        InvalidInput: shapes, dtypes or options do not fit; the message names the argument and the fix.
+        Unsupported: the implementation cannot run here, or rows are wider than its limit.
+    """
+    call = RowQuantizeCall(
+        x=x,
+        row_scale=row_scale,
+        column_scale=column_scale,
+        activation=activation,
+        residual=residual,
+        weight=weight,
+        epsilon=epsilon,
+        norm_type=norm_type,
+    )
+    found = run(call, implementation)
+    return QuantizedRows(found["values"], found["scale"]), found.get("stream")
+
+
+def quantizes_rows(*widths: int, gated: int | None = None, implementation: str | None = None) -> bool:
+    """Returns whether `row_quantize` is a kernel launch here, of bfloat16 rows of these widths.
+
+    Args:
+        *widths: features of a row without an activation.
+        gated: the same of one with an activation; None for none.
+        implementation: as in `row_quantize`.
+    """
+    if not launches_kernels(implementation) or native.device_limits().arch < E4M3_ARCH:
+        return False
+    calls = [RowQuantizeCall(x=ArraySpec((1, width), "bfloat16")) for width in widths]
+    if gated is not None:
+        calls.append(RowQuantizeCall(x=ArraySpec((1, 2 * gated), "bfloat16"), activation="silu"))
+    return all(unserved(call, "triton") is None for call in calls)
+
+
 def _row_product(call: RowProductCall[jax.Array]) -> dict[str, jax.Array]:
     axes = (((1,), (1 if call.transposed else 0,)), ((), ()))
     product = functools.partial(
@@ -102,6 +178,26 @@ def _normed(
     return (wide if bias is None else wide + bias.astype(wide.dtype)[None]).astype(x.dtype)
 
 
+def _row_quantize(call: RowQuantizeCall[jax.Array]) -> dict[str, jax.Array]:
+    dtype, wide = jnp.dtype(call.rounded_dtype), jnp.float32
+    row = call.x[: call.num_rows].astype(wide)
+    if call.row_scale is not None:
+        row = row * call.row_scale[:, None]
+    if call.column_scale is not None:
+        row = row * call.column_scale[None]
+    row, results = row.astype(dtype), {}
+    if call.activation is not None:
+        gate, up = jnp.split(row.astype(wide), 2, axis=1)
+        row = (activated(call.activation, gate) * up).astype(dtype)
+    if call.residual is not None:
+        results["stream"] = row = (call.residual.astype(wide) + row.astype(wide)).astype(dtype)
+    if call.weight is not None:
+        row = _normed(row, call.weight, epsilon=call.epsilon, norm_type=call.norm_type)
+    values, scale = e4m3_rows(row)
+    padding = call.outputs()["values"].shape[0] - call.num_rows
+    return {"values": jnp.pad(values, ((0, padding), (0, 0))), "scale": scale[:, 0], **results}
+
+
 def _row_logsumexp(call: RowLogSumExpCall[jax.Array]) -> dict[str, jax.Array]:
     return {"out": in_tiles(functools.partial(jax.nn.logsumexp, axis=-1), call.x)}
 
@@ -109,3 +205,4 @@ def _row_logsumexp(call: RowLogSumExpCall[jax.Array]) -> dict[str, jax.Array]:
 register(JaxOp(call=RowProductCall, jnp=_row_product, jnp_derivative=True))
 register(JaxOp(call=RowNormCall, jnp=_row_norm, jnp_derivative=True))
 register(JaxOp(call=RowLogSumExpCall, jnp=_row_logsumexp, jnp_derivative=True))
+register(JaxOp(call=RowQuantizeCall, jnp=_row_quantize, jnp_derivative=True))

@@ -33,6 +33,8 @@ KV_CACHE_DTYPES = (*QUERY_DTYPES, *FP8_DTYPES, "int8")
 LARGEST_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 #: A scale per token and head is never smaller, so that a row of zeros does not divide by zero. vLLM uses the same.
 SMALLEST_SCALE = 1e-6
+#: The first devices with instructions for e4m3.
+E4M3_ARCH = 89
 #: Elements of a packed latent that share a scale.
 PACKED_GROUP = 128
 _MAX_BLOCK_SIZE = 256

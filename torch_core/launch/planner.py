@@ -5,14 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import ArraySpec
+from torch_core.base.specs import E4M3_ARCH, ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.op import loaded, op_of
 from torch_core.launch.plan import DeviceLimits, OperationPlan
 from torch_core.launch.serves import refuse_unserved
-
-#: The first devices with instructions for e4m3.
-_E4M3_ARCH = 89
 
 
 @lru_cache(maxsize=8192)
@@ -39,7 +36,7 @@ def plan_call(call: Call[ArraySpec], limits: DeviceLimits | None = None) -> Oper
 
 def _refuse_old_device(call: Call[ArraySpec], limits: DeviceLimits) -> None:
     e4m3 = [name for name, dtype in call.element_types().items() if dtype == "float8_e4m3fn"]
-    if e4m3 and limits.arch < _E4M3_ARCH:
+    if e4m3 and limits.arch < E4M3_ARCH:
         problem = f"is float8_e4m3fn on a device of compute capability {limits.arch / 10}"
-        fix = f"Triton's kernels need {_E4M3_ARCH / 10} for it. Use float8_e5m2 or int8, or implementation='xla'"
+        fix = f"Triton's kernels need {E4M3_ARCH / 10} for it. Use float8_e5m2 or int8, or implementation='xla'"
         raise Unsupported(e4m3[0], problem, fix)

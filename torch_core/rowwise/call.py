@@ -13,6 +13,10 @@ from torch_core.launch.call import A, Call, dtype_name
 
 #: The norms, by the names of `ModelConfig.norm_type`.
 NORM_TYPES = ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm")
+#: The activations of gates, by the names of `ModelConfig.hidden_act`.
+GATE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# XLA and cuBLAS multiply e4m3 rows in multiples of 16, and copy others to pad them.
+_ROW_MULTIPLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +118,7 @@ class RowNormCall(Call[A]):
         _check_dtypes(self, "x", "weight", "bias")
         if self.norm_type not in NORM_TYPES:
             raise InvalidInput("norm_type", value=self.norm_type, wanted=f"use one of {', '.join(NORM_TYPES)}")
-        if isinstance(self.epsilon, bool) or not 0 <= self.epsilon < float("inf"):
-            raise InvalidInput("epsilon", value=self.epsilon, wanted="it must be finite and not negative")
+        _check_epsilon(self.epsilon)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,99 @@ class RowLogSumExpCall(Call[A]):
         """Checks the size of a row."""
         if self.x.shape[1] == 0:
             raise InvalidInput("x", "has rows without an element", "there must be at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowQuantizeCall(Call[A]):
+    """Rows as e4m3 numbers with a float32 scale each, after an activation, or a sum and a norm, of the same rows.
+
+    `values * scale` is about the row; the scale is the row's largest magnitude / 448. A row with a value that is not
+    finite has such values. Every step but the last rounds to the dtype of `residual`, or of `x` without one.
+
+    Attributes:
+        x: the rows. With `row_scale` there may be more of them, which are not read.
+        row_scale: factors of rows, for a product of e4m3 numbers that was not scaled; None for 1.
+        column_scale: the same for columns.
+        activation: one of GATE_ACTIVATIONS: the row is `activation(gate) * up` of the halves `gate | up` of x.
+        residual: added to the row; the sum is the result `stream`.
+        weight: of the norm that follows; None for no norm.
+        epsilon: added to the mean square.
+        norm_type: a norm of `RowNormCall` but "layer_norm".
+    """
+
+    name: ClassVar[str] = "row_quantize"
+
+    x: Float[A, "num_product_rows in_features"]
+    row_scale: Float32[A, "num_rows"] | None = None
+    column_scale: Float32[A, "in_features"] | None = None
+    residual: Float[A, "num_rows features"] | None = None
+    weight: Float[A, "features"] | None = None
+    activation: str | None = None
+    epsilon: float = 0.0
+    norm_type: str = "rms_norm"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the result."""
+        return (self.x if self.row_scale is None else self.row_scale).shape[0]
+
+    @property
+    def features(self) -> int:
+        """Elements of a row of the result."""
+        return self.x.shape[1] // (1 if self.activation is None else 2)
+
+    @property
+    def rounded_dtype(self) -> str:
+        """Element type that steps round to."""
+        return dtype_name(self.x if self.residual is None else self.residual)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.num_rows == 0
+
+    @property
+    def work(self) -> int:
+        """Elements."""
+        return self.x.size
+
+    def outputs(self) -> dict[str, ArraySpec]:
+        """Returns `values`, with undefined rows up to a multiple of 16, `scale`, and `stream` if there is a residual."""
+        padded = -(-self.num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        outputs = {
+            "values": ArraySpec((padded, self.features), "float8_e4m3fn"),
+            "scale": ArraySpec((self.num_rows,), "float32"),
+        }
+        if self.residual is not None:
+            outputs["stream"] = ArraySpec((self.num_rows, self.features), self.rounded_dtype)
+        return outputs
+
+    def check_options(self) -> None:
+        """Checks sizes, dtypes and options."""
+        _check_dtypes(self, "x" if self.residual is None else "residual", "weight")
+        if self.x.shape[0] < self.num_rows:
+            raise InvalidInput("x", f"has {self.x.shape[0]} rows", f"there are {self.num_rows} scales of rows")
+        if self.activation is not None:
+            if self.activation not in GATE_ACTIVATIONS:
+                raise InvalidInput(
+                    "activation", value=self.activation, wanted=f"use None or one of {', '.join(GATE_ACTIVATIONS)}"
+                )
+            if self.x.shape[1] % 2:
+                raise InvalidInput("x", f"has {self.x.shape[1]} features", "with an activation they are two halves")
+        wanted = (self.num_rows, self.features)
+        if self.residual is not None and tuple(self.residual.shape) != wanted:
+            raise InvalidInput("residual", f"has shape {list(self.residual.shape)}", f"it must be {list(wanted)}")
+        if self.weight is not None and self.weight.shape[0] != self.features:
+            raise InvalidInput("weight", f"has shape {list(self.weight.shape)}", f"it must be [{self.features}]")
+        if self.norm_type not in NORM_TYPES or self.norm_type == "layer_norm":
+            wanted = ", ".join(NORM_TYPES[:-1])
+            raise InvalidInput("norm_type", value=self.norm_type, wanted=f"use one of {wanted}")
+        _check_epsilon(self.epsilon)
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if isinstance(epsilon, bool) or not 0 <= epsilon < float("inf"):
+        raise InvalidInput("epsilon", value=epsilon, wanted="it must be finite and not negative")
 
 
 def _check_dtypes(call: Call[A], first: str, *others: str) -> None:

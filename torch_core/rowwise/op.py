@@ -6,9 +6,11 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
-from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 _MAX_FEATURES = 1 << 15
+# A row is in registers, and the two halves of a gated one.
+_MAX_QUANTIZED, _MAX_GATED = 1 << 15, 1 << 14
 
 
 def _norm_limit(call: RowNormCall[ArraySpec], implementation: str) -> str | None:
@@ -17,7 +19,14 @@ def _norm_limit(call: RowNormCall[ArraySpec], implementation: str) -> str | None
     return None
 
 
-_ROWS = Served("products, norms and log-sum-exp of rows (row_product, row_norm, row_logsumexp)", ALL)
+def _quantize_limit(call: RowQuantizeCall[ArraySpec], implementation: str) -> str | None:
+    limit = _MAX_QUANTIZED if call.activation is None else _MAX_GATED
+    if implementation == "triton" and call.features > limit:
+        return f"a row has {call.features} features and the limit is {limit}"
+    return None
+
+
+_ROWS = Served("products, norms and log-sum-exp of rows (row_product, row_norm, row_logsumexp, row_quantize)", ALL)
 
 register(
     Op(
@@ -41,6 +50,17 @@ register(
         plan="torch_core.rowwise.kernels.logsumexp.plan:plan_row_logsumexp",
         serves=(strides(), _ROWS),
     ),
+    Op(
+        call=RowQuantizeCall,
+        reference="torch_core.rowwise.reference:row_quantize",
+        cpu="torch_core.rowwise.reference:row_quantize",
+        plan="torch_core.rowwise.kernels.quantize.plan:plan_row_quantize",
+        serves=(
+            compute_dtype("x"),
+            strides(contiguous=("row_scale", "column_scale", "weight")),
+            _ROWS._replace(limit=_quantize_limit),
+        ),
+    ),
 )
 
 
@@ -56,11 +76,29 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "row norm": _norm(64),
         "row norm float32": _norm(64, "float32"),
         "row logsumexp": RowLogSumExpCall(x=ArraySpec((64, 128256), "float32")),
+        "row quantize": RowQuantizeCall(x=ArraySpec((64, 4096), "bfloat16")),
+        "row quantize norm": _quantize_normed(64),
+        "row quantize gated": _quantize_gated(64),
     }
 
 
 def _product(num_rows: int, dtype: str = "bfloat16") -> RowProductCall[ArraySpec]:
     return RowProductCall(x=ArraySpec((num_rows, 4096), dtype), kernel=ArraySpec((4096, 6144), dtype))
+
+
+def _quantize_normed(num_rows: int) -> RowQuantizeCall[ArraySpec]:
+    rows = ArraySpec((num_rows, 4096), "bfloat16")
+    weight, scales = ArraySpec((4096,), "bfloat16"), _scales(num_rows, 4096)
+    return RowQuantizeCall(x=rows, residual=rows, weight=weight, epsilon=1e-5, **scales)
+
+
+def _quantize_gated(num_rows: int) -> RowQuantizeCall[ArraySpec]:
+    x = ArraySpec((num_rows, 2 * 14336), "bfloat16")
+    return RowQuantizeCall(x=x, activation="silu", **_scales(num_rows, 2 * 14336))
+
+
+def _scales(num_rows: int, features: int) -> dict[str, ArraySpec]:
+    return {"row_scale": ArraySpec((num_rows,), "float32"), "column_scale": ArraySpec((features,), "float32")}
 
 
 def _norm(num_rows: int, dtype: str = "bfloat16") -> RowNormCall[ArraySpec]:

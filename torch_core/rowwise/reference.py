@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 
 def row_product(call: RowProductCall[Tensor]) -> dict[str, Tensor]:
@@ -34,3 +35,33 @@ def row_norm(call: RowNormCall[Tensor]) -> dict[str, Tensor]:
 def row_logsumexp(call: RowLogSumExpCall[Tensor]) -> dict[str, Tensor]:
     """Sums in float32. Nothing is checked."""
     return {"out": call.x.logsumexp(-1)}
+
+
+def row_quantize(call: RowQuantizeCall[Tensor]) -> dict[str, Tensor]:
+    """Computes each step in float32 and rounds it. Nothing is checked; rows that are undefined are 0."""
+    rounded = getattr(torch, call.rounded_dtype)
+    x = call.x[: call.num_rows].float()
+    if call.row_scale is not None:
+        x = x * call.row_scale[:, None]
+    if call.column_scale is not None:
+        x = x * call.column_scale
+    row = x.to(rounded)
+    if call.activation is not None:
+        gate, up = row.float().chunk(2, 1)
+        is_silu = call.activation == "silu"
+        row = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
+        row = (row * up).to(rounded)
+    results = {}
+    if call.residual is not None:
+        results["stream"] = row = (call.residual.float() + row.float()).to(rounded)
+    if call.weight is not None:
+        options = {"epsilon": call.epsilon, "norm_type": call.norm_type}
+        row = row_norm(RowNormCall(x=row, weight=call.weight[None], **options))["out"]
+    wide = row.float()
+    largest = wide.abs().amax(1)
+    # Not 0, for rows of zeros; torch's maximum keeps NaN.
+    scale = (largest / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    values = torch.zeros(call.outputs()["values"].shape, dtype=torch.float8_e4m3fn, device=row.device)
+    values[: call.num_rows] = (wide / scale[:, None]).to(values.dtype)
+    return {"values": values, "scale": scale, **results}
+

@@ -12,13 +12,13 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import linear, norm, unweighted_norm
+from jattn.llm.models.layers import linear, multiplies_rows, norm, unweighted_norm
 from jattn.llm.models.positions import apply_rotary
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import PagedAttention, attention_fn
 from jattn.nn.paged import KVScales
-from jattn.ops import rowwise
+from jattn.ops import QuantizedRows, row_quantize, rowwise
 from jattn.parallel import attend_spread
 from torch_core.base.errors import InvalidInput
 
@@ -88,14 +88,22 @@ class Attention(nnx.Module):
         return self.has_temperature or config.attn_output_gate or config.value_norm or config.qk_norm == "unweighted"
 
     @property
+    def takes_quantized_rows(self) -> bool:
+        """Its products are of e4m3 numbers."""
+        return multiplies_rows(self.qkv_proj, bias=True) and multiplies_rows(self.o_proj)
+
+    @property
     def sees_distances(self) -> bool:
         """Whether a bias by distance goes in with each call."""
         return self.config.position_embedding in ("alibi", "relative")
 
     def forward_paged(
-        self, x: jax.Array, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache."""
+        self, x: Any, angles: Angles | None, kv_cache: jax.Array, metadata: AttentionMetadata
+    ) -> tuple[Any, jax.Array]:
+        """Attends packed tokens `[tokens, hidden]` to their cached prefixes; returns the output and the new cache.
+
+        The output of `QuantizedRows` is an `UnscaledProduct`.
+        """
         core, parallel, biases = self.paged_attention, self.parallel, self._biases(angles)
         given = kv_cache.shape
         if given[-2:] != (core.num_kv_heads, core.head_dim):
@@ -108,7 +116,7 @@ class Attention(nnx.Module):
             options["group_size"] = parallel.context_size
             query, key, value, gate = self._project(x, angles)
             output, kv_cache = attend_spread(query, key, value, kv_cache, metadata, parallel.axis, **options)
-            return self._output(output, gate), kv_cache
+            return self._output(output, gate, as_rows=isinstance(x, QuantizedRows)), kv_cache
         # A norm comes before the rotation.
         config = self.config
         changes = config.qk_norm is not None or config.clip_qkv is not None or self.has_temperature
@@ -121,7 +129,7 @@ class Attention(nnx.Module):
         else:
             query, key, value, gate = self._project(x, angles)
         output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
-        return self._output(output, gate), kv_cache
+        return self._output(output, gate, as_rows=isinstance(x, QuantizedRows)), kv_cache
 
     def forward_dense(
         self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
@@ -158,19 +166,20 @@ class Attention(nnx.Module):
             biases["relative_bias"] = angles
         return biases
 
-    def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _heads(self, x: Any) -> tuple[jax.Array, jax.Array | None]:
         """Returns the heads of query, key and value, one after the other, and those of the gate, if there is one."""
         heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
         if not self.config.attn_output_gate:
             return heads, None
         return heads[..., : self.num_projected, :], heads[..., self.num_projected :, :]
 
-    def _output(self, output: jax.Array, gate: jax.Array | None) -> jax.Array:
+    def _output(self, output: jax.Array, gate: jax.Array | None, *, as_rows: bool = False) -> Any:
         """Returns the layer's output of the heads' results."""
         output = output if gate is None else output * jax.nn.sigmoid(gate)
-        return self.o_proj(output.reshape(*output.shape[:-2], -1))
+        output = output.reshape(*output.shape[:-2], -1)
+        return self.o_proj.product(row_quantize(output)[0]) if as_rows else self.o_proj(output)
 
-    def _project(self, x: jax.Array, angles: Angles | None) -> tuple[jax.Array, Any, Any, jax.Array | None]:
+    def _project(self, x: Any, angles: Angles | None) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         """Returns query, key, value and gate; None for keys and values that are another layer's, and for no gate."""
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
         heads, gate = self._heads(x)

@@ -190,9 +190,11 @@ class Decoder(nnx.Module):
         x, angles = self.embedded(token_ids, positions, peers, adapters=adapters)
         layer_inputs, caches = self._layer_inputs(token_ids, x), list(kv_caches)
         yield x, tuple(caches), None
-        normed = through(self.layers[0].input_layernorm, x)
+        # Adapters read rows as they are.
+        quantizes = adapters is None
+        normed = through(self.layers[0].input_norm(quantizes=quantizes), x)
         first_state = len(caches) - sum(layer.num_states for layer in self.layers)
-        for index, modules in enumerate(self.layers_and_norms()):
+        for index, modules in enumerate(self.layers_and_norms(quantizes=quantizes)):
             (own, array), places = metadata.of_layer(0), []
             if self.config.attends(index):
                 own, array = metadata.of_layer(self.config.cache_of(index))
@@ -209,9 +211,9 @@ class Decoder(nnx.Module):
             yield x, tuple(caches), experts
         yield normed, tuple(caches), None
 
-    def layers_and_norms(self) -> Iterator[tuple[DecoderLayer, Any]]:
+    def layers_and_norms(self, *, quantizes: bool = False) -> Iterator[tuple[DecoderLayer, Any]]:
         """Yields each layer and the norm after it (the next layer's first or the model's last); None for none."""
-        norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        norms: list[Any] = [*(layer.input_norm(quantizes=quantizes) for layer in self.layers), self.norm]
         yield from zip(self.layers, norms[1:], strict=True)
 
     def logits(self, hidden: jax.Array, adapters: BatchAdapters | None = None) -> jax.Array:

@@ -14,14 +14,15 @@ from flax import nnx
 from jattn.llm.models.attention import Angles, Attention, CrossAttention, KeysValues
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
+from jattn.llm.models.fp8_rows import QuantizingNorm, UnscaledProduct
 from jattn.llm.models.latent import LatentAttention, SparseAttention
-from jattn.llm.models.layers import MLP, norm, scaled
+from jattn.llm.models.layers import MLP, RMSNorm, norm, scaled
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.per_layer import PerLayerInput
 from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
-from jattn.ops import rowwise
+from jattn.ops import QuantizedRows, quantizes_rows, rowwise
 from torch_core.base.specs import StateCacheSpec
 
 #: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
@@ -87,18 +88,18 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        normed: jax.Array,
+        normed: Any,
         angles: Angles | None,
         caches: tuple[jax.Array, ...],
         metadata: AttentionMetadata,
         following: Any,
         layer_input: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+    ) -> tuple[jax.Array, Any, tuple[jax.Array, ...], jax.Array | None]:
         """Returns the residual stream `x` [tokens, hidden] after this layer, its norm by `following`, and the caches.
 
         The last result are the experts of each token, int32[tokens, top_k]; None of a dense layer. `normed` is `x`
-        after `input_layernorm`. The caches are attention's, then the states. `following` is the next layer's
-        `input_layernorm`, or the last norm. `layer_input` is one of `PerLayerInputs`, in a model that has them.
+        after `input_norm`. The caches are attention's, then the states. `following` is the next layer's `input_norm`,
+        or the last norm. `layer_input` is one of `PerLayerInputs`, in a model that has them.
         """
         first = len(caches) - self.num_states
         mixed: list[jax.Array] = []
@@ -120,6 +121,23 @@ class DecoderLayer(nnx.Module):
             x = self._ended(x, layer_input, None)
             normed = through(following, x)
         return x, normed, tuple(updated), experts
+
+    def input_norm(self, *, quantizes: bool = False) -> Any:
+        """Returns the norm before the mixers, or None.
+
+        With `quantizes` its results are `QuantizedRows` where kernels launch and all that reads them takes rows.
+        """
+        attention, found = self.self_attn, self.input_layernorm
+        is_plain = isinstance(found, RMSNorm) and type(attention) is Attention and self.norm_placement != "stream"
+        is_plain = is_plain and self.recurrent is None and self.cross_attn is None and self.parallel is None
+        options = self.config.single_branch or self.config.parallel_block or self.batch_invariant
+        if not quantizes or not is_plain or options or self.config.attention_multipliers != (1, 1):
+            return found
+        widths = [self.config.hidden_size, self.config.query_size]
+        if not attention.takes_quantized_rows or found.weight.dtype != jnp.bfloat16:
+            return found
+        implementation = attention.paged_attention.implementation
+        return QuantizingNorm(found) if quantizes_rows(*widths, implementation=implementation) else found
 
     @property
     def has_end(self) -> bool:
@@ -183,14 +201,14 @@ class DecoderLayer(nnx.Module):
     def _added(
         self,
         x: jax.Array,
-        normed: jax.Array,
+        normed: Any,
         mixed: Any,
         dropout: _Branch | None,
         cross: _Branch | None,
         following: Any = None,
         peers: jax.Array | None = None,
         routed_experts: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
         """Adds the outputs of the mixers and of the following parts to the residual stream; see `__call__`."""
         if self.norm_placement == "residual":
             mixed = through(dropout, self._summed(mixed, "heads", peers))
@@ -208,6 +226,9 @@ class DecoderLayer(nnx.Module):
         x = normed if self.norm_placement == "stream" else x
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
+        if isinstance(normed, QuantizedRows) and not self.is_sparse and self.mlp.takes_quantized_rows:
+            width = self.mlp.down_proj.weight.shape[1]
+            before = QuantizingNorm(before) if quantizes_rows(gated=width) else before
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
             branch = through(dropout, cross(through(self.cross_attention_norm, after)))
@@ -225,17 +246,21 @@ class DecoderLayer(nnx.Module):
     def _add_branch(
         self,
         x: jax.Array,
-        branch: jax.Array,
+        branch: Any,
         axis: str,
         own_norm: Any,
         following: Any,
         dropout: _Branch | None,
         peers: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Any]:
         """Adds a branch to the residual stream; returns the stream and its value after `following`."""
         scale = self.config.residual_multiplier
         factors = scale, self.config.stream_multiplier
         is_plain = own_norm is None and dropout is None and factors == (1, 1) and not self.batch_invariant
+        if isinstance(branch, UnscaledProduct):
+            if is_plain and isinstance(following, QuantizingNorm):
+                return following.of_added(branch, x)
+            branch = branch.scaled()
         if self.parallel is not None and is_plain:
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
@@ -251,8 +276,8 @@ class DecoderLayer(nnx.Module):
         return scaled(x, self.config.stream_multiplier) + scaled(branch, scale)
 
     def _feed_forward(
-        self, x: jax.Array, forced: jax.Array | None, stream: jax.Array | None = None
-    ) -> tuple[jax.Array, str, jax.Array | None]:
+        self, x: Any, forced: jax.Array | None, stream: jax.Array | None = None
+    ) -> tuple[Any, str, jax.Array | None]:
         """Returns this device's share, the axis along which it is one, and each token's experts.
 
         `x` is the residual stream after the norm; `stream` is without, where experts have one of their own.

@@ -12,9 +12,10 @@ from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.ops import row_norm, row_product, rowwise
+from jattn.ops import QuantizedRows, row_norm, row_product, rowwise
 from jattn.ops.activations import activated, gated
 from jattn.parallel import all_reduce_norm
+from torch_core.rowwise.call import GATE_ACTIVATIONS
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -228,13 +229,23 @@ class MLP(nnx.Module):
         self.act_fn = XIELU(config.dtype) if config.hidden_act == "xielu" else None
         self.down_proj = linear(inner, width, **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[..., hidden]` to `[..., hidden]`."""
+    def __call__(self, x: Any) -> Any:
+        """Maps `[..., hidden]` to `[..., hidden]`; `QuantizedRows`, where it takes them, to an `UnscaledProduct`."""
+        if isinstance(x, QuantizedRows):
+            return self.down_proj.product(self.gate_up_proj.product(x).gated(self.hidden_act))
         if self.gated_product is not None:
             return scaled(self.down_proj(self.gated_product(x)), self.multipliers[1])
         inner = self.gate_up_proj(x) if self.is_gated else self.up_proj(x)
         out = self.down_proj(rowwise(self._activated, inner) if self.batch_invariant else self._activated(inner))
         return scaled(out, self.multipliers[1])
+
+    @property
+    def takes_quantized_rows(self) -> bool:
+        """Both products are of e4m3 numbers, and a kernel computes what is between them."""
+        is_plain = self.is_gated and self.act_fn is None and self.multipliers == (1, 1)
+        if not is_plain or self.hidden_act not in GATE_ACTIVATIONS or self.batch_invariant:
+            return False
+        return multiplies_rows(self.gate_up_proj) and multiplies_rows(self.down_proj)
 
     @property
     def is_swiglu(self) -> bool:
@@ -251,6 +262,11 @@ class MLP(nnx.Module):
             gate, up = jnp.split(inner, 2, axis=-1)
             inner = jnp.concatenate([gate * factor, up], axis=-1)
         return gated(self.hidden_act, inner)
+
+
+def multiplies_rows(linear: Any, *, bias: bool = False) -> bool:
+    """Returns whether a linear layer is an `Fp8Linear` of the model's dtype; without a bias, unless it may have one."""
+    return hasattr(linear, "product") and linear.preferred_element_type is None and (bias or linear.bias is None)
 
 
 def unweighted_norm(x: jax.Array, epsilon: float) -> jax.Array:

@@ -13,10 +13,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.fp8_rows import UnscaledProduct
 from jattn.llm.models.layers import dot_general
+from jattn.ops import QuantizedRows
+from jattn.ops.quantise import e4m3_rows
 from torch_core.base.errors import InvalidInput
-
-_FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 #: Modules whose kernels may be in fewer bits.
 _MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj", "in_proj", "in_proj_qkvz", "out_proj")
@@ -46,9 +47,12 @@ class Fp8Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
         self.preferred_element_type = preferred_element_type
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array | QuantizedRows) -> jax.Array:
         """Maps `[..., in]` to `[..., out]`."""
-        rows, unit = _rounded(x)
+        if isinstance(x, QuantizedRows):
+            out = self.product(x).scaled()
+            return out if self.bias is None else out + self.bias[...]
+        rows, unit = e4m3_rows(x)
         dtype = jnp.dtype(self.preferred_element_type or x.dtype)
         # Sums are float32. bfloat16 covers their range, and halves the memory of products that wait for their scale.
         product = functools.partial(_fp8_product, dtype=dtype if dtype == jnp.bfloat16 else jnp.float32)
@@ -59,6 +63,11 @@ class Fp8Linear(nnx.Module):
             out = product(rows, self.weight[...])
         out = (out.astype(jnp.float32) * unit * self.scale[...]).astype(dtype)
         return out if self.bias is None else out + self.bias[...]
+
+    def product(self, x: QuantizedRows) -> UnscaledProduct:
+        """Multiplies rows in bfloat16, without scales and bias."""
+        values = _fp8_product(x.values, self.weight[...], dtype=jnp.bfloat16)
+        return UnscaledProduct(values, x.scale, self.scale[...])
 
 
 class Fp8Kernel(NamedTuple):
@@ -243,7 +252,7 @@ def _axes(sharding: NamedSharding) -> tuple[Any, Any]:
 
 
 def _round_part(kernel: jax.Array, summed_axis: str | None = None) -> Fp8Kernel:
-    weight, scale = _rounded(kernel.T, summed_axis)
+    weight, scale = e4m3_rows(kernel.T, summed_axis)
     return Fp8Kernel(weight, scale[..., 0])
 
 
@@ -259,14 +268,3 @@ def _fp8_product(rows: jax.Array, weight: jax.Array, *, dtype: Any) -> jax.Array
 def _row_among_others(product: Callable[..., jax.Array], rows: jax.Array, weight: jax.Array) -> jax.Array:
     # Of a single row XLA's GPU compiler (jax 0.11.2) makes a product of float32 numbers, and widens all weights for it.
     return product(jnp.broadcast_to(rows, (*rows.shape[:-2], 2, rows.shape[-1])), weight)[..., :1, :]
-
-
-def _rounded(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns rows, or parts of rows along a mesh axis, as E4M3 numbers, and their float32 scales."""
-    wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    if axis is not None:
-        largest = jax.lax.pmax(largest, axis)
-    # Not 0, for rows of zeros or tiny values. Values that are not finite stay so: an infinity makes its whole row NaN.
-    unit = jnp.maximum(largest / _FP8_MAX, jnp.finfo(jnp.float32).tiny)
-    return (wide / unit).astype(jnp.float8_e4m3fn), unit
