@@ -19,7 +19,7 @@ from jattn.ops.tiles import in_tiles
 from jattn.ops.xla import JaxOp, register
 from torch_core.base.specs import E4M3_ARCH, ArraySpec
 from torch_core.launch.serves import unserved
-from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
+from torch_core.rowwise.call import GATE_ACTIVATIONS, RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 
 @documented(RowProductCall)
@@ -84,7 +84,7 @@ class QuantizedRows(NamedTuple):
     """Rows as e4m3 numbers; see `row_quantize`.
 
     Attributes:
-        values: float8_e4m3fn[padded_rows, features], rows up to a multiple of 16, which are undefined from `num_rows` on.
+        values: float8_e4m3fn[padded_rows, features]; rows from `num_rows` on, up to a multiple of 16, are undefined.
         scale: float32[num_rows].
     """
 
@@ -133,20 +133,17 @@ def row_quantize(
     return QuantizedRows(found["values"], found["scale"]), found.get("stream")
 
 
-def quantizes_rows(*widths: int, gated: int | None = None, implementation: str | None = None) -> bool:
-    """Returns whether `row_quantize` is a kernel launch here, of bfloat16 rows of these widths.
+def quantizes_rows(*widths: int, activation: str | None = None, implementation: str | None = None) -> bool:
+    """Returns whether `row_quantize` is a kernel launch here.
 
     Args:
-        *widths: features of a row without an activation.
-        gated: the same of one with an activation; None for none.
-        implementation: as in `row_quantize`.
+        *widths: features of rows in bfloat16.
+        activation, implementation: as in `row_quantize`; an activation that it does not know is none of a launch.
     """
-    if not launches_kernels(implementation) or native.device_limits().arch < E4M3_ARCH:
+    if activation not in (None, *GATE_ACTIVATIONS) or not launches_kernels(implementation):
         return False
-    calls = [RowQuantizeCall(x=ArraySpec((1, width), "bfloat16")) for width in widths]
-    if gated is not None:
-        calls.append(RowQuantizeCall(x=ArraySpec((1, 2 * gated), "bfloat16"), activation="silu"))
-    return all(unserved(call, "triton") is None for call in calls)
+    calls = (RowQuantizeCall(x=ArraySpec((1, width), "bfloat16"), activation=activation) for width in widths)
+    return native.device_limits().arch >= E4M3_ARCH and all(unserved(call, "triton") is None for call in calls)
 
 
 def _row_product(call: RowProductCall[jax.Array]) -> dict[str, jax.Array]:

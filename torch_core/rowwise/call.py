@@ -208,7 +208,7 @@ class RowQuantizeCall(Call[A]):
         return self.x.size
 
     def outputs(self) -> dict[str, ArraySpec]:
-        """Returns `values`, with undefined rows up to a multiple of 16, `scale`, and `stream` if there is a residual."""
+        """Returns `values`, with undefined rows up to a multiple of 16, `scale`, and `stream` of a residual."""
         padded = -(-self.num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
         outputs = {
             "values": ArraySpec((padded, self.features), "float8_e4m3fn"),

@@ -64,4 +64,3 @@ def row_quantize(call: RowQuantizeCall[Tensor]) -> dict[str, Tensor]:
     values = torch.zeros(call.outputs()["values"].shape, dtype=torch.float8_e4m3fn, device=row.device)
     values[: call.num_rows] = (wide / scale[:, None]).to(values.dtype)
     return {"values": values, "scale": scale, **results}
-

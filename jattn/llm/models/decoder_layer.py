@@ -125,19 +125,27 @@ class DecoderLayer(nnx.Module):
     def input_norm(self, *, quantizes: bool = False) -> Any:
         """Returns the norm before the mixers, or None.
 
-        With `quantizes` its results are `QuantizedRows` where kernels launch and all that reads them takes rows.
+        With `quantizes` its results are `QuantizedRows` where kernels launch and all that reads them takes such rows.
         """
-        attention, found = self.self_attn, self.input_layernorm
-        is_plain = isinstance(found, RMSNorm) and type(attention) is Attention and self.norm_placement != "stream"
-        is_plain = is_plain and self.recurrent is None and self.cross_attn is None and self.parallel is None
-        options = self.config.single_branch or self.config.parallel_block or self.batch_invariant
-        if not quantizes or not is_plain or options or self.config.attention_multipliers != (1, 1):
-            return found
-        widths = [self.config.hidden_size, self.config.query_size]
-        if not attention.takes_quantized_rows or found.weight.dtype != jnp.bfloat16:
-            return found
+        return (
+            QuantizingNorm(self.input_layernorm) if quantizes and self._takes_quantized_rows else self.input_layernorm
+        )
+
+    @property
+    def _takes_quantized_rows(self) -> bool:
+        config, attention = self.config, self.self_attn
+        if type(attention) is not Attention or not attention.takes_quantized_rows or self.batch_invariant:
+            return False
+        if self.parallel is not None or self.recurrent is not None or self.cross_attn is not None:
+            return False
+        if config.single_branch or config.parallel_block is not None or self.norm_placement == "stream":
+            return False
+        if not isinstance(self.input_layernorm, RMSNorm) or self.input_layernorm.weight.dtype != jnp.bfloat16:
+            return False
         implementation = attention.paged_attention.implementation
-        return QuantizingNorm(found) if quantizes_rows(*widths, implementation=implementation) else found
+        return config.attention_multipliers == (1, 1) and quantizes_rows(
+            config.hidden_size, config.query_size, implementation=implementation
+        )
 
     @property
     def has_end(self) -> bool:
@@ -227,8 +235,7 @@ class DecoderLayer(nnx.Module):
         kind = self.config.parallel_block
         before = self.post_attention_layernorm if kind is None and cross is None else None
         if isinstance(normed, QuantizedRows) and not self.is_sparse and self.mlp.takes_quantized_rows:
-            width = self.mlp.down_proj.weight.shape[1]
-            before = QuantizingNorm(before) if quantizes_rows(gated=width) else before
+            before = QuantizingNorm(before)
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
             branch = through(dropout, cross(through(self.cross_attention_norm, after)))

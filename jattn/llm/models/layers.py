@@ -12,10 +12,9 @@ from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.ops import QuantizedRows, row_norm, row_product, rowwise
+from jattn.ops import QuantizedRows, quantizes_rows, row_norm, row_product, rowwise
 from jattn.ops.activations import activated, gated
 from jattn.parallel import all_reduce_norm
-from torch_core.rowwise.call import GATE_ACTIVATIONS
 
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
@@ -241,11 +240,12 @@ class MLP(nnx.Module):
 
     @property
     def takes_quantized_rows(self) -> bool:
-        """Both products are of e4m3 numbers, and a kernel computes what is between them."""
-        is_plain = self.is_gated and self.act_fn is None and self.multipliers == (1, 1)
-        if not is_plain or self.hidden_act not in GATE_ACTIVATIONS or self.batch_invariant:
+        """Both products are of e4m3 numbers, and one kernel computes what is between them."""
+        if not self.is_gated or self.act_fn is not None or self.multipliers != (1, 1):
             return False
-        return multiplies_rows(self.gate_up_proj) and multiplies_rows(self.down_proj)
+        if not (multiplies_rows(self.gate_up_proj) and multiplies_rows(self.down_proj)):
+            return False
+        return quantizes_rows(self.gate_up_proj.weight.shape[0], activation=self.hidden_act)
 
     @property
     def is_swiglu(self) -> bool:

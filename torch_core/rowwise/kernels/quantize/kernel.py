@@ -45,22 +45,23 @@ def row_quantize_kernel(
     squares = tl.zeros([CHUNK], tl.float32)
     for index in tl.static_range(CHUNKS):
         own = index * CHUNK + columns
+        inside = _inside(own, FEATURES, CHUNK)
         source = x + place * x_row_stride + own
-        chunk = _scaled(source, factor, column_scale, own, _inside(own, FEATURES, CHUNK), rounded)
+        chunk = _scaled(source, factor, column_scale, own, inside, rounded)
         if ACTIVATION is not None:
-            up = _scaled(source + FEATURES, factor, column_scale, own + FEATURES, _inside(own, FEATURES, CHUNK), rounded)
+            up = _scaled(source + FEATURES, factor, column_scale, own + FEATURES, inside, rounded)
             wide = chunk.to(tl.float32)
             slope = wide
             if ACTIVATION != "silu":
                 slope = _GELU_SLOPE * (wide + 0.044715 * wide * wide * wide)
             chunk = (wide * tl.sigmoid(slope) * up.to(tl.float32)).to(rounded)
         if residual is not None:
-            before = tl.load(residual + place * residual_row_stride + own, mask=_inside(own, FEATURES, CHUNK), other=0.0)
+            before = tl.load(residual + place * residual_row_stride + own, mask=inside, other=0.0)
             chunk = (before.to(tl.float32) + chunk.to(tl.float32)).to(rounded)
-            tl.store(stream + place * FEATURES + own, chunk, mask=_inside(own, FEATURES, CHUNK))
+            tl.store(stream + place * FEATURES + own, chunk, mask=inside)
         if weight is not None:
             squares += chunk.to(tl.float32) * chunk.to(tl.float32)
-        chunks = chunks + (chunk,)
+        chunks = chunks + (chunk,)  # noqa: RUF005
     largest = tl.zeros([CHUNK], tl.float32)
     inverse_norm = 1.0
     if weight is not None:
@@ -78,7 +79,7 @@ def row_quantize_kernel(
                 wide = wide * (1.0 + by_column) if ADD_ONE else wide * by_column
             chunk = wide.to(rounded)
         largest = _larger(largest, tl.abs(chunk.to(tl.float32)))
-        normed = normed + (chunk,)
+        normed = normed + (chunk,)  # noqa: RUF005
     unit = tl.maximum(tl.div_rn(tl.reduce(largest, 0, _larger), 448.0), _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     inverse = tl.div_rn(1.0, unit)
     for index in tl.static_range(CHUNKS):
