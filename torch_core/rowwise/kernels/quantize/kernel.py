@@ -41,7 +41,9 @@ def row_quantize_kernel(
     factor = 1.0
     if row_scale is not None:
         factor = tl.load(row_scale + row)
+    # Nothing is stored until all is loaded: the compiler does not move a load before a store.
     chunks = ()
+    factors = ()
     squares = tl.zeros([CHUNK], tl.float32)
     for index in tl.static_range(CHUNKS):
         own = index * CHUNK + columns
@@ -58,8 +60,8 @@ def row_quantize_kernel(
         if residual is not None:
             before = tl.load(residual + place * residual_row_stride + own, mask=inside, other=0.0)
             chunk = (before.to(tl.float32) + chunk.to(tl.float32)).to(rounded)
-            tl.store(stream + place * FEATURES + own, chunk, mask=inside)
         if weight is not None:
+            factors = factors + (tl.load(weight + own, mask=inside, other=0.0),)  # noqa: RUF005
             squares += chunk.to(tl.float32) * chunk.to(tl.float32)
         chunks = chunks + (chunk,)  # noqa: RUF005
     largest = tl.zeros([CHUNK], tl.float32)
@@ -69,9 +71,11 @@ def row_quantize_kernel(
     normed = ()
     for index in tl.static_range(CHUNKS):
         chunk = chunks[index]
-        if weight is not None:
+        if residual is not None:
             own = index * CHUNK + columns
-            by_column = tl.load(weight + own, mask=_inside(own, FEATURES, CHUNK), other=0.0).to(tl.float32)
+            tl.store(stream + place * FEATURES + own, chunk, mask=_inside(own, FEATURES, CHUNK))
+        if weight is not None:
+            by_column = factors[index].to(tl.float32)
             wide = chunk.to(tl.float32) * inverse_norm
             if ROUND_FIRST:
                 wide = wide.to(rounded).to(tl.float32) * by_column
