@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.support.triton_ops import run_triton
+from torch_core import reference
 from torch_core.attention.call import DenseCall, PagedCall
-from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -59,6 +60,54 @@ def test_a_log_sum_exp_takes_infinities_as_torch_does(seed):
     x[2, 5] = torch.inf
     out = run_triton(RowLogSumExpCall(x=x))["out"]
     torch.testing.assert_close(out, x.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def unscaled_product(seed: int, num_rows: int, features: int) -> dict[str, torch.Tensor]:
+    """Rows and their scales; what is behind the rows must not be read."""
+    x = rows(seed, 16, features, dtype=torch.bfloat16)
+    x[num_rows:] = torch.nan
+    scales = {"row_scale": rows(seed + 1, num_rows).abs(), "column_scale": rows(seed + 2, features).abs()}
+    return {"x": x, **scales}
+
+
+@pytest.mark.parametrize("norm_type", ["rms_norm", "rms_norm_wide", "gemma_rms_norm"])
+def test_a_sum_and_its_norm_are_rounded_to_e4m3(norm_type, seed):
+    residual, weight = (rows(seed + 3 + i, *shape, dtype=torch.bfloat16) for i, shape in enumerate(((5, 40), (40,))))
+    options = {"residual": residual, "weight": weight, "epsilon": 1e-5, "norm_type": norm_type}
+    call = RowQuantizeCall(**unscaled_product(seed, 5, 40), **options)
+    found = run_triton(call)
+    product = call.x[:5].double() * call.row_scale.double()[:, None] * call.column_scale.double()
+    eps = torch.finfo(torch.bfloat16).eps
+    assert ((found["stream"].double() - product - residual.double()).abs() <= eps * (product.abs() + 8)).all()
+    wide = found["stream"].double()
+    wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_e4m3(found, wide * (weight.double() + (norm_type == "gemma_rms_norm")), 5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_rows_are_rounded_to_e4m3(activation, seed):
+    call = RowQuantizeCall(**unscaled_product(seed, 3, 80), activation=activation)
+    gate, up = (call.x[:3].double() * call.row_scale.double()[:, None] * call.column_scale.double()).chunk(2, 1)
+    act = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    assert_e4m3(run_triton(call), act * up, 3)
+
+
+def assert_e4m3(found: dict[str, torch.Tensor], exact: torch.Tensor, num_rows: int) -> None:
+    """Half a step of e4m3 and three roundings to bfloat16 are allowed."""
+    largest, share = exact.abs().amax(1, keepdim=True), 2.0**-4 + 3 * torch.finfo(torch.bfloat16).eps
+    assert ((found["scale"].double()[:, None] * 448 / largest - 1).abs() <= share - 2.0**-4).all()
+    values = found["values"][:num_rows].double() * found["scale"].double()[:, None]
+    assert ((values - exact).abs() <= share * exact.abs() + largest * 2.0**-10 / 448).all()
+
+
+def test_rows_become_the_e4m3_numbers_of_a_division(seed):
+    x = rows(seed, 6, 70) * torch.logspace(-30, 30, 6)[:, None]
+    x[4] = 0
+    x[5, 3] = torch.inf
+    found, expected = run_triton(RowQuantizeCall(x=x)), reference.row_quantize(RowQuantizeCall(x=x))
+    assert torch.equal(found["scale"], expected["scale"])
+    assert torch.equal(found["values"][:5].float(), expected["values"][:5].float())
+    assert found["values"][5].float().isnan().any()
 
 
 @pytest.mark.parametrize("window", [None, 21])

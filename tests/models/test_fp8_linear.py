@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.bridge import native
 from jattn.llm.models import Fp8Linear, quantize_fp8
 from jattn.llm.models.quantized import round_to_fp8
+from jattn.metadata import AttentionMetadata
+from tests.support.pretended_gpu import pretended_gpu
 from tests.support.tiny_models import tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput
+from torch_core.launch.plan import DeviceLimits
+from torch_core.rowwise.call import RowQuantizeCall
 
 # A rounded number is off by a sixteenth of itself at most, or by half the smallest one of its row.
 HALF_STEP, SMALLEST = 2.0**-4, 2.0**-10 / 448
@@ -108,3 +114,42 @@ def test_a_model_that_multiplies_e4m3_says_about_the_same(seed: int) -> None:
     found, expected = (np.asarray(each.forward_dense(tokens), np.float64) for each in (model, plain))
     # Eight products in turn, each off by an eighth of the root of its terms at the very most.
     assert 0 < np.sqrt(np.mean((found - expected) ** 2)) < 2 * HALF_STEP * np.sqrt(np.mean(expected**2))
+
+
+def hidden_states(seed: int) -> np.ndarray:
+    """What a decoder of one layer gives for a prompt."""
+    config = tiny_config(dtype="bfloat16", num_hidden_layers=1)
+    model = tiny_model(config, seed, None)
+    quantize_fp8(model)
+    graph, state = nnx.split(model)
+    tokens = jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, 9))
+    cache = jnp.zeros((2, 2, 16, config.num_key_value_heads, config.head_dim), jnp.bfloat16)
+    metadata = AttentionMetadata(
+        block_tables=jnp.ones((1, 1), jnp.int32), seq_lens=jnp.array([9], jnp.int32),
+        query_start_loc=jnp.array([0, 9], jnp.int32), slot_mapping=jnp.arange(16, 25, dtype=jnp.int32), max_query_len=9,
+    )  # fmt: skip
+    run = jax.jit(lambda state, *operands: nnx.merge(graph, state)(*operands)[0])
+    return np.asarray(run(state, tokens, jnp.arange(9), (cache,), metadata).astype(jnp.float32))
+
+
+def test_rows_may_stay_e4m3_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    apart = hidden_states(seed)
+    monkeypatch.setattr(native, "device_limits", DeviceLimits)
+    with pretended_gpu() as launched:
+        joined = hidden_states(seed)
+    # Two norms, attention's results and the activation.
+    assert sum(isinstance(call, RowQuantizeCall) for call in launched) == 4
+    # Other roundings to bfloat16 move numbers over the borders of e4m3, in three products in turn.
+    assert 0 < np.sqrt(np.mean((joined - apart) ** 2)) < 3 * HALF_STEP * np.sqrt(np.mean(apart**2))
+
+
+OTHERS = [{"dtype": "float32"}, {"norm_type": "layer_norm"}, {"parallel_block": "two_norms"}]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
+def test_other_layers_take_rows_of_numbers(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "device_limits", DeviceLimits)
+    model = tiny_model(tiny_config(**{"dtype": "bfloat16", "num_hidden_layers": 1, **changes}), 0, None)
+    quantize_fp8(model)
+    with pretended_gpu():
+        assert model.layers[0].input_norm(quantizes=True) is model.layers[0].input_layernorm

@@ -38,6 +38,23 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, seed):
         np.testing.assert_array_equal(part, whole[first : first + count])
 
 
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"epsilon": 1e-5}], ids=["plain", "gated", "normed"])
+def test_rows_are_rounded_to_e4m3_as_torch_does(options, seed):
+    x = normal(seed, 16, 72, dtype=jnp.bfloat16)
+    scales = {"row_scale": jnp.abs(normal(seed + 1, 5)), "column_scale": jnp.abs(normal(seed + 2, 72))}
+    if options.get("epsilon"):
+        scales |= {"residual": x[:5], "weight": normal(seed + 3, 72, dtype=jnp.bfloat16)}
+    found = [ops.row_quantize(x, **scales, **options, implementation=name) for name in ("xla", "torch")]
+    (rows, stream), (expected, expected_stream) = found
+    assert rows.shape == (5, 36 if "activation" in options else 72)
+    np.testing.assert_allclose(rows.scale, expected.scale, rtol=2.0**-7)
+    values, wanted = (each.values[:5].astype(jnp.float32) * each.scale[:, None] for each in (rows, expected))
+    # A sum in another order moves an element over a border of e4m3 at most.
+    np.testing.assert_allclose(values, wanted, rtol=2.0**-3, atol=2.0**-10 * float(rows.scale.max()))
+    if stream is not None:
+        np.testing.assert_array_equal(stream, expected_stream)
+
+
 def test_mapped_rows_have_the_same_bits(seed):
     x, kernel = normal(seed, 3, 5, 72), normal(seed + 1, 72, 50)
     product = functools.partial(ops.row_product, kernel=kernel)
