@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def row_quantize(
     epsilon: float = 0.0,
     norm_type: str = "rms_norm",
     implementation: str | None = None,
-) -> tuple[QuantizedRows, jax.Array | None]:
+) -> tuple[QuantizedRows, Any]:
     """Rounds rows to e4m3 with a scale each, after an activation, or a sum and a norm; a row is read once.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,21 +63,21 @@ def test_a_log_sum_exp_takes_infinities_as_torch_does(seed):
     torch.testing.assert_close(out, x.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
 
 
-def unscaled_product(seed: int, num_rows: int, features: int) -> dict[str, torch.Tensor]:
-    """Rows and their scales; what is behind the rows must not be read."""
+def unscaled_product(seed: int, num_rows: int, features: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Rows with their scales, and their product in float64; what is behind the rows must not be read."""
     x = rows(seed, 16, features, dtype=torch.bfloat16)
     x[num_rows:] = torch.nan
-    scales = {"row_scale": rows(seed + 1, num_rows).abs(), "column_scale": rows(seed + 2, features).abs()}
-    return {"x": x, **scales}
+    row_scale, column_scale = rows(seed + 1, num_rows).abs(), rows(seed + 2, features).abs()
+    exact = x[:num_rows].double() * row_scale.double()[:, None] * column_scale.double()
+    return {"x": x, "row_scale": row_scale, "column_scale": column_scale}, exact
 
 
 @pytest.mark.parametrize("norm_type", ["rms_norm", "rms_norm_wide", "gemma_rms_norm"])
 def test_a_sum_and_its_norm_are_rounded_to_e4m3(norm_type, seed):
     residual, weight = (rows(seed + 3 + i, *shape, dtype=torch.bfloat16) for i, shape in enumerate(((5, 40), (40,))))
+    given, product = unscaled_product(seed, 5, 40)
     options = {"residual": residual, "weight": weight, "epsilon": 1e-5, "norm_type": norm_type}
-    call = RowQuantizeCall(**unscaled_product(seed, 5, 40), **options)
-    found = run_triton(call)
-    product = call.x[:5].double() * call.row_scale.double()[:, None] * call.column_scale.double()
+    found = run_triton(RowQuantizeCall(**given, **options))
     eps = torch.finfo(torch.bfloat16).eps
     assert ((found["stream"].double() - product - residual.double()).abs() <= eps * (product.abs() + 8)).all()
     wide = found["stream"].double()
@@ -86,10 +87,10 @@ def test_a_sum_and_its_norm_are_rounded_to_e4m3(norm_type, seed):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gated_rows_are_rounded_to_e4m3(activation, seed):
-    call = RowQuantizeCall(**unscaled_product(seed, 3, 80), activation=activation)
-    gate, up = (call.x[:3].double() * call.row_scale.double()[:, None] * call.column_scale.double()).chunk(2, 1)
+    given, product = unscaled_product(seed, 3, 80)
+    gate, up = product.chunk(2, 1)
     act = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
-    assert_e4m3(run_triton(call), act * up, 3)
+    assert_e4m3(run_triton(RowQuantizeCall(**given, activation=activation)), act * up, 3)
 
 
 def assert_e4m3(found: dict[str, torch.Tensor], exact: torch.Tensor, num_rows: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.op import Op, Served, register
@@ -97,7 +99,7 @@ def _quantize_gated(num_rows: int) -> RowQuantizeCall[ArraySpec]:
     return RowQuantizeCall(x=x, activation="silu", **_scales(num_rows, 2 * 14336))
 
 
-def _scales(num_rows: int, features: int) -> dict[str, ArraySpec]:
+def _scales(num_rows: int, features: int) -> dict[str, Any]:
     return {"row_scale": ArraySpec((num_rows,), "float32"), "column_scale": ArraySpec((features,), "float32")}
 
 

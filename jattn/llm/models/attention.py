@@ -57,7 +57,9 @@ class Attention(nnx.Module):
         self.num_projected = heads + self.num_kv_heads * (2 - config.attention_k_eq_v)
         fused = (self.num_projected + heads * config.attn_output_gate) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
-        self.o_proj = linear(config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options)
+        self.o_proj: Any = linear(
+            config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options
+        )
         temperature = config.temperature
         self.has_temperature = temperature is not None and not (temperature.without_rope and self.rotates)
         if config.qk_norm not in (None, "unweighted"):

@@ -236,6 +236,7 @@ class DecoderLayer(nnx.Module):
         before = self.post_attention_layernorm if kind is None and cross is None else None
         if isinstance(normed, QuantizedRows) and not self.is_sparse and self.mlp.takes_quantized_rows:
             before = QuantizingNorm(before)
+        seen: Any
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:
             branch = through(dropout, cross(through(self.cross_attention_norm, after)))

@@ -219,14 +219,14 @@ class MLP(nnx.Module):
         self.hidden_act, self.multipliers = config.hidden_act, config.mlp_multipliers
         # One or the other, and their names in a checkpoint.
         if config.gated_mlp:
-            self.gate_up_proj = linear(width, 2 * inner, **options)
+            self.gate_up_proj: Any = linear(width, 2 * inner, **options)
         else:
             self.up_proj = linear(width, inner, **options)
         self.is_gated = config.gated_mlp
         # Computes gate_up_proj and the activation together; set where a batch has adapters.
         self.gated_product: Any = None
         self.act_fn = XIELU(config.dtype) if config.hidden_act == "xielu" else None
-        self.down_proj = linear(inner, width, **options)
+        self.down_proj: Any = linear(inner, width, **options)
 
     def __call__(self, x: Any) -> Any:
         """Maps `[..., hidden]` to `[..., hidden]`; `QuantizedRows`, where it takes them, to an `UnscaledProduct`."""
