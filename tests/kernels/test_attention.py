@@ -27,8 +27,8 @@ def test_a_random_problem_is_as_exact_as_torch_in_its_dtype(seed):
     assert_matches_reference(case, out, lse)
 
 
-def test_a_long_query_walks_edge_and_body_tiles(seed):
-    spec = AttentionSpec(scale=0.25, window_left=150)
+@pytest.mark.parametrize("spec", [AttentionSpec(scale=0.25, window_left=150)])
+def test_a_long_query_walks_edge_and_body_tiles(spec, seed):
     case = paged_case(seed, seq_lens=[300], query_lens=[140], num_heads=1, num_kv_heads=1, head_size=16, spec=spec)
     out, lse = case.run(paged_attention_with_lse)
     assert_matches_reference(case, out, lse)

@@ -188,7 +188,7 @@ class CacheManager:
             The number of the child's tokens that are computed or in flight.
 
         Raises:
-            InvalidInput: unknown parent, one without blocks on the device, or a child id that is in use.
+            InvalidInput: unknown parent, one that is preempted or swapped out, or a child id that is in use.
         """
         return lifecycle.fork(self._state, parent_id, child_id)
 
