@@ -19,6 +19,7 @@ NAMES = {
     "module": "module.BENCHMARK",
     "mla": "mla.BENCHMARK",
     "moe": "moe.BENCHMARK",
+    "states": "states.BENCHMARK",
     "engine": "engine.BENCHMARK",
     "tune": "tune.BENCHMARK",
     "compilers": "compilers.BENCHMARK",
