@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams
 from jattn.llm.models import PagedSpec
-from jattn.nn import PagedAttention
+from jattn.nn import GatedDeltaNet, PagedAttention
 from tests.engine.test_engine import prompts_of, run
 from tests.support.devices import mesh, on_four_devices
 from torch_core.base.errors import InvalidInput
@@ -62,6 +63,23 @@ class Annotated(nnx.Module):
         return hidden @ self.table[...].T
 
 
+class AnnotatedHybrid(Annotated):
+    """Its first layer keeps states of a convolution and of a delta rule, cut by channels and by heads."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.mixer = GatedDeltaNet(8, 32, num_kv_heads=4, key_dim=8, value_dim=4, rngs=nnx.Rngs(seed))
+        for linear, axes in ((self.mixer.in_proj_qkvz, ("embed", "heads")), (self.mixer.out_proj, ("heads", "embed"))):
+            linear.kernel = nnx.Param(linear.kernel[...], out_sharding=axes, eager_sharding=False)
+        self.paged_spec = replace(Annotated.paged_spec, num_layers=1, states=(self.mixer.state_spec(),))
+
+    def __call__(self, token_ids: Any, positions: Any, kv_caches: Any, metadata: Any) -> Any:
+        x, (cache, *states) = self.table[...][token_ids], kv_caches
+        mixed, states = self.mixer(x, states=tuple(states), metadata=metadata)
+        x, cache = self.layers[0](x + mixed, cache, metadata)
+        return x * self.norm[...], (cache, *states)
+
+
 def config(size: int, **options: Any) -> EngineConfig:
     return EngineConfig(**{**SIZES, "tensor_parallel_size": size, "logical_axis_rules": RULES, **options})
 
@@ -99,6 +117,18 @@ def test_tokens_are_those_of_one_device_and_new_weights_come_from_a_trainers_mes
     one.update_weights(other)
     assert run(many, prompts, params) == run(one, prompts, params)
     assert many.num_compilations == before
+
+
+@pytest.mark.nightly
+@on_four_devices
+def test_states_are_cut_by_heads_and_change_no_token() -> None:
+    model, prompts = AnnotatedHybrid(), prompts_of(3, 3, 21, 9)
+    engine, alone = (Engine(model, config(size, fixed_shapes=True)) for size in (2, 1))
+
+    assert run(engine, prompts, GREEDY) == run(alone, prompts, GREEDY)
+    pool = engine._core.device.pool
+    found = [cast(Any, array).addressable_data(0).shape[1:] for array in pool._arrays[1:]]
+    assert found == [(3, 48), (4, 4, 8)]
 
 
 @on_four_devices

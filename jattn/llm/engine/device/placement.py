@@ -144,9 +144,6 @@ class Placement:
         cls, model: PagedModel, mesh: Mesh, context_size: int, rules: AxisRules | None
     ) -> tuple[Placement, PagedModel]:
         spec, size = model.paged_spec, mesh.shape["tp"]
-        if spec.states:
-            wanted = "a model that is cut by its annotations has no layers with a state; give a Decoder"
-            raise Unsupported("paged_spec.states", f"has {len(spec.states)} layers", wanted)
         if context_size > 1:
             raise Unsupported(
                 f"decode_context_parallel_size is {context_size} and the model is cut by its annotations, which "
