@@ -334,10 +334,8 @@ def test_a_rendered_config_parses_to_itself(changes):
 
 
 def test_a_combination_without_an_architecture_cannot_be_rendered():
-    with pytest.raises(
-        Unsupported, match=r"^config has attention_sinks=True; no supported architecture stores that\.$"
-    ):
-        render_config(tiny_config(attention_sinks=True), dtype="float32")
+    with pytest.raises(Unsupported, match=r"^config has value_norm=True; no supported architecture stores that\.$"):
+        render_config(tiny_config(value_norm=True), dtype="float32")
 
 
 @pytest.mark.parametrize(

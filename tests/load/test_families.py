@@ -33,7 +33,7 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
 PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "OlmoHybrid", "SmolLM3", "GptOss", "Lfm2", "KimiLinear")
 PATTERNED += ("Exaone", "Cohere2", "Llama4", "Bamba", "GraniteMoeHybrid", "Cwm", "Afmoe", "MiniMaxF", "Gemma4")
-PATTERNED += ("MinistralF", "HYV3", "Dots1", "Mellum", "Flint", "VaultGemma", "GraniteSWA", "GraniteMoeSWA")
+PATTERNED += ("MinistralF", "HYV3", "Dots1", "Mellum", "Flint", "VaultGemma", "GraniteSWA", "GraniteMoeSWA", "Laguna")
 #: The families whose keys, values and masks are those of another one; dense sequences show the rest.
 ALIKE = (
     "GraniteF",
@@ -53,7 +53,7 @@ ALIKE += ("MiniCPM3", "Cwm", "Solar", "Gemma3", "Gemma4", "Cohere2Moe", "Flint",
 ALIKE += ("Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF", "GraniteMoeS", "GraniteSWA")
 #: Of these every part is tested with another family.
 NIGHTLY = ("HYV3", "Dots1", "ExaoneMoe", "Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF")
-NIGHTLY += ("GraniteMoeS", "GraniteSWA", "MinistralF")
+NIGHTLY += ("GraniteMoeS", "GraniteSWA", "MinistralF", "Gemma4Unified")
 
 
 def marked(cases, is_nightly):

@@ -102,7 +102,7 @@ MINI_LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4
 _SHORT = {"short_factor": [1.0, 1.2], "long_factor": [1.5, 3.0], "original_max_position_embeddings": 16}
 _ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}
 _CHUNKS = {"num_local_experts": 6, "head_dim": 8, "intermediate_size_mlp": 40, "attention_chunk_size": 8}
-_GEMMA4 = SMALL_WINDOW | {"head_dim": 8, "global_head_dim": 16, "layer_types": ALTERNATING}
+GEMMA4 = SMALL_WINDOW | {"head_dim": 8, "global_head_dim": 16, "layer_types": ALTERNATING}
 #: By family, the class of transformers and what its options are in each variant: off first, then on.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LlamaForCausalLM": (
@@ -143,8 +143,8 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Gemma4ForCausalLM": (
         "Gemma4TextConfig",
         [
-            _GEMMA4 | {"hidden_size_per_layer_input": 0},
-            _GEMMA4
+            GEMMA4 | {"hidden_size_per_layer_input": 0},
+            GEMMA4
             | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 6}
             | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
             | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}

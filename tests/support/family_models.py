@@ -24,6 +24,8 @@ _AS_PUBLISHED = {
     "OlmoHybridForCausalLM": ("feedforward_layer_norm", "post_attention_layernorm", "self_attn"),
     "KimiLinearForCausalLM": (r"block_sparse_moe\.(?=\w+_proj)", "mlp.", "block_sparse_moe.gate_proj"),
 }
+#: Options with an entry for each layer, of which a case has the first two.
+_BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 #: Tensors that transformers writes and computes again if they are missing.
 _COMPUTED = r".*self_attn\.(query|key|diagonal)_decay"
 _NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))
@@ -46,7 +48,7 @@ def write_checkpoint(folder: Path, architecture: str, variant: int, seed: int, *
     if (options.get("kv_lora_rank") and options["num_key_value_heads"] is not None) or "index_topk" in options:
         # Latents are shared by all heads; some classes do not work this number out.
         options["num_key_value_heads"] = options["num_attention_heads"]
-    for key in ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta"):
+    for key in _BY_LAYER:
         if key in options:
             options[key] = [options[key][layer % 2] for layer in range(options["num_hidden_layers"])]
     config = getattr(transformers, name)(**options)

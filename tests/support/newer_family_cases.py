@@ -4,9 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.family_cases import ALTERNATING, EXPERTS, GLM_EXPERTS, MINI_LATENT, SMALL_WINDOW, YARN
+from tests.support.family_cases import ALTERNATING, EXPERTS, GEMMA4, GLM_EXPERTS, MINI_LATENT, SMALL_WINDOW, YARN
 
+_LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "Gemma4UnifiedForCausalLM": (
+        "Gemma4UnifiedTextConfig",
+        [
+            GEMMA4,
+            GEMMA4
+            | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 3.0}
+            | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        ],
+    ),
+    "LagunaForCausalLM": (
+        "LagunaConfig",
+        [
+            EXPERTS
+            | {"head_dim": 8, "shared_expert_intermediate_size": 20, "gating": "per-element"}
+            | {"mlp_layer_types": ["sparse", "dense"]},
+            EXPERTS
+            | SMALL_WINDOW
+            | {
+                "head_dim": 16,
+                "attention_bias": True,
+                "shared_expert_intermediate_size": 20,
+                "layer_types": ALTERNATING,
+            }
+            | {"num_attention_heads_per_layer": [2, 6], "moe_routed_scaling_factor": 2.5}
+            | {"mlp_layer_types": ["sparse", "dense"]}
+            | {
+                "rope_parameters": {
+                    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                    "sliding_attention": _LOCAL,
+                }
+            },
+        ],
+    ),
     "MinistralForCausalLM": (
         "MinistralConfig",
         [SMALL_WINDOW | {"head_dim": 8}, SMALL_WINDOW | {"layer_types": ALTERNATING, "head_dim": 16}],

@@ -13,6 +13,8 @@ from torch_core.base.errors import InvalidInput, Unsupported
 
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
+#: Of families whose kinds of layers rotate other shares of a head.
+_PARTIAL_OF_FULL = "full_attention.partial_rotary_factor"
 _BETA, _ALPHA, _MSCALE = "llama_4_scaling_beta", "alpha", "short_mscale"
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 #: The name of longrope in Phi-3's first files.
@@ -38,7 +40,9 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
     fields = {"rope_theta": given.pop("rope_theta", _value(raw, family, "rope_theta", 10000.0))}
     is_proportional = given.get("rope_type") == "proportional"
     partial = None if is_proportional else given.pop(_PARTIAL, None)
-    if _PARTIAL in family.rope_keys:
+    if _PARTIAL_OF_FULL in family.rope_keys:
+        fields |= {_PARTIAL_OF_FULL: 1.0 if partial is None else partial, _PARTIAL: local.get(_PARTIAL, 1.0)}
+    elif _PARTIAL in family.rope_keys:
         fields[_PARTIAL] = _value(raw, family, _PARTIAL, 1.0) if partial is None else partial
     elif partial is not None and _PARTIAL not in family.ignored and (partial != 1 or isinstance(partial, bool)):
         raise Unsupported(_PARTIAL, value=partial, wanted="this build has 1.0")
@@ -82,7 +86,9 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     scaling = config.rope_scaling
     if family.rope_keys.get(_LOCAL) == "rope_parameters":
         full = {"rope_type": "default", **(_scaling_values(scaling) if scaling else {}), **written}
-        local = {"rope_type": "default", "rope_theta": config.rope_local_theta}
+        local: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_local_theta}
+        if _PARTIAL_OF_FULL in family.rope_keys and config.full_attention is not None:
+            full[_PARTIAL], local[_PARTIAL] = config.full_attention.partial_rotary_factor, config.partial_rotary_factor
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if _LOCAL in family.rope_keys:
         written[family.rope_keys[_LOCAL]] = config.rope_local_theta

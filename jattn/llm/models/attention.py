@@ -57,6 +57,7 @@ class Attention(nnx.Module):
         self.num_projected = heads + self.num_kv_heads * (2 - config.attention_k_eq_v)
         fused = (self.num_projected + heads * config.attn_output_gate) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
+        self.gate_proj = linear(config.hidden_size, heads, use_bias=False, **options) if config.attn_head_gate else None
         self.o_proj: Any = linear(
             config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options
         )
@@ -87,12 +88,14 @@ class Attention(nnx.Module):
     def scales_by_element(self) -> bool:
         """Whether queries, values or results are multiplied by more than the weights of norms."""
         config = self.config
-        return self.has_temperature or config.attn_output_gate or config.value_norm or config.qk_norm == "unweighted"
+        gated = config.attn_output_gate or config.attn_head_gate
+        return self.has_temperature or gated or config.value_norm or config.qk_norm == "unweighted"
 
     @property
     def takes_quantized_rows(self) -> bool:
         """Its products are of e4m3 numbers."""
-        return multiplies_rows(self.qkv_proj, bias=True) and multiplies_rows(self.o_proj)
+        is_whole = self.gate_proj is None
+        return is_whole and multiplies_rows(self.qkv_proj, bias=True) and multiplies_rows(self.o_proj)
 
     @property
     def sees_distances(self) -> bool:
@@ -169,15 +172,23 @@ class Attention(nnx.Module):
         return biases
 
     def _heads(self, x: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the heads of query, key and value, one after the other, and those of the gate, if there is one."""
+        """Returns the heads of query, key and value, one after the other, and those of the gate, if there is one.
+
+        A gate of whole heads is `[..., heads, 1]`.
+        """
         heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
+        if self.gate_proj is not None:
+            return heads, self.gate_proj(x)[..., None]
         if not self.config.attn_output_gate:
             return heads, None
         return heads[..., : self.num_projected, :], heads[..., self.num_projected :, :]
 
     def _output(self, output: jax.Array, gate: jax.Array | None, *, as_rows: bool = False) -> Any:
         """Returns the layer's output of the heads' results."""
-        output = output if gate is None else output * jax.nn.sigmoid(gate)
+        if gate is not None and self.config.attn_gate_act == "softplus":
+            output = output * jax.nn.softplus(gate.astype(jnp.float32)).astype(output.dtype)
+        elif gate is not None:
+            output = output * jax.nn.sigmoid(gate)
         output = output.reshape(*output.shape[:-2], -1)
         return self.o_proj.product(row_quantize(output)[0]) if as_rows else self.o_proj(output)
 

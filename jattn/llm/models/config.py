@@ -49,6 +49,7 @@ _NOT_LATENT = {
     "attn_logit_softcapping": None,
     "attention_sinks": False,
     "attn_output_gate": False,
+    "attn_head_gate": False,
     "is_encoder": False,
     "sliding_window": None,
     "layer_windows": (),
@@ -137,8 +138,10 @@ class ModelConfig:
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: cap on the logits; None for none.
         attention_sinks: whether every head has a sink, a logit without a value in its softmax.
-        attn_output_gate: attention's results are multiplied by the sigmoid of a gate for each element, which is
-            projected with the queries.
+        attn_output_gate: attention's results are multiplied by a gate for each element, which is projected with the
+            queries.
+        attn_head_gate: they are multiplied by a gate for each head, which has a projection of its own.
+        attn_gate_act: activation of these gates.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
         num_labels: labels that an encoder scores a text with; 0 for none.
         label_pooling: what it scores: the hidden states of the first token ("cls"), or the "mean" of all.
@@ -247,6 +250,8 @@ class ModelConfig:
     final_logit_softcapping: Scalar | None = None
     attention_sinks: Flag = False
     attn_output_gate: Flag = False
+    attn_head_gate: Flag = False
+    attn_gate_act: Annotated[str, Choices("sigmoid", "softplus", error=Unsupported)] = "sigmoid"
     is_encoder: Flag = False
     num_labels: Annotated[int, Limits(0, 1 << 16)] = 0
     label_pooling: Annotated[str, Choices("cls", "mean", error=Unsupported)] = "cls"
@@ -377,6 +382,8 @@ class ModelConfig:
         full, given = self.full_attention, self.per_layer_input
         if full is not None:
             full.check(self.num_attention_heads, self.partial_rotary_factor)
+        if self.attn_output_gate and self.attn_head_gate:
+            raise InvalidInput("attn_head_gate", "is True and attn_output_gate too", "give one of them")
         if given is not None and given.num_layers < self.num_hidden_layers:
             wanted = f"it must have one for each of the {self.num_hidden_layers} layers"
             raise InvalidInput("per_layer_input.num_layers", value=given.num_layers, wanted=wanted)
@@ -441,7 +448,8 @@ class ModelConfig:
         if self.full_attention is not None:
             own["full_attention"] = None
             if self.window_of(layer) is None:
-                own |= {name: getattr(self.full_attention, name) for name in _OF_FULL_ATTENTION}
+                given = {name: getattr(self.full_attention, name) for name in _OF_FULL_ATTENTION}
+                own |= {name: value for name, value in given.items() if value is not None}
         if self.double_wide_mlp:
             width = self.intermediate_size * (1 + (self.kv_sharing_target(layer) is not None))
             own |= {"double_wide_mlp": False, "intermediate_size": width}

@@ -162,12 +162,14 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionConfig:
-    """The sizes of attention in layers without a window, where those with a window have others (Gemma 4).
+    """The sizes of attention in layers without a window, where those with a window have others (Gemma 4, Laguna).
 
     Attributes:
         head_dim: elements of one head.
         num_key_value_heads: key/value heads.
+        num_attention_heads: query heads; None for as many as elsewhere.
         attention_k_eq_v: as in `ModelConfig`.
+        partial_rotary_factor: share of a head's elements that are rotated; None for the same as elsewhere.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -175,17 +177,20 @@ class FullAttentionConfig:
 
     head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
     num_key_value_heads: Annotated[int, Limits(1, 1024)]
+    num_attention_heads: Annotated[int | None, Limits(1, 1024)] = None
     attention_k_eq_v: Flag = False
+    partial_rotary_factor: Annotated[float | None, Limits(1e-3, 1.0)] = None
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="full_attention.")
 
     def check(self, num_attention_heads: int, partial_rotary_factor: float) -> None:
         """Raises InvalidInput unless the sizes fit a model's number of query heads and the rotated share of a head."""
-        if num_attention_heads % self.num_key_value_heads:
-            wanted = f"it must divide num_attention_heads ({num_attention_heads})"
+        own = self.num_attention_heads or num_attention_heads
+        if own % self.num_key_value_heads:
+            wanted = f"it must divide num_attention_heads ({own})"
             raise InvalidInput("full_attention.num_key_value_heads", value=self.num_key_value_heads, wanted=wanted)
-        if int(self.head_dim * partial_rotary_factor) % 2:
+        if int(self.head_dim * (self.partial_rotary_factor or partial_rotary_factor)) % 2:
             wanted = "rotary embeddings need an even number"
             raise InvalidInput("full_attention.head_dim", value=self.head_dim, wanted=wanted)
 

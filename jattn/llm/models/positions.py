@@ -21,7 +21,8 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
     """
     scaling, rotary_dim = config.rope_scaling, config.rotary_dim
     if config.full_attention is not None and not local:
-        rotary_dim = int(config.full_attention.head_dim * config.partial_rotary_factor)
+        full = config.full_attention
+        rotary_dim = int(full.head_dim * (full.partial_rotary_factor or config.partial_rotary_factor))
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     if local and config.rope_local_theta is not None:
         return (config.rope_local_theta**-exponents).astype(np.float32)
@@ -40,7 +41,7 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarr
         keep = _kept_by_llama3(frequencies, scaling)
     else:
         original, betas = scaling.original_max_position_embeddings, (scaling.beta_fast, scaling.beta_slow)
-        keep = yarn_kept(config.rotary_dim, config.rope_theta, original, betas, truncate=scaling.truncate)
+        keep = yarn_kept(rotary_dim, config.rope_theta, original, betas, truncate=scaling.truncate)
     return (keep * frequencies + (1 - keep) * frequencies / scaling.factor).astype(np.float32)
 
 

@@ -31,6 +31,7 @@ DEFAULT_RULES: Mapping[str, str | None] = MappingProxyType(
 _LINEAR: dict[str, tuple[str | None, str | None]] = {
     "qkv_proj": ("embed", "heads"),
     "q_proj": ("embed", "heads"),
+    "gate_proj": ("embed", "heads"),
     "q_b_proj": (None, "heads"),
     "kv_b_proj": (None, "heads"),
     "o_proj": ("heads", "embed"),

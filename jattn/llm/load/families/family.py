@@ -122,8 +122,9 @@ class Family:
         default_types: the files' names for each layer, from the values of a file without layer_types.
         rope_keys: the file's names of rope_theta, partial_rotary_factor and rope_local_base_freq, if they differ. Only
             families that name partial_rotary_factor and rope_local_base_freq read them; the latter is "rope_parameters"
-            if the file has it only there, by kind of layer. "llama_4_scaling_beta", "alpha" and "short_mscale" are read
-            from the object of the embedding if they are named.
+            if the file has it only there, by kind of layer, as "full_attention.partial_rotary_factor" always is.
+            "llama_4_scaling_beta", "alpha" and "short_mscale" are read from the object of the embedding if they are
+            named.
         names: tensor names by module of the decoder, if they differ from `_NAMES`; a tuple for joined pieces. A key
             with the prefix "encoder." applies to an encoder only. "{expert}" is the expert's index; a name of experts
             without it is one tensor of all experts, [experts, in, out] or, with `experts_out_in`, [experts, out,

@@ -19,6 +19,7 @@ from jattn.llm.load.families.family import Family
 from jattn.llm.load.families.gemma import GEMMA, GEMMA2
 from jattn.llm.load.families.gemma3 import EMBEDDING_GEMMA, GEMMA3
 from jattn.llm.load.families.gemma4 import GEMMA4
+from jattn.llm.load.families.gemma4_unified import GEMMA4_UNIFIED
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
 from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
@@ -31,6 +32,7 @@ from jattn.llm.load.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from jattn.llm.load.families.hunyuan3 import HY_V3
 from jattn.llm.load.families.hyperclovax import HYPERCLOVAX
 from jattn.llm.load.families.kimi import KIMI_LINEAR
+from jattn.llm.load.families.laguna import LAGUNA
 from jattn.llm.load.families.lfm2 import LFM2
 from jattn.llm.load.families.lfm2_moe import LFM2_MOE
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
@@ -69,7 +71,7 @@ _ORDER = (
     *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA, GEMMA4),
     *(CWM, SOLAR_OPEN, AFMOE),
     *(MINISTRAL, HY_V3, DOTS1, EXAONE_MOE, YOUTU, COHERE2_MOE, MELLUM, FLINT, FLEX_OLMO, HYPERCLOVAX, JAIS2),
-    *(VAULT_GEMMA, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA),
+    *(LAGUNA, GEMMA4_UNIFIED, VAULT_GEMMA, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA),
     *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
