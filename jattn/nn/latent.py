@@ -51,6 +51,7 @@ class MultiHeadLatentAttention(nnx.Module):
     Attributes:
         kv_scales: the scales of an 8-bit cache; latents use the scale of keys. `jattn.nn.paged.KVScales`.
         kv_range: the range of latents, while scales are measured.
+        absorbed_adapters: low-rank adapters of `kv_b_proj` for the absorbed form, which a model with adapters sets.
 
     Raises:
         InvalidInput: an option of the wrong type or out of range, or a rope of another size. The message names it.
@@ -64,6 +65,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     kv_scales: KVScales | None = None
     kv_range: KVRange | None = None
+    absorbed_adapters: Any = None
     batch_invariant: bool = False
 
     @checked
@@ -254,8 +256,10 @@ class MultiHeadLatentAttention(nnx.Module):
             choice = {"batch_invariant": self.batch_invariant}
         attend = ops.mla_attention if chosen is None else ops.sparse_mla_attention
         absorb: Callable[..., jax.Array] = ops.in_tiles if self.batch_invariant else lambda f, *operands: f(*operands)
+        adapters, in_latents = self.absorbed_adapters, absorb(_to_latents, nope, to_key)
+        in_latents = in_latents if adapters is None else adapters.with_queries(in_latents, nope)
         out = attend(
-            query=jnp.concatenate([absorb(_to_latents, nope, to_key), rope], axis=-1),
+            query=jnp.concatenate([in_latents, rope], axis=-1),
             latent_cache=cache,
             **choice,
             **sequences,
@@ -265,7 +269,8 @@ class MultiHeadLatentAttention(nnx.Module):
             kv_chunk_size=self.kv_chunk_size,
             implementation=self.implementation,
         )
-        return absorb(_from_latents, out, to_value)
+        values = absorb(_from_latents, out, to_value)
+        return values if adapters is None else adapters.with_values(values, out)
 
 
 def _one_pass(starts: jax.Array, length: int) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def add_lora_linear(
     lora_token_start_loc: jax.Array,
     *,
     output_slices: tuple[int, ...] | None = None,
+    num_heads: int = 1,
     activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -68,7 +69,7 @@ def add_lora_linear(
     are other arrays: nothing is compiled again. Differentiable in `x`, `y`, `lora_a` and `lora_b`, by jnp.
 
     Args:
-        output_slices: None for a single layer.
+        output_slices: None for a single layer, which takes y if there are heads.
 
     Returns:
         The new y, in y's memory if y is not used again; or the result of `activation`. To write products alone (y=None)
@@ -83,6 +84,7 @@ def add_lora_linear(
         >>> add_lora_linear(x, y, jnp.ones((1, 1, 3)), jnp.ones((1, 4, 1)), *rows).tolist()
         [[0.0, 0.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]]
     """
+    columns = lora_b.shape[1] if y is None else y.shape[1] // num_heads
     call = LoraCall(
         x=x,
         y=y,
@@ -90,7 +92,8 @@ def add_lora_linear(
         lora_b=lora_b,
         token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
         lora_token_start_loc=lora_token_start_loc,
-        output_slices=(lora_b.shape[1],) if output_slices is None else output_slices,
+        output_slices=(columns,) if output_slices is None else output_slices,
+        num_heads=num_heads,
         activation=activation,
     )
     return run(call, implementation)["y" if call.adds else "out"]
@@ -128,7 +131,7 @@ def _by_row(call: LoraCall[jax.Array], slots: jax.Array, wide: Any) -> jax.Array
             lora_a, lora_b = (jax.lax.dynamic_index_in_dim(each, slot, keepdims=False) for each in matrices)
             return _products(row[None], lora_a, lora_b, call, wide)[0]
 
-        return jax.lax.cond(slot < call.num_slots, product, lambda: jnp.zeros(call.lora_b.shape[1], wide))
+        return jax.lax.cond(slot < call.num_slots, product, lambda: jnp.zeros(_columns(call), wide))
 
     matrices = call.lora_a, call.lora_b
     return jax.lax.map(one_row, (call.x, slots))
@@ -147,18 +150,27 @@ def _by_slot(call: LoraCall[jax.Array], slots: jax.Array, wide: Any) -> jax.Arra
 
     counts = jnp.diff(call.lora_token_start_loc)
     operands = (jnp.arange(call.num_slots, dtype=jnp.int32), counts, call.lora_a, call.lora_b)
-    return jax.lax.scan(add, jnp.zeros((len(call.x), call.lora_b.shape[1]), wide), operands)[0]
+    return jax.lax.scan(add, jnp.zeros((len(call.x), _columns(call)), wide), operands)[0]
 
 
 def _products(x: jax.Array, lora_a: jax.Array, lora_b: jax.Array, call: LoraCall[jax.Array], wide: Any) -> jax.Array:
     """Returns the products of rows with one slot's matrices."""
-    inner = jnp.einsum("ti,ri->tr", x, lora_a, preferred_element_type=wide).astype(x.dtype)
+    heads, size = call.num_heads, sum(call.output_slices)
+    # Of each head, or the same for all.
+    lora_a, lora_b = lora_a.reshape(call.first_heads, -1, lora_a.shape[1]), lora_b.reshape(-1, size, call.rank)
+    lora_a, lora_b = (jnp.broadcast_to(each, (heads, *each.shape[1:])) for each in (lora_a, lora_b))
+    parts = x.reshape(len(x), heads, -1)
+    inner = jnp.einsum("thi,hri->thr", parts, lora_a, preferred_element_type=wide).astype(x.dtype)
     products, first = [], 0
-    for index, size in enumerate(call.output_slices):
-        own = inner[:, index * call.rank : (index + 1) * call.rank]
-        products.append(jnp.einsum("tr,or->to", own, lora_b[first : first + size], preferred_element_type=wide))
-        first += size
-    return jnp.concatenate(products, axis=1)
+    for index, columns in enumerate(call.output_slices):
+        own, second = inner[..., index * call.rank : (index + 1) * call.rank], lora_b[:, first : first + columns]
+        products.append(jnp.einsum("thr,hor->tho", own, second, preferred_element_type=wide))
+        first += columns
+    return jnp.concatenate(products, axis=-1).reshape(len(x), -1)
+
+
+def _columns(call: LoraCall[jax.Array]) -> int:
+    return call.num_heads * sum(call.output_slices)
 
 
 register(JaxOp(call=LoraCall, jnp=_add_lora_linear, jnp_derivative=True))

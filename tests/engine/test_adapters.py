@@ -19,10 +19,18 @@ from jattn.llm.engine.clients.adapters import AdapterRegistry
 from jattn.llm.engine.request.lora import LoadedAdapter
 from jattn.llm.models import Adapters, MoEConfig, adapter_targets
 from tests.support.devices import on_four_devices
-from tests.support.lora_models import merged_model, peft_folder, peft_tensors, tiny_adapters
+from tests.support.lora_models import (
+    GATED,
+    LATENT,
+    STATES,
+    merged_model,
+    peft_folder,
+    peft_tensors,
+    tiny_adapters,
+)
 from tests.support.tiny_models import tiny_config, tiny_model
 
-# Adapters are of all parts: attention, experts, the embedding and the head, which is tied.
+# Adapters are of all parts: attention, experts and their router, the embedding and the head, which is tied.
 MOE = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8)
 CONFIG = tiny_config(num_hidden_layers=1, moe=MOE, tie_word_embeddings=True)
 ALL = tuple(target.module for target in adapter_targets(CONFIG))
@@ -51,6 +59,7 @@ class Running(Engine):
                 enable_lora=True,
                 max_loras=NUM_SLOTS,
                 max_lora_rank=4,
+                lora_target_modules=ALL,
             ),
         )
 
@@ -252,11 +261,15 @@ def test_without_enable_lora_an_adapter_is_refused():
 
 @pytest.mark.nightly
 @on_four_devices
-def test_devices_share_adapters_as_they_share_the_products(seed):
-    model, adapters = tiny_model(CONFIG, seed), trained(seed, num_adapters=1)
+@pytest.mark.parametrize("changes", [{"moe": MOE, "tie_word_embeddings": True}, GATED, LATENT, STATES], ids=str)
+def test_devices_share_adapters_as_they_share_the_products(changes, seed):
+    config = tiny_config(**{"num_hidden_layers": 2 if changes is GATED else 1, **changes})
+    names = tuple({target.module for target in adapter_targets(config)})
+    model, adapters = tiny_model(config, seed), tiny_adapters(config, seed, num_adapters=1, target_modules=names)
     config = EngineConfig(
-        tensor_parallel_size=4, num_blocks=16, max_num_seqs=2, enable_lora=True, max_lora_rank=8, num_scheduler_steps=1
-    )
+        tensor_parallel_size=4, num_blocks=16, max_num_seqs=2, enable_lora=True, max_lora_rank=8, num_scheduler_steps=1,
+        lora_target_modules=names,
+    )  # fmt: skip
     with Engine(model, config) as engine:
         engine.add_lora("a", adapters)
         request = engine.add([3, 1, 4], SamplingParams(max_tokens=3, **GREEDY), lora="a")
@@ -358,10 +371,12 @@ def test_a_request_that_was_there_before_all_slots_were_pinned_gets_one():
 def test_parts_without_memory_have_no_adapters():
     known = registry(lora_target_modules=["o_proj", "moe.down_proj"])
     known.add(LoRARequest("fits"), trained_of(("o_proj",)))
-    with pytest.raises(jattn.InvalidInput, match="lm_head has an adapter in 'more'; the engine's lora_target_modules"):
+    with pytest.raises(jattn.InvalidInput, match="lm_head has an adapter in 'more'; name it in lora_target_modules"):
         known.add(LoRARequest("more"), trained_of(("o_proj", "lm_head")))
-    with pytest.raises(jattn.InvalidInput, match="lora_target_modules has 'router'; this model has embed_tokens"):
-        registry(lora_target_modules=("router",))
+    with pytest.raises(jattn.InvalidInput, match="lora_target_modules has 'gate'; this model has embed_tokens"):
+        registry(lora_target_modules=("gate",))
+    with pytest.raises(jattn.InvalidInput, match="router has an adapter in 'choice'; name it in lora_target_modules"):
+        registry().add(LoRARequest("choice"), trained_of(("router",)))
     with pytest.raises(jattn.InvalidInput, match=r"lora_target_modules\[0\] is 3"):
         EngineConfig(lora_target_modules=(3,))  # type: ignore[arg-type]
 

@@ -28,6 +28,9 @@ from torch_core import reference
         {"slots": (0,) * 70 + (-1,) * 65, "num_slots": 1, "slices": (128, 256), "dtype": "bfloat16", "adds": False},
         {"slots": (-1, -1), "adds": False},
         {"slices": (12, 12), "activation": "silu"},
+        {"slices": (12, 7, 9, 5, 1, 3), "dtype": "bfloat16"},
+        {"heads": (3, 1), "slices": (24,)},
+        {"heads": (1, 3), "in_size": 300, "slices": (40,), "dtype": "bfloat16", "adds": False},
         {
             "slots": (0,) * 70 + (-1,) * 65,
             "num_slots": 1,

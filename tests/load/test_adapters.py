@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,10 @@ import jattn
 from jattn.llm.load import load_model, save_model
 from jattn.llm.load.adapter_state import adapter_of
 from jattn.llm.load.adapters import load_adapter
-from jattn.llm.models import BatchAdapters, LoraWeights, MoEConfig
+from jattn.llm.load.config import parse_config
+from jattn.llm.load.plan import plan_parameters
+from jattn.llm.models import BatchAdapters, LoraWeights, MoEConfig, adapter_targets
+from tests.support.family_models import CASES, write_checkpoint
 from tests.support.lora_models import (
     PROJECTIONS,
     fused_tensors,
@@ -75,6 +80,89 @@ def test_a_folder_of_peft_has_the_logits_of_pefts_merged_weights(config, tmp_pat
         jax.nn.log_softmax(logits_with(model, found)), jax.nn.log_softmax(dense_logits(merged)), atol=1e-5
     )
     assert found.rank == 7
+
+
+_SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_SMALL |= {"max_position_embeddings": 64}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_KIMI = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 4, "num_experts": 4,
+    "num_experts_per_token": 2, "moe_intermediate_size": 8, "num_key_value_heads": 4, "num_shared_experts": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "names"),
+    [
+        ("Qwen3NextForCausalLM", _DELTA | _ROUTED | {"shared_expert_intermediate_size": 8, "head_dim": 8}, {}),
+        ("Qwen3_5ForCausalLM", _DELTA | {"head_dim": 8}, {}),
+        ("OlmoHybridForCausalLM", _DELTA, {}),
+        ("KimiLinearForCausalLM", _KIMI, {"self_attn.f_": "self_attn.forget_gate.f_", "block_sparse_moe": "mlp"}),
+    ],
+)
+def test_joined_layers_have_the_matrices_of_each_in_their_kernels_order(architecture, changes, names, tmp_path, seed):
+    config = parse_config({"architectures": [architecture], **_SMALL, **changes})
+    plans = {plan.path: plan for plan in plan_parameters(config) if plan.path[-1] in ("kernel", "embedding")}
+    modules = [piece.name.removesuffix(".weight") for plan in plans.values() for piece in plan.pieces]
+    tensors = peft_tensors(config, seed, modules=modules)
+    # As transformers names its modules.
+    spelt = {functools.reduce(lambda x, pair: x.replace(*pair), names.items(), name): name for name in tensors}
+    folder = peft_folder(tmp_path, {name: tensors[own] for name, own in spelt.items()}, lora_alpha=4)
+    found = load_adapter(folder, config).weights
+    assert {target.name for target in found} == {target.name for target in adapter_targets(config)}
+    for target, (first, second) in found.items():
+        if target.is_embedding or target.num_experts:
+            continue
+        parts = zip(np.split(first, target.num_slices), np.split(second, np.cumsum(target.slices)[:-1]), strict=True)
+        added = np.concatenate([b @ a for a, b in parts])
+        added = added if target.order is None else added[np.argsort(target.order)]
+        plan = plans[target.kernel]
+        pairs = [f"base_model.model.{piece.name.removesuffix('.weight')}.lora" for piece in plan.pieces]
+        wanted = np.concatenate([tensors[f"{pair}_B.weight"] @ tensors[f"{pair}_A.weight"] for pair in pairs])
+        np.testing.assert_allclose(added, wanted if plan.order is None else wanted[plan.order], atol=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "DeepseekV3ForCausalLM",
+        "Qwen3NextForCausalLM",
+        "KimiLinearForCausalLM",
+        "Lfm2ForCausalLM",
+        "MiniMaxForCausalLM",
+        "BambaForCausalLM",
+        "AfmoeForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "Gemma4ForCausalLM",
+        "MixtralForCausalLM",
+    ],
+)
+def test_an_adapter_that_peft_writes_has_pefts_logits(architecture, tmp_path, seed):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    variant = len(CASES[architecture][1]) - 1
+    folder = write_checkpoint(tmp_path / "base", architecture, variant, seed)
+    base = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    linear = {name.rpartition(".")[2] for name, each in base.named_modules() if isinstance(each, torch.nn.Linear)}
+    # Routers are modules of transformers' own.
+    ends = ("gate.weight", "router.weight")
+    routers = {name for name, each in base.named_parameters() if name.endswith(ends) and each.ndim == 2}
+    routers = {".".join(name.split(".")[3:]) for name in routers if name.rsplit(".", 2)[1] not in linear}
+    config = {"target_modules": sorted(linear - {"per_layer_model_projection"}), "target_parameters": sorted(routers)}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=3, **config))
+    torch.manual_seed(seed)
+    for name, each in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(each, 0, 0.15)
+    model.save_pretrained(tmp_path / "lora")
+    with torch.no_grad():
+        wanted = model(torch.tensor(np.asarray(TOKENS)).long()).logits.log_softmax(-1).numpy()
+    loaded, *_ = load_model(folder, with_tokenizer=False, dtype="float32")
+    found = logits_with(loaded, load_adapter(tmp_path / "lora", loaded.config))
+    np.testing.assert_allclose(jax.nn.log_softmax(found), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("names", ["wrapped", "named"])
@@ -227,7 +315,7 @@ def test_half_an_adapter_numbers_that_are_not_finite_and_pickles_are_refused(tmp
         ("experts.2.up_proj", ((4, 48), (17, 4)), r"has shape \(17, 4\); the model and r = 4 ask for \(16, 4\)"),
         ("experts", ((16, 48), (32, 16)), r"has shape \(16, 48\); the model and r = 4 ask for \(12, 48\)"),
         ("experts.base_layer.base_layer.gate_proj", ((4, 48), (16, 4)), "is no linear layer of the model"),
-        ("gate", ((4, 48), (3, 4)), "is a router or a gate, which have no adapters here; experts have"),
+        ("gate", ((4, 48), (2, 4)), r"has shape \(2, 4\); the model and r = 4 ask for \(3, 4\)"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused_by_name(name, shapes, text, tmp_path):

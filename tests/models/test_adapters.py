@@ -11,10 +11,12 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, quantize_fp8
+from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, chosen_targets, quantize_fp8
+from jattn.llm.models.batch_adapters import attached
 from jattn.llm.models.quantized import dequantize, quantized_linear
+from jattn.metadata import AttentionMetadata
 from jattn.nn import LoRA
-from tests.support.lora_models import matrices, merged_model, tiny_adapters
+from tests.support.lora_models import GATED, LATENT, STATES, matrices, merged_model, tiny_adapters
 from tests.support.tiny_models import tiny_config, tiny_model
 
 TOKENS = jnp.arange(1, 19, dtype=jnp.int32).reshape(3, 6)
@@ -41,22 +43,47 @@ ALL = ("qkv_proj", "o_proj", "moe.gate_up_proj", "moe.down_proj", "shared_expert
             ("qkv_proj", "o_proj", "up_proj", "down_proj", "lm_head"),
         ),
         ({"moe": MOE, "tie_word_embeddings": True, "embedding_multiplier": 3.0}, ALL),
-        (
+        pytest.param(
             {"moe": replace(MOE, apply_router_weight_on_input=True, num_experts=40)},
             ("moe.gate_up_proj", "moe.down_proj"),
+            marks=pytest.mark.nightly,
         ),
+        pytest.param({"num_hidden_layers": 2, **GATED}, None, marks=pytest.mark.nightly),
+        pytest.param(LATENT, None, marks=pytest.mark.nightly),
+        pytest.param(STATES, None, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
 def test_each_row_has_the_logits_of_its_merged_model(changes, targets, seed):
     config = tiny_config(**{"num_hidden_layers": 1, **changes})
     model = tiny_model(config, seed)
-    adapters = tiny_adapters(config, seed, alpha=6.0, target_modules=targets)
+    targets = targets or {target.module for target in adapter_targets(config)}
+    adapters = tiny_adapters(config, seed, alpha=6.0, target_modules=[*targets])
     found = logits_of(model, TOKENS, adapters.batch(jnp.array([1, -1, 0]), 6))
     merged = [merged_model(model, adapters, index) for index in (1, 0)]
     rows = [logits_of(each, TOKENS[row][None])[0] for row, each in zip((0, 2), merged, strict=True)]
     logits = jnp.stack([rows[0], logits_of(model, TOKENS[1:2])[0], rows[1]])
     np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(logits), atol=1e-5)
+
+
+def test_latents_that_are_attended_in_the_absorbed_form_have_the_plain_forms_adapters(seed):
+    config = tiny_config(**LATENT)
+    model, batch = tiny_model(config, seed), tiny_adapters(config, seed).batch(jnp.array([1, -1]), 4)
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 4, config.hidden_size)), jnp.float32)
+    tables = jnp.array([[0], [1]], jnp.int32)
+    metadata = AttentionMetadata(
+        block_tables=tables, seq_lens=jnp.full(2, 4, jnp.int32), query_start_loc=jnp.array([0, 4, 8], jnp.int32),
+        slot_mapping=jnp.arange(8, dtype=jnp.int32), max_query_len=4,
+    )  # fmt: skip
+
+    @nnx.jit
+    def both(layer):
+        layer = attached(layer, batch.of_layer(0)).self_attn
+        absorbed, _ = layer.forward_paged(x.reshape(8, -1), None, jnp.full((2, 4, 20), jnp.nan), metadata)
+        return absorbed.reshape(x.shape), layer.forward_dense(x, None)
+
+    absorbed, plain = both(model.layers[0])
+    np.testing.assert_allclose(absorbed, plain, atol=1e-5)
 
 
 @pytest.mark.nightly
@@ -149,11 +176,13 @@ def test_an_unknown_target_is_refused():
         Adapters(tiny_config(), rank=2, target_modules=("router",), rngs=nnx.Rngs(0))
 
 
-def test_routers_are_no_targets_and_experts_are_one_by_one():
-    targets = {target.module: target for target in adapter_targets(tiny_config(moe=MOE))}
+def test_routers_are_targets_by_name_alone_and_experts_are_one_by_one():
+    config = tiny_config(moe=MOE)
+    targets = {target.module: target for target in adapter_targets(config)}
     shared = {f"moe.shared_expert.{name}" for name in ("down_proj", "gate_up_proj")}
-    experts = {"moe.down_proj", "moe.gate_up_proj"}
-    assert targets.keys() == {"self_attn.o_proj", "self_attn.qkv_proj", "embed_tokens", "lm_head"} | shared | experts
+    layers = {"moe.down_proj", "moe.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"} | shared
+    assert targets.keys() == layers | {"embed_tokens", "lm_head", "moe.router"}
+    assert {target.module for target in chosen_targets(config, None)} == layers
     assert targets["moe.gate_up_proj"].shapes(2) == ((3, 4, 48), (3, 16, 2))
 
 

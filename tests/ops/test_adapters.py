@@ -31,14 +31,20 @@ def arrays_of(call):
 
 @pytest.mark.parametrize("implementation", ["xla", "torch"])
 @pytest.mark.parametrize(
-    "options", [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}, {"adds": False}, GATED], ids=str
+    "options",
+    [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}, {"adds": False}, GATED, {"heads": (3, 1)}, {"heads": (1, 3)}],
+    ids=str,
 )
 def test_results_are_as_exact_as_the_references(implementation, options, seed):
     call = lora_call(seed, **options)
     (exact,) = reference.add_lora_linear(call).values()
     found = jax.jit(
         lambda arrays: add_lora_linear(
-            **arrays, output_slices=call.output_slices, activation=call.activation, implementation=implementation
+            **arrays,
+            output_slices=call.output_slices,
+            num_heads=call.num_heads,
+            activation=call.activation,
+            implementation=implementation,
         )
     )(arrays_of(call))
     assert (torch.tensor(np.asarray(found)).double() - exact).abs().max() <= allowed_error(call, exact)
@@ -86,7 +92,7 @@ def test_rows_of_unknown_slots_have_no_adapter():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"output_slices": (5, 6)}, "output_slices is .5, 6.; it must be 1 to 3 numbers whose sum is y's 12 columns"),
+        ({"output_slices": (5, 6)}, "output_slices is .5, 6.; it must be 1 to 6 numbers whose sum is y's 12 columns"),
         ({"output_slices": (6, 6)}, "lora_a has 3 rows in a slot; 2 slices of rank 3 have as many each"),
         ({"lora_b": jnp.ones((4, 12, 3), jnp.bfloat16)}, "lora_b is bfloat16; it must be float32"),
         ({"lora_token_start_loc": jnp.array([0, 2, 1, 1, 4])}, r"lora_token_start_loc\[2\] is 1, less than 2"),

@@ -16,18 +16,21 @@ __all__ = ["allowed_error", "lora_call"]
 def lora_call(
     seed: int, slots: Sequence[int] = (2, -1, 0, 2, 2), *, num_slots: int = 4, in_size: int = 20,
     slices: tuple[int, ...] = (12,), rank: int = 3, dtype: str = "float32", y_dtype: str | None = None,
-    adds: bool = True, activation: str | None = None,
+    adds: bool = True, activation: str | None = None, heads: tuple[int, int] | None = None,
 ) -> Any:  # fmt: skip
     """Draws a LoraCall for rows of these slots, -1 for none.
 
     Matrices of slots without rows, inputs of rows without a slot, and the last entries of the order are poison; the
-    last entries are the rows without a slot if all rows are written.
+    last entries are the rows without a slot if all rows are written. `heads` are those with a first matrix and with a
+    second matrix of their own; sizes are those of a head.
     """
+    firsts, seconds = heads or (1, 1)
+    num_heads = max(firsts, seconds)
     torch.manual_seed(seed)
     kind, given = getattr(torch, dtype), torch.tensor(slots)
-    x, y = torch.randn(len(slots), in_size).to(kind), torch.randn(len(slots), sum(slices))
-    lora_a = torch.randn(num_slots, len(slices) * rank, in_size).to(kind)
-    lora_b = torch.randn(num_slots, sum(slices), rank).to(kind)
+    x, y = (torch.randn(len(slots), num_heads * size) for size in (in_size, sum(slices)))
+    x, lora_a = x.to(kind), torch.randn(num_slots, firsts * len(slices) * rank, in_size).to(kind)
+    lora_b = torch.randn(num_slots, seconds * sum(slices), rank).to(kind)
     x[given < 0] = torch.nan
     unused = [slot for slot in range(num_slots) if slot not in slots]
     lora_a[unused], lora_b[unused] = torch.nan, torch.nan
@@ -44,6 +47,7 @@ def lora_call(
         ).int(),
         lora_token_start_loc=torch.tensor(starts).int(),
         output_slices=slices,
+        num_heads=num_heads,
         activation=activation,
     )
 

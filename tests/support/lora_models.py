@@ -14,10 +14,47 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jattn.llm.load.plan import plan_parameters
-from jattn.llm.models import Adapters, AdapterTarget, Decoder, ModelConfig, adapter_targets, decoder_of
+from jattn.llm.models import Adapters, AdapterTarget, Decoder, ModelConfig, MoEConfig, adapter_targets, decoder_of
+from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, LightningConfig, MambaConfig, ShortConvConfig
+from jattn.llm.models.parts import LatentConfig
 
-__all__ = ["PROJECTIONS", "fused_tensors", "matrices", "merged_model", "peft_folder", "peft_tensors", "tiny_adapters"]
+__all__ = [
+    "GATED",
+    "LATENT",
+    "PROJECTIONS",
+    "STATES",
+    "fused_tensors",
+    "matrices",
+    "merged_model",
+    "peft_folder",
+    "peft_tensors",
+    "tiny_adapters",
+]
 
+_ROUTED = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8, shared_intermediate_size=16)
+#: Changes of a tiny config: attention with a gate, beside the delta rule; latent attention; all layers with a state.
+GATED: dict[str, Any] = {
+    "layer_types": ("linear_attention", "attention"),
+    "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=4),
+    "attn_output_gate": True,
+    "num_key_value_heads": 4,
+    "moe": _ROUTED,
+}
+LATENT: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "latent": LatentConfig(kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+}
+STATES: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ("conv", "linear_attention", "kimi_delta_attention", "lightning_attention", "attention_mamba"),
+    "short_conv": ShortConvConfig(use_bias=True),
+    "kimi_delta": KimiDeltaConfig(num_heads=4, head_dim=6),
+    "lightning": LightningConfig(num_heads=4, head_dim=6),
+    "mamba": MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, use_bias=True, out_bias=True),
+    **{name: GATED[name] for name in ("delta_net", "attn_output_gate", "num_key_value_heads")},
+}
 #: The linear layers of a Llama by name in a file.
 PROJECTIONS = (
     *(f"self_attn.{each}_proj" for each in "qkvo"),
@@ -48,9 +85,7 @@ def matrices(adapters: Adapters, index: int, xp: Any = np) -> dict[AdapterTarget
             xp.asarray(module[name][...][index], np.float64 if xp is np else None) for name in ("lora_a", "lora_b")
         )
         own = [first.T] if target.is_embedding else xp.split(first, target.num_slices, axis=-2)
-        keys = config.key_value_size
-        ends = {1: [], 2: [target.out_size // 2], 3: [target.out_size - 2 * keys, target.out_size - keys]}
-        parts = xp.split(second, ends[target.num_slices], axis=-2)
+        parts = xp.split(second, np.cumsum(target.slices)[:-1], axis=-2)
         found[target] = [(a, b * adapters.scaling) for a, b in zip(own, parts, strict=True)]
     return found
 
@@ -67,6 +102,7 @@ def merged_model(model: Decoder, adapters: Adapters, index: int, xp: Any = np) -
     for target, parts in matrices(adapters, index, xp).items():
         path = ("lm_head", "kernel") if target.module == "lm_head" else target.kernel
         added = xp.concatenate([(b @ a).swapaxes(-1, -2) for a, b in parts], axis=-1)
+        added = added if target.order is None else added[..., np.argsort(target.order)]
         state[path] = jnp.asarray(xp.asarray(state[path], added.dtype) + added, state[path].dtype)
     return decoder_of(config, state, model.implementation)
 

@@ -13,8 +13,8 @@ from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
 from torch_core.launch.values import check_starts
 
-#: Most linear layers that share an input, as queries, keys and values do.
-MAX_SLICES = 3
+#: Most linear layers that share an input, as queries, keys and values do, and three more in Kimi's delta attention.
+MAX_SLICES = 6
 #: The largest rank of an adapter.
 MAX_RANK = 256
 
@@ -28,19 +28,22 @@ class LoraCall(Call[A]):
     joined: the columns of slice i, `output_slices[i]` of them, belong to ranks `i * rank` to `(i + 1) * rank` of
     lora_a. Rows are named in the order of their slots, so that rows of a slot are multiplied together (Punica, Chen et
     al. 2023, arXiv:2310.18547); the names are those of vLLM's `lora_shrink` and `lora_expand`. Experts have a slot for
-    each pair of an adapter and an expert.
+    each pair of an adapter and an expert. With `num_heads`, each head of a row is mapped by matrices of its own, as
+    latent attention does in its absorbed form.
 
     Attributes:
         x: input of the linear layer.
         y: its results, of the dtype of `x` or float32; written. None for the products alone, of the dtype of `x`.
         lora_a: first matrices of each slot, those of all slices one after the other. An adapter of a lower rank is
-            filled up with zeros.
-        lora_b: second matrices of each slot, multiplied with the adapter's scale (alpha / rank).
+            filled up with zeros. Those of heads are one after the other, or all heads have the same.
+        lora_b: second matrices of each slot, multiplied with the adapter's scale (alpha / rank); those of heads as in
+            lora_a.
         token_indices_sorted_by_lora_ids: the rows of the first slot, those of the second, and so on; entries after the
             last slot's are the rows without an adapter, which are not read if products are added to `y`. No row may
             occur twice.
         lora_token_start_loc: the place of each slot's first row there, and the end.
-        output_slices: columns of each joined layer, at most three; together those of `y`.
+        output_slices: columns of each joined layer, at most six; together those of `y`, or of a head in it.
+        num_heads: parts of a row of `x` and of `y`, of equal size.
         activation: "silu" for `silu(gate) * up` of two layers, gate and up, after the products; y is not written then.
         out: array for the result if y is None or there is an activation; None allocates a new one. Of the products
             alone, rows without an adapter are 0.
@@ -50,11 +53,12 @@ class LoraCall(Call[A]):
 
     x: Float[A, "num_rows in_size"]
     y: Float[A, "num_rows out_size"] | None
-    lora_a: Float[A, "num_slots all_ranks in_size"]
-    lora_b: Float[A, "num_slots out_size rank"]
+    lora_a: Float[A, "num_slots all_ranks size_of_head"]
+    lora_b: Float[A, "num_slots second_rows rank"]
     token_indices_sorted_by_lora_ids: Int32[A, "num_rows"]
     lora_token_start_loc: Int32[A, "num_slots+1"]
     output_slices: tuple[int, ...]
+    num_heads: int = 1
     activation: str | None = None
     out: Float[A, "num_rows num_columns"] | None = None
 
@@ -67,6 +71,16 @@ class LoraCall(Call[A]):
     def rank(self) -> int:
         """Rank of each slot."""
         return self.lora_b.shape[2]
+
+    @property
+    def first_heads(self) -> int:
+        """Heads with a first matrix of their own; 1 if all have the same."""
+        return self.lora_a.shape[1] // (len(self.output_slices) * self.rank)
+
+    @property
+    def second_heads(self) -> int:
+        """Heads with a second matrix of their own; 1 if all have the same."""
+        return self.lora_b.shape[1] // sum(self.output_slices)
 
     @property
     def is_empty(self) -> bool:
@@ -90,26 +104,34 @@ class LoraCall(Call[A]):
     @property
     def result(self) -> ArraySpec:
         """Shape and dtype of `out`."""
-        columns = self.lora_b.shape[1] // (1 if self.activation is None else 2)
+        columns = self.num_heads * sum(self.output_slices) // (1 if self.activation is None else 2)
         return ArraySpec((self.x.shape[0], columns), dtype_name(self.x))
 
     @property
     def work(self) -> int:
         """The products of all rows."""
-        return self.x.shape[0] * self.rank * (len(self.output_slices) * self.x.shape[1] + self.lora_b.shape[1])
+        columns = self.num_heads * sum(self.output_slices)
+        return self.x.shape[0] * self.rank * (len(self.output_slices) * self.x.shape[1] + columns)
 
     def check_options(self) -> None:
         """Checks ranks, slices and the dtypes that go together."""
         slices, dtype = self.output_slices, dtype_name(self.x)
         if not isinstance(slices, tuple) or not all(isinstance(size, int) and size > 0 for size in slices):
             raise InvalidInput("output_slices", value=slices, wanted="it must be a tuple of numbers of columns")
-        if not 1 <= len(slices) <= MAX_SLICES or sum(slices) != self.lora_b.shape[1]:
-            wanted = f"it must be 1 to {MAX_SLICES} numbers whose sum is y's {self.lora_b.shape[1]} columns"
+        heads, (ranks, size), rows = self.num_heads, self.lora_a.shape[1:], self.lora_b.shape[1]
+        if not isinstance(heads, int) or heads < 1 or heads * size != self.x.shape[1]:
+            wanted = f"it must be the {self.x.shape[1]} columns of x, divided by the {size} of lora_a"
+            raise InvalidInput("num_heads", value=heads, wanted=wanted)
+        columns = heads * sum(slices) if self.y is None else self.y.shape[1]
+        fits = heads * sum(slices) == columns and rows in (columns // heads, columns)
+        if not 1 <= len(slices) <= MAX_SLICES or not fits:
+            of_all = f"y's {columns} columns" if self.y is not None else f"lora_b's {rows} rows"
+            wanted = f"it must be 1 to {MAX_SLICES} numbers whose sum is {of_all}" + (", by heads" if heads > 1 else "")
             raise InvalidInput("output_slices", value=slices, wanted=wanted)
         if not 1 <= self.rank <= MAX_RANK:
             raise InvalidInput("lora_b", f"has rank {self.rank}", f"it must be from 1 to {MAX_RANK}")
-        if self.lora_a.shape[1] != len(slices) * self.rank:
-            problem = f"has {self.lora_a.shape[1]} rows in a slot"
+        if ranks not in (len(slices) * self.rank, heads * len(slices) * self.rank):
+            problem = f"has {ranks} rows in a slot"
             raise InvalidInput("lora_a", problem, f"{len(slices)} slices of rank {self.rank} have as many each")
         if 0 in (*self.lora_a.shape, *self.lora_b.shape):
             raise InvalidInput("lora_a", f"has shape {list(self.lora_a.shape)}", "no size may be 0")
@@ -123,8 +145,8 @@ class LoraCall(Call[A]):
         if self.activation is not None:
             if self.activation != "silu":
                 raise InvalidInput("activation", value=self.activation, wanted="it must be None or 'silu'")
-            if self.y is None or len(slices) != 2 or slices[0] != slices[1]:
-                wanted = "it takes y, and two slices of equal size, gate and up"
+            if self.y is None or heads > 1 or len(slices) != 2 or slices[0] != slices[1]:
+                wanted = "it takes y, and two slices of equal size, gate and up, and no heads"
                 raise InvalidInput("activation", value=self.activation, wanted=wanted)
         if self.out is not None and (
             self.adds or tuple(self.out.shape) != self.result.shape or dtype_name(self.out) != dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,18 +14,18 @@ def add_lora_linear(call: LoraCall[Tensor]) -> dict[str, Tensor]:
     if call.adds and call.y is not None:
         y = call.y
     else:
-        y = call.x.new_zeros(len(call.x), call.lora_b.shape[1]) if call.y is None else call.y.clone()
-    starts, slices = call.lora_token_start_loc.tolist(), call.output_slices
+        y = call.x.new_zeros(call.result.shape) if call.y is None else call.y.clone()
+    starts, slices, heads = call.lora_token_start_loc.tolist(), call.output_slices, call.num_heads
     for slot in range(call.num_slots):
         rows = call.token_indices_sorted_by_lora_ids[starts[slot] : starts[slot + 1]].long()
         if not len(rows):
             continue
-        inner = (call.x[rows] @ call.lora_a[slot].T).split(call.rank, dim=1)
-        matrices = call.lora_b[slot].split(slices)
-        first = 0
-        for own, matrix, size in zip(inner, matrices, slices, strict=True):
-            y[rows, first : first + size] += (own @ matrix.T).to(y.dtype)
-            first += size
+        # The matrices of a head, or those of all.
+        lora_a = call.lora_a[slot].view(call.first_heads, -1, call.lora_a.shape[2])
+        lora_b = call.lora_b[slot].view(call.second_heads, -1, call.rank)
+        inner = (call.x[rows].view(len(rows), heads, -1).transpose(0, 1) @ lora_a.mT).split(call.rank, dim=2)
+        products = [own @ matrix.mT for own, matrix in zip(inner, lora_b.split(slices, dim=1), strict=True)]
+        y[rows] += torch.cat(products, dim=2).transpose(0, 1).reshape(len(rows), -1).to(y.dtype)
     if call.adds:
         return {"y": y}
     if call.activation is not None:

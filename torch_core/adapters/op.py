@@ -26,7 +26,8 @@ register(
 def calls_in_use() -> dict[str, Call[ArraySpec]]:
     """Returns calls of specs by label, which names the op and the differences from its most frequent use.
 
-    Representative calls of an 8B model with 32 slots of rank 16, and of Qwen3-30B-A3B's experts with 16 slots.
+    Representative calls of an 8B model with 32 slots of rank 16, of Kimi Linear's delta attention, of 16 heads of
+    DeepSeek-V3 in the absorbed form, and of Qwen3-30B-A3B's experts with 16 slots.
     """
     return {
         "adapters": _lora(64),
@@ -40,6 +41,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "adapters rank 64": _lora(64, rank=64),
         "adapters rank 256 prompts": _lora(2048, rank=256),
         "adapters float32": _lora(64, dtype="float32"),
+        "adapters six layers": _lora(64, in_size=2304, output_slices=(4096, 4096, 4096, 128, 128, 32)),
+        "adapters latent queries": _lora(64, in_size=128, output_slices=(512,), heads=(16, 1), adds=True),
+        "adapters latent values": _lora(64, in_size=512, output_slices=(128,), heads=(1, 16), adds=True),
         "adapters experts": _lora(512, num_slots=16 * 128, in_size=2048, output_slices=(768, 768)),
     }
 
@@ -54,15 +58,17 @@ def _lora(
     dtype: str = "bfloat16",
     adds: bool = False,
     activation: str | None = None,
+    heads: tuple[int, int] = (1, 1),
 ) -> LoraCall[ArraySpec]:
-    out_size = sum(output_slices)
+    out_size, num_heads = sum(output_slices), max(heads)
     return LoraCall(
-        x=ArraySpec((num_rows, in_size), dtype),
-        y=ArraySpec((num_rows, out_size), dtype) if adds else None,
-        lora_a=ArraySpec((num_slots, len(output_slices) * rank, in_size), dtype),
-        lora_b=ArraySpec((num_slots, out_size, rank), dtype),
+        x=ArraySpec((num_rows, num_heads * in_size), dtype),
+        y=ArraySpec((num_rows, num_heads * out_size), dtype) if adds else None,
+        lora_a=ArraySpec((num_slots, heads[0] * len(output_slices) * rank, in_size), dtype),
+        lora_b=ArraySpec((num_slots, heads[1] * out_size, rank), dtype),
         token_indices_sorted_by_lora_ids=ArraySpec((num_rows,), "int32"),
         lora_token_start_loc=ArraySpec((num_slots + 1,), "int32"),
         output_slices=output_slices,
+        num_heads=num_heads,
         activation=activation,
     )

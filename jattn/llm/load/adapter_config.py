@@ -29,7 +29,9 @@ _INERT: dict[str, tuple[Any, ...]] = {
 }
 # Ways to initialise that also change the base's weights.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
-_PATTERN = re.compile(r"\^?[\w.]+")
+# A name, all of it, or as PEFT writes the joined kernel of experts: ".*\.gate_up_proj".
+_PATTERN = re.compile(r"(?:\^|\.\*\\\.)?[\w.]+")
+_ANY_FRONT = ".*\\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,9 @@ def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _of(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     """Returns the value of the first name that a module has, as a whole or at its end."""
     for key, value in pattern.items():
-        if name == key.removeprefix("^") or (not key.startswith("^") and name.endswith(f".{key}")):
+        own = key.removeprefix("^").removeprefix(_ANY_FRONT)
+        is_whole = name == own and not key.startswith(_ANY_FRONT)
+        if is_whole or (not key.startswith("^") and name.endswith(f".{own}")):
             return value
     return default
 

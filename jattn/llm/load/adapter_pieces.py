@@ -15,6 +15,7 @@ from jattn.llm.load.config import family_of
 from jattn.llm.load.plan import ParameterPlan, plan_parameters
 from jattn.llm.load.tensor_file import short_name
 from jattn.llm.models import HEAD, AdapterTarget, LoraWeights, ModelConfig, adapter_targets
+from jattn.llm.models.joined import tensor_layers
 from torch_core.adapters.call import MAX_RANK
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -40,12 +41,12 @@ class Piece:
         target: the joined layer.
         slices: the slices that it is.
         start, stop: its outputs among those of the file's pieces, joined.
-        order: place in the joined pieces of each output of the target; None if it is its own.
+        order: place in the joined pieces of each output of the target's kernel; None if it is its own.
         expert: the expert that it is of; None for all experts of the target, or without experts.
     """
 
     target: AdapterTarget
-    slices: range
+    slices: tuple[int, ...]
     start: int
     stop: int
     order: np.ndarray | None
@@ -91,7 +92,7 @@ def own_pieces(config: ModelConfig) -> dict[str, Piece]:
 
 def whole(target: AdapterTarget, order: np.ndarray | None = None) -> Piece:
     """Returns all of a target as one piece."""
-    return Piece(target, range(target.num_slices), 0, target.out_size, order)
+    return Piece(target, tuple(range(target.num_slices)), 0, target.out_size, order)
 
 
 def by_last_names(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
@@ -142,15 +143,10 @@ def unknown(name: str, config: ModelConfig) -> InvalidInput | Unsupported:
     layers = re.findall(r"\.(\d{1,9})\.", f".{name}.")
     if layers and int(layers[0]) >= config.num_hidden_layers:
         return InvalidInput(f"{shown_name} is of layer {layers[0]}; the model has {config.num_hidden_layers}.")
-    if config.latent is not None and last == "kv_b_proj":
-        return Unsupported(f"{shown_name} is multiplied into queries by latent attention, and has no adapters here.")
-    if config.attn_output_gate and last in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
-        return Unsupported(f"{shown_name} is joined with the gate of attention, and has no adapters here.")
-    if config.moe is not None and last in ("gate", "router", "experts", "shared_expert_gate"):
-        return Unsupported(f"{shown_name} is a router or a gate, which have no adapters here; experts have.")
-    if layers and ".mlp." not in f".{name}." and ".self_attn." not in f".{name}.":
-        for mixer in set(config.layer_types) - {"attention"}:
-            return Unsupported(f"{shown_name} may be of a layer of {mixer}, which has no adapters here.")
+    if "conv" in last:
+        return Unsupported(f"{shown_name} is a convolution, which has no adapters here; linear layers have.")
+    if "per_layer" in last:
+        return Unsupported(f"{shown_name} is computed once for all layers, and has no adapters here.")
     known = sorted({name.rpartition(".")[2] for name in pieces_of(config)})
     return InvalidInput(f"{shown_name} is no linear layer of the model; it has {', '.join(known)}.")
 
@@ -166,7 +162,7 @@ def _named(target: AdapterTarget, parameter: ParameterPlan) -> dict[str, Piece]:
         expert, own = divmod(place, count) if target.num_experts else (None, place)
         start = start if own else 0
         size = piece.shape[0 if parameter.transposed else -1]
-        slices = range(target.num_slices) if count == 1 else range(own, own + 1)
+        slices = tensor_layers(target.module, count, target.num_slices)[own]
         found[name] = Piece(target, slices, start, start + size, parameter.order, expert)
         start += size
     return found
@@ -195,4 +191,6 @@ def _joined(target: AdapterTarget, pairs: list[Pair], rank: int, dtype: Any, xp:
         end, order = piece.stop, piece.order
     second = xp.concatenate([*seconds, xp.zeros((target.out_size - end, rank), dtype)])
     first = xp.concatenate(firsts)
-    return LoraWeights(first.T if target.is_embedding else first, second if order is None else second[order])
+    for each in (order, target.order):
+        second = second if each is None else second[each]
+    return LoraWeights(first.T if target.is_embedding else first, second)

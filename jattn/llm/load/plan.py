@@ -14,9 +14,10 @@ import numpy as np
 
 from jattn.llm.load.config import family_of
 from jattn.llm.load.families import Family
-from jattn.llm.load.joined import QKV, orders, output_sizes, qkv_order
+from jattn.llm.load.joined import orders, output_sizes, qkv_order
 from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.joined import QKV
 from jattn.llm.models.quantized import group_rows
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.errors import Unsupported

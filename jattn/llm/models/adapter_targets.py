@@ -7,21 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jattn.llm.models.batch_adapters import EMBEDDING, HEAD
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.joined import by_group, joined_sizes, num_groups
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-# Modules of a layer that may have an adapter: linear layers that are called, and whose kernels nothing else reads.
-_ATTENTION = ("qkv_proj", "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-_FEED_FORWARD = ("gate_up_proj", "up_proj", "down_proj")
-_MODULES = {
-    "self_attn": _ATTENTION,
-    "mlp": _FEED_FORWARD,
-    "moe": _FEED_FORWARD,
-    "moe.shared_expert": _FEED_FORWARD,
-}
+# Modules that choose experts or tokens. An adapter of one takes the choice's kernels from every step with adapters.
+_CHOOSE = ("moe.router", "moe.shared_expert_gate", "self_attn.indexer.")
 _EMBEDDING_PATH: ParameterPath = (EMBEDDING, "embedding")
 
 
@@ -34,7 +30,9 @@ class AdapterTarget:
         module: path of the module in the layer, such as "self_attn.qkv_proj"; or "embed_tokens" or "lm_head".
         kernel: path of its kernel in the model; a tied head has the embedding's.
         in_size, out_size: sizes of its kernel, of one expert's. The inputs of the embedding are tokens.
-        num_slices: layers that it joins: queries, keys and values, or gate and up.
+        slices: outputs of each layer that it joins, such as queries, keys and values, or gate and up; of one expert.
+        num_groups: groups of heads whose outputs lie together in the kernel, those of all its layers. The rows of an
+            adapter's second matrix are in the order of the layers.
         num_experts: experts that have a kernel each; 0 of a layer without.
     """
 
@@ -43,7 +41,8 @@ class AdapterTarget:
     kernel: ParameterPath
     in_size: int
     out_size: int
-    num_slices: int = 1
+    slices: tuple[int, ...]
+    num_groups: int = 1
     num_experts: int = 0
 
     @property
@@ -55,6 +54,21 @@ class AdapterTarget:
     def is_embedding(self) -> bool:
         """Rows of the first matrix are chosen by tokens."""
         return self.module == EMBEDDING
+
+    @property
+    def num_slices(self) -> int:
+        """Layers that it joins."""
+        return len(self.slices)
+
+    @property
+    def is_choice(self) -> bool:
+        """It chooses experts or tokens, and has adapters only if they are named."""
+        return self.module.startswith(_CHOOSE)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """Place of each row of the second matrix in the kernel's outputs; None if it is its own."""
+        return None if self.num_groups == 1 else np.argsort(by_group(self.slices, self.num_groups))
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of an adapter's matrices: those of `LoraWeights` without slots."""
@@ -77,9 +91,7 @@ class AdapterTarget:
 def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
     """Returns the parts of a decoder that adapters may change, layer by layer, then embedding and head.
 
-    Those of attention and of the feed-forward part, experts among them. Routers and layers with a state have none, nor
-    have queries, keys and values that are joined with a gate, and the kernel that latent attention multiplies into its
-    queries.
+    Those of the layers are all their linear ones; convolutions and norms have none.
 
     Example:
         >>> config = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
@@ -93,35 +105,32 @@ def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
         raise Unsupported("config", "has an encoder", "adapters are for decoders")
     shapes, found = parameter_shapes(config), []
     for path, shape in shapes.items():
-        where, name = ".".join(map(str, path[2:-2])), str(path[-2])
-        if path[0] != "layers" or path[-1] != "kernel" or name not in _MODULES.get(where, ()):
+        if path[0] != "layers" or path[-1] != "kernel":
             continue
-        own = config.of_layer(int(path[1]))
-        if name == "qkv_proj" and (own.attn_output_gate or own.attention_k_eq_v):
-            continue
-        num_slices = {"gate_up_proj": 2, "qkv_proj": 3}.get(name, 1)
-        # Keys and values that are another layer's.
-        num_slices = 1 if name == "qkv_proj" and shape[1] == own.query_size else num_slices
+        layer, module = int(path[1]), ".".join(map(str, path[2:-1]))
         *experts, in_size, out_size = shape
-        found.append(AdapterTarget(int(path[1]), f"{where}.{name}", path, in_size, out_size, num_slices, *experts))
+        own = config.of_layer(layer)
+        sizes = joined_sizes(module, out_size, own), num_groups(module, own)
+        found.append(AdapterTarget(layer, module, path, in_size, out_size, *sizes, *experts))
     vocab_size, hidden_size = shapes[_EMBEDDING_PATH]
     head: ParameterPath = _EMBEDDING_PATH if config.tie_word_embeddings else (HEAD, "kernel")
-    found.append(AdapterTarget(None, EMBEDDING, _EMBEDDING_PATH, vocab_size, hidden_size))
-    found.append(AdapterTarget(None, HEAD, head, hidden_size, vocab_size))
+    found.append(AdapterTarget(None, EMBEDDING, _EMBEDDING_PATH, vocab_size, hidden_size, (hidden_size,)))
+    found.append(AdapterTarget(None, HEAD, head, hidden_size, vocab_size, (vocab_size,)))
     return tuple(found)
 
 
 def chosen_targets(
     config: ModelConfig, names: Sequence[str] | None, argument: str = "target_modules"
 ) -> tuple[AdapterTarget, ...]:
-    """Returns the targets with one of the names: a module's last one or more. None is for all of the layers.
+    """Returns the targets with one of the names: a module's last one or more. None is for all of the layers, without
+    routers, gates of experts, and indexers.
 
     Raises:
         InvalidInput: a name that no module has; `argument` is where it was given.
     """
     targets = adapter_targets(config)
     if names is None:
-        return tuple(target for target in targets if target.layer is not None)
+        return tuple(target for target in targets if target.layer is not None and not target.is_choice)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(argument, value=names, wanted="it must be a list of names")
     for name in names:

@@ -6,7 +6,6 @@ The base model never changes: a batch brings its adapters' matrices, and which r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.llm.models.joined import by_group, joined_sizes, num_groups
 from jattn.ops import AdapterRows, ExpertAdapters, add_lora_linear
 from jattn.ops.activations import gated
 from torch_core.base.errors import Unsupported
@@ -121,10 +121,14 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
         if weights.lora_a.ndim == 4:
             experts[name] = weights
         else:
-            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, _slices(parent, weights))
+            out_size = weights.lora_b.shape[1]
+            sizes = joined_sizes(path, out_size, layer.config), num_groups(path, layer.config)
+            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, *sizes)
             setattr(parent, name, nnx.static(adapted))
             if name == "gate_up_proj" and parent.is_swiglu:
                 parent.gated_product = nnx.static(adapted.gated)
+            if name == "kv_b_proj":
+                parent.absorbed_adapters = nnx.static(adapted)
     if experts:
         first = experts.get("gate_up_proj", experts.get("up_proj"))
         layer.moe.adapters = nnx.data(ExpertAdapters(first, experts.get("down_proj"), adapters.slots))
@@ -132,21 +136,60 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
 
 
 class _Adapted:
-    """A linear layer with adapters, in the place of a module that is called."""
+    """A linear layer with adapters, in the place of a module that is called.
+
+    Args:
+        linear: the module.
+        weights, rows: the adapters.
+        slices: outputs of each layer that it joins.
+        num_groups: groups of heads whose outputs lie together, those of all layers.
+    """
 
     def __init__(
-        self, linear: Callable[[jax.Array], jax.Array], weights: LoraWeights, rows: AdapterRows, slices: tuple[int, ...]
+        self, linear: Any, weights: LoraWeights, rows: AdapterRows, slices: tuple[int, ...], num_groups: int = 1
     ) -> None:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
+        self._order = None if num_groups == 1 else by_group(slices, num_groups)
+
+    @property
+    def kernel(self) -> Any:
+        """The module's own, for the absorbed form of latent attention."""
+        return self._linear.kernel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # XLA would compute the inputs twice: for the base's product, and for the kernels.
         x = jax.lax.optimization_barrier(x)
         rows = x.reshape(-1, x.shape[-1])
-        if self._adds_products and len(rows) <= _FUSED_ROWS:
-            products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
-            return self._linear(x) + products.reshape(*x.shape[:-1], -1)
-        return _added(x, self._linear(x), self._weights, self._rows, self._slices)
+        if self._order is None and (not self._adds_products or len(rows) > _FUSED_ROWS):
+            return _added(x, self._linear(x), self._weights, self._rows, self._slices)
+        products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
+        products = products if self._order is None else products[:, self._order]
+        return self._linear(x) + products.reshape(*x.shape[:-1], -1)
+
+    def with_queries(self, latents: jax.Array, queries: jax.Array) -> jax.Array:
+        """Returns queries over latents, [rows, heads, latent], with the adapters' products of queries' heads.
+
+        Of latent attention in the absorbed form: a head's queries [rows, heads, size] are multiplied with the transpose
+        of its keys' part of the kernel, and so with the transposes of both matrices in turn.
+        """
+        lora_a, lora_b = self._weights
+        of_keys = self._by_head(queries.shape[1])[:, :, : queries.shape[2]]
+        first = of_keys.swapaxes(2, 3).reshape(len(lora_b), -1, queries.shape[2])
+        return self._per_head(queries, latents, first, lora_a.swapaxes(1, 2))
+
+    def with_values(self, values: jax.Array, latents: jax.Array) -> jax.Array:
+        """Returns values [rows, heads, size] with the adapters' products of attended latents [rows, heads, latent]."""
+        lora_a, lora_b = self._weights
+        of_values = self._by_head(values.shape[1])[:, :, -values.shape[2] :]
+        return self._per_head(latents, values, lora_a, of_values.reshape(len(lora_b), -1, lora_b.shape[2]))
+
+    def _by_head(self, num_heads: int) -> jax.Array:
+        lora_b = self._weights.lora_b
+        return lora_b.reshape(len(lora_b), num_heads, -1, lora_b.shape[2])
+
+    def _per_head(self, x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
+        flat, columns = x.reshape(len(x), -1), y.reshape(len(y), -1)
+        return add_lora_linear(flat, columns, lora_a, lora_b, *self._rows, num_heads=x.shape[1]).reshape(y.shape)
 
     def gated(self, x: jax.Array) -> jax.Array:
         """Returns `silu(gate) * up` of the layer's results; of many rows, by the kernel that adds the products."""
@@ -173,12 +216,3 @@ def _added(
 ) -> jax.Array:
     flat, columns = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     return add_lora_linear(flat, columns, *weights, *rows, output_slices=slices).reshape(y.shape)
-
-
-def _slices(parent: Any, weights: LoraWeights) -> tuple[int, ...]:
-    """Returns the columns of each joined layer; of a model that is split, those of the device's part."""
-    count, columns = weights.lora_a.shape[1] // weights.lora_b.shape[2], weights.lora_b.shape[1]
-    if count < 3:
-        return (columns // count,) * count
-    keys = parent.config.key_value_size
-    return columns - 2 * keys, keys, keys

@@ -70,5 +70,7 @@ GRANITE_MOE_HYBRID = Family(
     layer_types=MAMBA_TYPES,
     write=_written,
     names={**{f"mlp.{name}": where for name, where in _SHARED.items()}, **SHARED_NAMES, **EXPERT_NAMES},
+    # transformers\' module.
+    also_spelled={"router.layer.": "router."},
     experts_out_in=True,
 )

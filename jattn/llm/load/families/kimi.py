@@ -72,6 +72,11 @@ KIMI_LINEAR = Family(
     }
     | expert_names("moe.shared_expert", "block_sparse_moe.shared_experts"),
     shapes={"kda.A_log": (1, 1, -1, 1)},
-    also_spelled={".mlp.": ".block_sparse_moe."},
+    # Of other writers, and transformers' modules.
+    also_spelled={
+        ".mlp.": ".block_sparse_moe.",
+        ".block_sparse_moe.": ".mlp.",
+        "self_attn.f_": "self_attn.forget_gate.f_",
+    },
     brings_code=True,
 )

@@ -52,6 +52,7 @@ MINIMAX = Family(
         **{f"lightning.{name}": f"self_attn.{name}" for name in ("qkv_proj", "output_gate", "out_proj", "norm")},
         "lightning.slope_rate": "self_attn.slope_rate",
     },
+    also_spelled=MIXTRAL.also_spelled,
     shapes={"lightning.slope_rate": (-1, 1, 1)},
     # Powers of the rates, of that computation.
     unread=r"model\.layers\.\d+\.self_attn\.(query|key|diagonal)_decay",

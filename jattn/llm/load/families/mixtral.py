@@ -23,6 +23,8 @@ MIXTRAL = Family(
         "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
     },
+    # transformers' modules.
+    also_spelled={".block_sparse_moe.": ".mlp."},
     gguf=Gguf(architecture="llama", rotates_neighbours=True),
 )
 

@@ -19,6 +19,8 @@ def lora_shrink_kernel(
     x_stride,
     IN: tl.constexpr,
     ALL_RANKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    FIRST_HEADS: tl.constexpr,
     AHEAD: tl.constexpr,
     ONE_ROW: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -29,22 +31,24 @@ def lora_shrink_kernel(
 ):
     """Part of the inputs of `lora_a[slot] @ x[row]`, float32, at each row's place in the order of slots.
 
-    Grid: (tiles of rows, tiles of ranks, parts of PART inputs). A tile has rows of one slot; tiles after the last end
-    at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, if that is not 0: memory
-    would else have nothing to do while one launch ends and the next one begins.
+    Grid: (tiles of rows, tiles of ranks of each head, parts of PART inputs). A tile has rows of one slot; tiles after
+    the last end at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, if that is not
+    0: memory would else have nothing to do while one launch ends and the next one begins.
     """
     slot, places, live = _tile_rows(start_loc, tl.program_id(0), num_slots, num_rows, BLOCK_S, BLOCK_M)
     if slot < num_slots:
-        first_rank, begin = tl.program_id(1) * BLOCK_R, tl.program_id(2) * PART
+        head, tile = _head(tl.program_id(1), (ALL_RANKS + BLOCK_R - 1) // BLOCK_R, HEADS)
+        first_rank, begin = tile * BLOCK_R, tl.program_id(2) * PART
         # Ranks behind the last repeat the first one, and their results are not stored.
         ranks = first_rank + tl.arange(0, BLOCK_R)
         known = ranks
         if ALL_RANKS % BLOCK_R != 0:
             known = tl.where(ranks < ALL_RANKS, ranks, 0)
         steps = tl.arange(0, BLOCK_K)
-        right = lora_a + (slot.to(tl.int64) * ALL_RANKS + known[None, :]) * IN + (begin + steps)[:, None]
+        matrix = _matrix(slot, head, FIRST_HEADS)
+        right = lora_a + (matrix * ALL_RANKS + known[None, :]) * IN + (begin + steps)[:, None]
         rows = _rows(token_indices, places, ONE_ROW)
-        left = x + rows[:, None] * x_stride + (begin + steps)[None, :]
+        left = x + rows[:, None] * x_stride + (head * IN + begin + steps)[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for start in tl.range(0, PART, BLOCK_K):
             if IN % PART == 0 and PART % BLOCK_K == 0:
@@ -60,7 +64,7 @@ def lora_shrink_kernel(
             shares = tl.num_programs(1) * tl.num_programs(2)
             read_ahead(lora_b + (slot.to(tl.int64) * shares + share) * AHEAD, AHEAD)
         part = tl.program_id(2).to(tl.int64) * num_rows
-        target = inner + (part + places)[:, None] * ALL_RANKS + ranks[None, :]
+        target = inner + ((part + places) * HEADS + head)[:, None] * ALL_RANKS + ranks[None, :]
         tl.store(target, total, mask=live[:, None] & (ranks < ALL_RANKS)[None, :])
 
 
@@ -78,7 +82,12 @@ def lora_expand_kernel(
     SLICE_0: tl.constexpr,
     SLICE_1: tl.constexpr,
     SLICE_2: tl.constexpr,
+    SLICE_3: tl.constexpr,
+    SLICE_4: tl.constexpr,
+    SLICE_5: tl.constexpr,
     NUM_SLICES: tl.constexpr,
+    HEADS: tl.constexpr,
+    SECOND_HEADS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     ONE_ROW: tl.constexpr,
@@ -91,17 +100,28 @@ def lora_expand_kernel(
 ):
     """Adds `lora_b[slot] @ inner` to the rows of y; without ADDS, y is that, and 0 in rows without a slot.
 
-    Grid: (ranges of COLUMNS columns, within slices; tiles of rows).
+    Grid: (ranges of COLUMNS columns of each head, within slices; tiles of rows).
     """
-    IN_SLICES: tl.constexpr = SLICE_0 % COLUMNS == 0 and SLICE_1 % COLUMNS == 0 and SLICE_2 % COLUMNS == 0
+    SIZE: tl.constexpr = SLICE_0 + SLICE_1 + SLICE_2 + SLICE_3 + SLICE_4 + SLICE_5
+    IN_SLICES: tl.constexpr = (
+        SLICE_0 % COLUMNS == 0
+        and SLICE_1 % COLUMNS == 0
+        and SLICE_2 % COLUMNS == 0
+        and SLICE_3 % COLUMNS == 0
+        and SLICE_4 % COLUMNS == 0
+        and SLICE_5 % COLUMNS == 0
+    )
     last = num_slots if ADDS else num_slots + 1
     slot, places, live = _tile_rows(start_loc, tl.program_id(1), last, num_rows, BLOCK_S, BLOCK_M, not ADDS)
     if slot < last:
-        index, first, inside = _range(tl.program_id(0), SLICE_0, SLICE_1, SLICE_2, COLUMNS)
+        head, tile = _head(tl.program_id(0), tl.num_programs(0) // HEADS, HEADS)
+        index, first, inside = _range(tile, SLICE_0, SLICE_1, SLICE_2, SLICE_3, SLICE_4, SLICE_5, COLUMNS)
+        if IN_SLICES:
+            first, inside = tile * COLUMNS, COLUMNS
         ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
         # No value behind the last rank takes part, of either matrix: a product with NaN is NaN.
         is_rank, has_slot = ranks < RANK, slot < num_slots
-        matrix = slot.to(tl.int64) * (SLICE_0 + SLICE_1 + SLICE_2) + first
+        matrix = _matrix(slot, head, SECOND_HEADS) * SIZE + first
         right = lora_b + (matrix + columns)[None, :] * RANK + ranks[:, None]
         known = has_slot & is_rank[:, None]
         # A step's matrix is under way while the step before it is computed, the first one with the parts.
@@ -110,10 +130,11 @@ def lora_expand_kernel(
         else:
             weights = tl.load(right, mask=known & (columns < inside)[None, :], other=0.0)
         needed = (live & has_slot)[:, None] & is_rank[None, :]
-        own = inner + places.to(tl.int64)[:, None] * (NUM_SLICES * RANK) + (index * RANK + ranks)[None, :]
-        left = _sum_of_parts(own, needed, num_rows, NUM_SLICES * RANK, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
+        ALL_RANKS: tl.constexpr = HEADS * NUM_SLICES * RANK
+        own = inner + places.to(tl.int64)[:, None] * ALL_RANKS + ((head * NUM_SLICES + index) * RANK + ranks)[None, :]
+        left = _sum_of_parts(own, needed, num_rows, ALL_RANKS, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
         rows = _rows(token_indices, places, ONE_ROW)
-        target = y + rows[:, None] * y_stride + (first + columns)[None, :]
+        target = y + rows[:, None] * y_stride + (head * SIZE + first + columns)[None, :]
         for start in tl.range(0, COLUMNS, BLOCK_N):
             added = tl.dot(left, weights, input_precision="ieee")
             following = start + BLOCK_N
@@ -239,21 +260,55 @@ def read_ahead(address, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _range(tile, SLICE_0: tl.constexpr, SLICE_1: tl.constexpr, SLICE_2: tl.constexpr, COLUMNS: tl.constexpr):
+def _head(index, COUNT, HEADS: tl.constexpr):
+    """The head of a program, and its number among the COUNT ones of that head."""
+    head, tile = 0, index
+    if HEADS > 1:
+        head, tile = index // COUNT, index % COUNT
+    return head, tile
+
+
+@triton.jit
+def _matrix(slot, head, HEADS: tl.constexpr):
+    """The number of a head's matrix, of which a slot has HEADS, or one for all heads."""
+    matrix = slot.to(tl.int64)
+    if HEADS > 1:
+        matrix = matrix * HEADS + head
+    return matrix
+
+
+@triton.jit
+def _range(
+    tile,
+    SLICE_0: tl.constexpr,
+    SLICE_1: tl.constexpr,
+    SLICE_2: tl.constexpr,
+    SLICE_3: tl.constexpr,
+    SLICE_4: tl.constexpr,
+    SLICE_5: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """The slice of a range of columns, its first column, and the number of columns from there to the slice's end."""
-    TILES_0: tl.constexpr = (SLICE_0 + COLUMNS - 1) // COLUMNS
-    TILES_1: tl.constexpr = (SLICE_1 + COLUMNS - 1) // COLUMNS
-    index = (tile >= TILES_0).to(tl.int32) + (tile >= TILES_0 + TILES_1).to(tl.int32)
-    if SLICE_0 % COLUMNS == 0 and SLICE_1 % COLUMNS == 0 and SLICE_2 % COLUMNS == 0:
-        first = tile * COLUMNS
-        inside = COLUMNS
-    else:
-        before = tl.where(index == 0, 0, tl.where(index == 1, TILES_0, TILES_0 + TILES_1))
-        start = tl.where(index == 0, 0, tl.where(index == 1, SLICE_0, SLICE_0 + SLICE_1))
-        size = tl.where(index == 0, SLICE_0, tl.where(index == 1, SLICE_1, SLICE_2))
-        first = start + (tile - before) * COLUMNS
-        inside = size - (tile - before) * COLUMNS
-    return index, first, inside
+    index, before, start, size = 0, 0, 0, SLICE_0
+    index, before, start, size = _next(tile, 1, index, before, start, size, SLICE_1, COLUMNS)
+    index, before, start, size = _next(tile, 2, index, before, start, size, SLICE_2, COLUMNS)
+    index, before, start, size = _next(tile, 3, index, before, start, size, SLICE_3, COLUMNS)
+    index, before, start, size = _next(tile, 4, index, before, start, size, SLICE_4, COLUMNS)
+    index, before, start, size = _next(tile, 5, index, before, start, size, SLICE_5, COLUMNS)
+    return index, start + (tile - before) * COLUMNS, size - (tile - before) * COLUMNS
+
+
+@triton.jit
+def _next(tile, NUMBER: tl.constexpr, index, before, start, size, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Number, ranges before, start and size of the same slice, or of the next one if the range is behind."""
+    if SIZE > 0:
+        num_ranges = (size + COLUMNS - 1) // COLUMNS
+        is_behind = (index == NUMBER - 1) & (tile >= before + num_ranges)
+        index = tl.where(is_behind, NUMBER, index)
+        before = tl.where(is_behind, before + num_ranges, before)
+        start = tl.where(is_behind, start + size, start)
+        size = tl.where(is_behind, SIZE, size)
+    return index, before, start, size
 
 
 @triton.jit

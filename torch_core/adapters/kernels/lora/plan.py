@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch_core.adapters.call import LoraCall
+from torch_core.adapters.call import MAX_SLICES, LoraCall
 from torch_core.adapters.kernels.lora.kernel import lora_expand_kernel, lora_gated_kernel, lora_shrink_kernel
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
@@ -71,7 +71,7 @@ def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
         inputs=tuple(inputs.items()),
         in_place=("y",) if call.adds else (),
         outputs=() if out is None else (("out", out),),
-        scratch=(("inner", ArraySpec((num_parts, num_rows, call.lora_a.shape[1]), "float32")),),
+        scratch=(("inner", ArraySpec((num_parts, num_rows, call.num_heads * _ranks(call)), "float32")),),
         launches=(shrink, _expand(call, arguments, tiles, limits, num_parts)),
     )
 
@@ -79,20 +79,22 @@ def plan_lora(call: LoraCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
 def _shrink(
     call: LoraCall[ArraySpec], arguments: dict[str, Argument], tiles: _Tiles, limits: DeviceLimits
 ) -> LaunchPlan:
-    (num_rows, in_size), all_ranks = call.x.shape, call.lora_a.shape[1]
+    num_rows, in_size, all_ranks, heads = call.x.shape[0], call.lora_a.shape[2], _ranks(call), call.num_heads
     num_tiles = _most_tiles(num_rows, call.num_slots, tiles.rows)
     block_r = max(16, min(128, power_of_two(all_ranks))) if tiles is _MANY else 16
     block_k = max(16, min(tiles.inputs, power_of_two(in_size)))
-    programs = num_tiles * ceil_div(all_ranks, block_r)
+    programs = num_tiles * heads * ceil_div(all_ranks, block_r)
     wanted = ceil_div(tiles.shrinks * limits.num_sms, programs)
     # A power of two: of most sizes, all parts are equal.
     part = ceil_div(ceil_div(in_size, min(_MOST_PARTS, 1 << (wanted.bit_length() - 1))), block_k) * block_k
-    grid = (num_tiles, ceil_div(all_ranks, block_r), ceil_div(in_size, part))
+    grid = (num_tiles, heads * ceil_div(all_ranks, block_r), ceil_div(in_size, part))
     stages = tiles.stages * (2 if num_tiles <= _FEW_TILES and tiles is _FEW else 1)
     constants = {
         "IN": in_size,
         "ALL_RANKS": all_ranks,
-        "AHEAD": _ahead(call, grid[1] * grid[2]) if tiles is _FEW and limits.arch >= 90 else 0,
+        "HEADS": heads,
+        "FIRST_HEADS": call.first_heads,
+        "AHEAD": _ahead(call, grid[1] * grid[2]) if tiles is _FEW and limits.arch >= 90 and heads == 1 else 0,
         "ONE_ROW": num_rows == 1,
         "BLOCK_S": power_of_two(call.num_slots),
         "BLOCK_M": tiles.rows,
@@ -109,13 +111,14 @@ def _shrink(
 def _expand(
     call: LoraCall[ArraySpec], arguments: dict[str, Argument], tiles: _Tiles, limits: DeviceLimits, num_parts: int
 ) -> LaunchPlan:
-    num_rows, adds, gates = call.x.shape[0], call.adds, call.activation is not None
+    num_rows, heads, adds, gates = call.x.shape[0], call.num_heads, call.adds, call.activation is not None
     slices = call.output_slices[:1] if gates else call.output_slices
     # A new array's rows without a slot are written too.
     groups = call.num_slots if adds else call.num_slots + 1
     # Half the rows, so that memory is read in pieces as long as without gates.
     rows = tiles.rows // 2 if gates and tiles is _MANY else tiles.rows
     num_tiles = _most_tiles(num_rows, groups, rows)
+    programs = num_tiles * heads
     block_r = max(16, power_of_two(call.rank))
     # Ranges of columns within slices need no mask.
     divisor = math.gcd(*slices) & -math.gcd(*slices)
@@ -123,16 +126,18 @@ def _expand(
     block_n = tiles.columns // (2 if gates and tiles is not _MANY else 1)
     block_n = min(block_n, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
     block_n = max(16, block_n)
-    while tiles is not _MANY and block_n > 64 and num_tiles * ceil_div(sum(slices), block_n) < limits.num_sms:
+    while tiles is not _MANY and block_n > 64 and programs * ceil_div(sum(slices), block_n) < limits.num_sms:
         block_n //= 2
     # The sums of parts serve several steps, while there are programs enough.
     columns, least = block_n, (_FEW if gates else tiles).expands * limits.num_sms
-    while columns * 2 <= divisor and num_tiles * ceil_div(sum(slices), columns * 2) >= least:
+    while columns * 2 <= divisor and programs * ceil_div(sum(slices), columns * 2) >= least:
         columns *= 2
     constants = {
         "RANK": call.rank,
-        **{f"SLICE_{index}": size for index, size in enumerate((*slices, 0, 0)[:3])},
+        **{f"SLICE_{index}": size for index, size in enumerate((*slices, *[0] * MAX_SLICES)[:MAX_SLICES])},
         "NUM_SLICES": len(slices),
+        "HEADS": heads,
+        "SECOND_HEADS": call.second_heads,
         "NUM_PARTS": num_parts,
         "ADDS": adds,
         "ONE_ROW": num_rows == 1,
@@ -145,9 +150,14 @@ def _expand(
     }
     kernel = lora_gated_kernel if gates else lora_expand_kernel
     return named_launch(
-        kernel, (sum(ceil_div(size, columns) for size in slices), num_tiles), arguments, constants,
+        kernel, (heads * sum(ceil_div(size, columns) for size in slices), num_tiles), arguments, constants,
         writes=("y" if adds else "out",), num_stages=1, num_warps=tiles.warps[1] if block_r <= 64 else 8, hot=True,
     )  # fmt: skip
+
+
+def _ranks(call: LoraCall[ArraySpec]) -> int:
+    """Returns the ranks of all slices, of one head."""
+    return len(call.output_slices) * call.rank
 
 
 def _most_tiles(num_rows: int, groups: int, block_m: int) -> int:

@@ -1,0 +1,63 @@
+"""Linear layers of a checkpoint that share an input and are one product here: their sizes and their outputs' order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jattn.llm.models.config import ModelConfig
+
+#: Queries, keys and values, and the gate of attention behind them.
+QKV = "self_attn.qkv_proj"
+_DELTA_QKVZ, _DELTA_BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
+_KIMI_IN = "kda.in_proj"
+
+
+def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...]:
+    """Returns the outputs of each linear layer that a module joins, `total` together.
+
+    Args:
+        module: path of the module in its decoder layer.
+        total: its outputs, or those of a device's part.
+        config: config of the layer, or of a device's part of it.
+    """
+    if module.endswith("gate_up_proj"):
+        return (total // 2, total // 2)
+    if module == QKV:
+        query, key = config.query_size, config.key_value_size
+        gate = (query,) if config.attn_output_gate else ()
+        # Keys and values may be another layer's, or values the keys.
+        num_keys = 0 if total == query + sum(gate) else 2 - config.attention_k_eq_v
+        return (query, *(key,) * num_keys, *gate)
+    if (delta := config.delta_net) is not None and module in (_DELTA_QKVZ, _DELTA_BA):
+        keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
+        return (keys, keys, values, values) if module == _DELTA_QKVZ else (delta.num_heads, delta.num_heads)
+    if (kimi := config.kimi_delta) is not None and module == _KIMI_IN:
+        size = kimi.num_heads * kimi.head_dim
+        return size, size, size, kimi.head_dim, kimi.head_dim, kimi.num_heads
+    return (total,)
+
+
+def num_groups(module: str, config: ModelConfig) -> int:
+    """Returns the groups of heads whose outputs lie together, those of all joined layers; 1 if the layers' do."""
+    is_grouped = config.delta_net is not None and module in (_DELTA_QKVZ, _DELTA_BA)
+    return config.delta_net.num_kv_heads if is_grouped and config.delta_net is not None else 1
+
+
+def by_group(sizes: Sequence[int], groups: int) -> np.ndarray:
+    """Returns the order of layers that lie one after the other, of which the model has each group's together."""
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return np.concatenate([part.reshape(groups, -1) for part in parts], axis=1).ravel()
+
+
+def tensor_layers(module: str, count: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Returns which of the joined layers each of a file's `count` tensors holds."""
+    if count == num_layers:
+        return tuple((layer,) for layer in range(num_layers))
+    if count == 1:
+        return (tuple(range(num_layers)),)
+    if module == QKV:
+        # The gate lies with the queries.
+        return ((0, num_layers - 1), *((layer,) for layer in range(1, num_layers - 1)))
+    return (tuple(range(num_layers - 1)), (num_layers - 1,))
