@@ -16,6 +16,7 @@ import jattn
 from jattn.llm.engine import Engine, EngineConfig, LoRARequest, SamplingParams
 from jattn.llm.engine.adapter_slots import AdapterSlots
 from jattn.llm.engine.clients.adapters import AdapterRegistry
+from jattn.llm.engine.device.adapters import AdapterLayout
 from jattn.llm.engine.request.lora import LoadedAdapter
 from jattn.llm.models import Adapters, MoEConfig, adapter_targets
 from tests.support.devices import on_four_devices
@@ -280,6 +281,14 @@ def test_devices_share_adapters_as_they_share_the_products(changes, seed):
     assert request.output_token_ids == logits[0, 2:-1].argmax(-1).tolist()
 
 
+def test_the_head_is_multiplied_for_adapters_that_change_it_alone():
+    changes_head = jnp.array([True, False, True])
+    layout, slots = AdapterLayout(0, (), ()), jnp.array([0, 1, -1, 2])
+    arrays = (jnp.zeros(3), changes_head)
+    assert layout.batch(arrays, slots, of_heads=True).slots.tolist() == [0, -1, -1, 2]
+    assert layout.batch(arrays, slots).slots.tolist() == slots.tolist()
+
+
 def test_adapters_and_batch_invariance_are_refused_together():
     with pytest.raises(jattn.Unsupported, match="batch_invariant is True and so is enable_lora"):
         EngineConfig(enable_lora=True, batch_invariant=True)
@@ -314,6 +323,7 @@ def test_a_slot_whose_upload_failed_is_free():
 
 
 def registry(**options: Any) -> AdapterRegistry:
+    options = {"lora_target_modules": ALL, **options}
     return AdapterRegistry(tiny_model(CONFIG, 0), EngineConfig(enable_lora=True, max_loras=2, **options))
 
 
@@ -376,7 +386,7 @@ def test_parts_without_memory_have_no_adapters():
     with pytest.raises(jattn.InvalidInput, match="lora_target_modules has 'gate'; this model has embed_tokens"):
         registry(lora_target_modules=("gate",))
     with pytest.raises(jattn.InvalidInput, match="router has an adapter in 'choice'; name it in lora_target_modules"):
-        registry().add(LoRARequest("choice"), trained_of(("router",)))
+        registry(lora_target_modules=None).add(LoRARequest("choice"), trained_of(("router",)))
     with pytest.raises(jattn.InvalidInput, match=r"lora_target_modules\[0\] is 3"):
         EngineConfig(lora_target_modules=(3,))  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.request.lora import LoadedAdapter
 from jattn.llm.models import (
+    HEAD,
     AdapterTarget,
     BatchAdapters,
     Decoder,
@@ -36,7 +37,7 @@ from torch_core.base.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """The order of the memory's arrays, two for each target, and how devices split them.
+    """The order of the memory's arrays, two for each target and then which slots change the head, and their split.
 
     Attributes:
         num_layers: layers of the decoder.
@@ -48,13 +49,17 @@ class AdapterLayout:
     targets: tuple[AdapterTarget, ...]
     specs: tuple[PartitionSpec, ...]
 
-    def batch(self, arrays: Sequence[jax.Array], slots: jax.Array) -> BatchAdapters:
+    def batch(self, arrays: Sequence[jax.Array], slots: jax.Array, *, of_heads: bool = False) -> BatchAdapters:
         """Returns the adapters of a batch.
 
         Args:
             arrays: the memory, or a device's part of it.
             slots: int32[rows], the slot of each token, or of each hidden state for `Decoder.logits`; -1 for none.
+            of_heads: the rows are such hidden states. Adapters that do not change the head have none, so that its
+                matrices, which are large, are not read.
         """
+        if of_heads:
+            slots = jnp.where(arrays[-1][jnp.maximum(slots, 0)], slots, -1)
         layers: tuple[dict[str, LoraWeights], ...] = tuple({} for _ in range(self.num_layers))
         outside: dict[str, LoraWeights] = {}
         for index, target in enumerate(self.targets):
@@ -92,7 +97,7 @@ class AdapterMemory:
         targets = engine_targets(base.config, config)
         self._shards = [self._shards_of(target, shards.get(target.kernel)) for target in targets]
         specs = tuple(PartitionSpec(None, *each.spec) for pair in self._shards for each in pair)
-        self.layout = AdapterLayout(base.config.num_hidden_layers, targets, specs)
+        self.layout = AdapterLayout(base.config.num_hidden_layers, targets, (*specs, PartitionSpec()))
         self.arrays = self._allocated()
 
     def warmup(self) -> None:
@@ -109,6 +114,8 @@ class AdapterMemory:
         for target, shards in zip(self.layout.targets, self._shards, strict=True):
             for part, each in zip(self._padded(target, adapter), shards, strict=True):
                 new.append(self._placed(part, each))
+        changes_head = any(target.module == HEAD for target in adapter.weights)
+        new.append(self._placed(np.asarray(changes_head), ParameterShards(())))
         try:
             self.arrays = _loaded(self.arrays, slot, tuple(new))
         except BaseException:
@@ -117,12 +124,14 @@ class AdapterMemory:
             raise
 
     def _allocated(self) -> tuple[jax.Array, ...]:
-        shapes = [(self._config.max_loras, *each.cut_shape) for pair in self._shards for each in pair]
+        count = self._config.max_loras
+        shapes = [(count, *each.cut_shape) for pair in self._shards for each in pair]
         size = 1 if self._placement.mesh is None else self._placement.mesh.size
         check_room(sum(int(np.prod(shape)) for shape in shapes) * self._dtype.itemsize // size)
+        kinds: list[tuple[tuple[int, ...], Any]] = [*((shape, self._dtype) for shape in shapes), ((count,), bool)]
         shardings = [self._sharding(spec) for spec in self.layout.specs]
         return tuple(
-            jnp.zeros(shape, self._dtype, device=sharding) for shape, sharding in zip(shapes, shardings, strict=True)
+            jnp.zeros(shape, dtype, device=sharding) for (shape, dtype), sharding in zip(kinds, shardings, strict=True)
         )
 
     def _sharding(self, spec: PartitionSpec) -> Any:

@@ -99,7 +99,7 @@ class _Batch:
         if self.adapters is None:
             return ()
         (arrays, layout), slots = self.adapters, self.fields["adapter"] - 1
-        return (layout.batch(arrays, jnp.repeat(slots, rows_of_each)),)
+        return (layout.batch(arrays, jnp.repeat(slots, rows_of_each), of_heads=True),)
 
 
 class Sampled(NamedTuple):
@@ -179,7 +179,7 @@ def jitted_prompt_logprobs(
         model, own = structure.merge(leaves), ()
         if adapter is not None and adapters is not None:
             arrays, slot = adapter
-            own = (adapters.batch(arrays, jnp.broadcast_to(slot, (len(hidden),))),)
+            own = (adapters.batch(arrays, jnp.broadcast_to(slot, (len(hidden),)), of_heads=True),)
         logits, shards = _logits(model, hidden, *own)
         logits = logits if shards is None else shards.gathered(logits)
         return token_logprobs(logits, token_ids, num_logprobs, batch_invariant=batch_invariant)

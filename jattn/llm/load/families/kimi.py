@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jattn.llm.load.families.deepseek_v2 import LATENT_KEYS
 from jattn.llm.load.families.family import Family, expert_names, mlp_layer_types
-from jattn.llm.load.families.kimi_files import OF_OBJECT, layer_types, of_object, parts
+from jattn.llm.load.families.kimi_files import ALSO_SPELLED, OF_OBJECT, layer_types, of_object, parts
 
 _JOINED = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
 _ALONE = ("f_b_proj", "g_b_proj", "dt_bias", "A_log")
@@ -72,11 +72,6 @@ KIMI_LINEAR = Family(
     }
     | expert_names("moe.shared_expert", "block_sparse_moe.shared_experts"),
     shapes={"kda.A_log": (1, 1, -1, 1)},
-    # Of other writers, and transformers' modules.
-    also_spelled={
-        ".mlp.": ".block_sparse_moe.",
-        ".block_sparse_moe.": ".mlp.",
-        "self_attn.f_": "self_attn.forget_gate.f_",
-    },
+    also_spelled=ALSO_SPELLED,
     brings_code=True,
 )

@@ -16,6 +16,14 @@ OF_OBJECT = {
 }
 
 
+#: Parts of names as other writers and transformers' modules have them.
+ALSO_SPELLED = {
+    ".mlp.": ".block_sparse_moe.",
+    ".block_sparse_moe.": ".mlp.",
+    "self_attn.f_": "self_attn.forget_gate.f_",
+}
+
+
 def of_object(raw: Raw, name: str) -> Any:
     """Returns a value of linear_attn_config; None if it is not there."""
     given = raw.get("linear_attn_config") or {}
