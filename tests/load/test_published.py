@@ -108,6 +108,30 @@ def edited(folder: Path, change: Any) -> Path:
     return folder
 
 
+def test_the_first_files_of_minimax_have_other_keys_and_no_rates(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "MiniMaxForCausalLM", 1, seed)
+    expected, config, _ = load_model(folder, with_tokenizer=False)
+    raw = raw_config(folder)
+    old = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    for kind, factor in ((kind, factor) for kind in old for factor in ("alpha", "beta")):
+        raw[f"layernorm_{old[kind]}_{factor}"] = raw.pop(f"{kind}_{factor}_factor")
+    theta = raw.pop("rope_parameters")["rope_theta"]
+    del raw["layer_types"]
+    raw |= {"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01", "attn_type_list": [0, 1]}
+    raw |= {"postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "rope_theta": theta}
+    (folder / "config.json").write_text(json.dumps(raw))
+    edited(folder, lambda tensors: [tensors.pop(name) for name in [*tensors] if "slope_rate" in name])
+
+    found, found_config, _ = load_model(folder, with_tokenizer=False)
+
+    assert found_config == config
+    assert parse_config(raw | {"rotary_dim": 2}).rotary_dim == 2
+    for (path, value), (_, other) in zip(
+        *(nnx.to_flat_state(nnx.state(each)) for each in (found, expected)), strict=True
+    ):
+        np.testing.assert_allclose(value[...], other[...], rtol=2.0**-22 * ("slope_rate" in path), err_msg=str(path))
+
+
 def test_norms_by_the_names_of_old_writers_are_read(bert):
     name = "encoder.layer.0.output.LayerNorm.weight"
     edited(bert, lambda tensors: tensors.update({name: np.arange(16, 32, dtype=np.float32)}))

@@ -80,6 +80,13 @@ def read_tensor(file: TensorFile, name: str) -> np.ndarray:
         raise error.under(f"tensor {short_name(name)}").under(file.path.name) from None
 
 
+def computed_tensor(file: TensorFile, name: str, array: np.ndarray) -> TensorFile:
+    """Returns a file, of another one's path, with a tensor whose float32 elements are not in it."""
+    elements = np.ascontiguousarray(array, np.float32).reshape(-1)
+    stored = StoredTensor(array.shape, elements.dtype, 0, "F32", packed=1, unpack=lambda _: elements)
+    return TensorFile(file.path, {name: stored}, file.stamp)
+
+
 def num_bytes(file: TensorFile, name: str) -> int:
     """Returns the number of a tensor's bytes in the file."""
     stored = file.tensors[name]

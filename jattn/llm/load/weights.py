@@ -13,11 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.llm.load.families import Family
 from jattn.llm.load.folder import member, read_json, read_text
 from jattn.llm.load.plan import INT4_KERNEL, ParameterPlan, TensorPlan, kernel_and_scale, parts_of
 from jattn.llm.load.read_ahead import FileRange
 from jattn.llm.load.safetensors_file import open_safetensors
-from jattn.llm.load.tensor_file import STORED_DTYPES, Tensors, check_scale, checked_dtype, num_bytes, read_tensor
+from jattn.llm.load.tensor_file import (
+    STORED_DTYPES,
+    Tensors,
+    check_scale,
+    checked_dtype,
+    computed_tensor,
+    num_bytes,
+    read_tensor,
+)
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.quantized import dequantize
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -87,6 +96,18 @@ def with_tied_head(tensors: Tensors, embedding: str, head: str) -> Tensors:
             f"hf_overrides={{'tie_word_embeddings': False}} takes both, or take {head!r} out of the weights."
         )
     return rest
+
+
+def with_computed(tensors: Tensors, plan: tuple[ParameterPlan, ...], config: ModelConfig, family: Family) -> Tensors:
+    """Returns the tensors with those that the family computes where the files leave them out."""
+    found = dict(tensors)
+    for parameter in plan if family.computed and tensors else ():
+        compute = family.computed.get(".".join(map(str, parameter.path[2:])))
+        piece = parameter.pieces[0]
+        if compute is not None and piece.name not in tensors:
+            array = compute(config, int(parameter.path[1])).reshape(piece.shape)
+            found[piece.name] = computed_tensor(next(iter(tensors.values())), piece.name, array)
+    return found
 
 
 def check_count(tensors: Tensors, fewest: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from jattn.llm.load.families.gguf import GGUF_NAMES, Gguf
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.config_fields import SIZE_LIMITS
@@ -140,6 +142,7 @@ class Family:
         brings_code: folders of the hub contain code that computes the same; it is not run.
         unread: a regular expression of tensors that files may have and that are not used; "{layers}" is the number of
             layers, and so the index after the last layer.
+        computed: tensors that files may leave out, by module: a function of the model's config and a layer's index.
         gguf: its spelling in GGUF files; None if they are not read.
     """
 
@@ -174,6 +177,7 @@ class Family:
     rotates_neighbours: bool = False
     brings_code: bool = False
     unread: str = ""
+    computed: Mapping[str, Callable[[ModelConfig, int], np.ndarray]] = field(default_factory=dict)
     gguf: Gguf | None = None
 
     @property
