@@ -73,11 +73,7 @@ def check_inputs(
     module: Any, inputs_q: Any, inputs_k: Any, inputs_v: Any, input_positions: Any, shared_kv: Any, *, cached: bool
 ) -> None:
     """Checks that the inputs of a call match the module and each other, and its weights the number of heads."""
-    for name in ("key", "value"):
-        kernel, heads = getattr(getattr(module, name), "kernel", None), (module.num_kv_heads, module.head_dim)
-        if kernel is not None and tuple(kernel.shape[-2:]) != heads:
-            wanted = f"num_kv_heads and head_dim need [..., {heads[0]}, {heads[1]}]; load weights of as many heads"
-            raise InvalidInput(f"{name}.kernel", f"has shape {tuple(kernel.shape)}", wanted)
+    _check_heads(module)
     if input_positions is not None and module.rope is None:
         raise InvalidInput(POSITIONS_WITHOUT_ROPE)
     arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
@@ -132,3 +128,14 @@ def refuse_donated(name: str, cache: Any, fix: str) -> None:
     arrays = [array for array in jax.tree.leaves(cache) if isinstance(array, jax.Array)]
     if any(not isinstance(array, Tracer) and array.is_deleted() for array in arrays):
         raise InvalidInput(f"{name} was donated to a step and is deleted; {fix}")
+
+
+def _check_heads(module: Any) -> None:
+    kernels = {name: getattr(getattr(module, name), "kernel", None) for name in ("query", "key", "value")}
+    shapes = {name: kernel.shape for name, kernel in kernels.items() if kernel is not None}
+    heads = {name: shape[-2] for name, shape in shapes.items()}
+    for name in ("key", "value"):
+        # A device may have a part of the heads, in the same ratio.
+        if {name, "query"} <= heads.keys() and heads[name] * module.num_heads != heads["query"] * module.num_kv_heads:
+            wanted = f"num_kv_heads and head_dim need [..., {module.num_kv_heads}, {module.head_dim}]"
+            raise InvalidInput(f"{name}.kernel", f"has shape {shapes[name]}", f"{wanted}; load such weights")
