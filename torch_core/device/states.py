@@ -18,10 +18,10 @@ def load_state(
     inside = (row < ROWS) & (channel < CHANNELS)
     state = tl.zeros(inside.shape, tl.float32)
     if states is not None:
+        # First: the compiler would compute the slot's address before it loads this, and wait once more.
+        is_read = True if has_initial_state is None else tl.load(has_initial_state + seq) != 0
         slot = seq if cache_indices is None else tl.load(cache_indices + seq)
-        is_read = (slot >= 0) & (slot < num_states)
-        if has_initial_state is not None:
-            is_read = is_read & (tl.load(has_initial_state + seq) != 0)
+        is_read = is_read & (slot >= 0) & (slot < num_states)
         held = states + slot.to(tl.int64) * slot_stride + head * head_stride + row * row_stride + channel
         state = tl.load(held, mask=inside & is_read, other=0.0).to(tl.float32)
     return state

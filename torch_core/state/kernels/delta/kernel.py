@@ -51,50 +51,95 @@ def gated_delta_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """Grid: (sequences, heads, tiles of BLOCK_V rows of a state). The first sequence's programs zero padded tokens."""
+    COLUMNS: tl.constexpr = KEY_PADDED if KEY_PADDED < 32 else 32
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    channel = tl.arange(0, KEY_PADDED)
+    # Parts of a row along the first axis: a thread then holds columns of all parts, and adds them without a shuffle.
+    channel = tl.arange(0, KEY_PADDED // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_channel = channel < KEY_SIZE
     is_row = row < VALUE_SIZE
-    results = out + head * out_head_stride + row
-    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
+    kept = length
+    if num_kept_tokens is not None:
+        kept = tl.load(num_kept_tokens + seq)
     # No branch for an empty sequence, which has no slot: offsets and slots are then read together.
     num_states = tl.where(length > 0, num_states, 0)
     state = load_state(
-        states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
+        states, cache_indices, has_initial_state, seq, head, row[:, None, None], channel[None, :, :], num_states,
         states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
     )  # fmt: skip
+    place = start.to(tl.int64)
+    keys = key + place * key_token_stride + head // GROUP * key_head_stride + channel
+    queries = query + place * query_token_stride + head // GROUP * query_head_stride + channel
+    values = value + place * value_token_stride + head * value_head_stride + row
+    rates = beta + place * beta_token_stride + head
+    results = out + head * out_head_stride + row
+    is_token = length > 0
+    next_k = tl.load(keys, mask=is_channel & is_token, other=0.0)
+    next_q = tl.load(queries, mask=is_channel & is_token, other=0.0)
+    next_v = tl.load(values, mask=is_row & is_token, other=0.0)
+    next_rate = tl.load(rates, mask=is_token, other=0.0)
+    if g is not None:
+        gates = g + place * g_token_stride + head
+        next_gate = tl.load(gates, mask=is_token, other=0.0)
+    if gk is not None:
+        key_gates = gk + place * gk_token_stride + head * gk_head_stride + channel
+        next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
     for step in range(length):
-        place = start.to(tl.int64) + step
-        keys = key + place * key_token_stride + head // GROUP * key_head_stride + channel
-        queries = query + place * query_token_stride + head // GROUP * query_head_stride + channel
-        k = tl.load(keys, mask=is_channel, other=0.0).to(tl.float32)
-        q = tl.load(queries, mask=is_channel, other=0.0).to(tl.float32)
-        v = tl.load(value + place * value_token_stride + head * value_head_stride + row, mask=is_row, other=0.0)
-        rate = tl.load(beta + place * beta_token_stride + head).to(tl.float32)
+        # The next token is on its way while this one is computed.
+        k = next_k.to(tl.float32)
+        q = next_q.to(tl.float32)
+        v = next_v.to(tl.float32)
+        rate = next_rate.to(tl.float32)
+        is_token = step + 1 < length
+        keys += key_token_stride
+        queries += query_token_stride
+        values += value_token_stride
+        rates += beta_token_stride
+        next_k = tl.load(keys, mask=is_channel & is_token, other=0.0)
+        next_q = tl.load(queries, mask=is_channel & is_token, other=0.0)
+        next_v = tl.load(values, mask=is_row & is_token, other=0.0)
+        next_rate = tl.load(rates, mask=is_token, other=0.0)
         if g is not None:
-            state *= tl.exp(tl.load(g + place * g_token_stride + head).to(tl.float32))
+            state *= tl.exp(next_gate.to(tl.float32))
+            gates += g_token_stride
+            next_gate = tl.load(gates, mask=is_token, other=0.0)
         if gk is not None:
-            gates = gk + place * gk_token_stride + head * gk_head_stride + channel
-            state *= tl.exp(tl.load(gates, mask=is_channel, other=0.0).to(tl.float32))[None, :]
+            state *= tl.exp(next_key_gate.to(tl.float32))[None, :, :]
+            key_gates += gk_token_stride
+            next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
+        k_norm = 1.0
+        q_norm = scale
         if NORMALIZE:
-            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
+            k_norm = 1 / tl.sqrt(_total(k * k) + epsilon)
+            q_norm = scale / tl.sqrt(_total(q * q) + epsilon)
         # All sums over a row's channels are independent: the result is read from the state before its update.
-        error = rate * (v.to(tl.float32) - tl.sum(state * k[None, :], 1))
-        found = scale * (tl.sum(state * q[None, :], 1) + error * tl.sum(k * q, 0))
-        state += error[:, None] * k[None, :]
-        tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
-        if num_kept_tokens is not None and step + 1 == tl.load(num_kept_tokens + seq):
+        error = rate * (v - k_norm * _of_rows(state * k[None, :, :])) * k_norm
+        found = q_norm * (_of_rows(state * q[None, :, :]) + error * _total(k * q))
+        state += error[:, None, None] * k[None, :, :]
+        tl.store(results + (place + step) * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
+        if num_kept_tokens is not None and step + 1 == kept:
             store_state(
-                states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states,
+                states, state, cache_indices, seq, head, row[:, None, None], channel[None, :, :], num_states,
                 states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
             )  # fmt: skip
     if num_kept_tokens is None:
         store_state(
-            states, state, cache_indices, seq, head, row[:, None], channel[None, :], num_states, states_slot_stride,
-            states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+            states, state, cache_indices, seq, head, row[:, None, None], channel[None, :, :], num_states,
+            states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
         )  # fmt: skip
+    # Last, because the first sequence's programs would wait for one more offset before their loads.
+    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
+
+
+@triton.jit
+def _of_rows(products):
+    """Returns the sums of each row: parts of a row first, columns second."""
+    return tl.sum(tl.sum(products, 1), 1)
+
+
+@triton.jit
+def _total(products):
+    return tl.sum(tl.sum(products, 0), 0)

@@ -78,6 +78,8 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
 def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> tuple[LaunchPlan, ...]:
     rows = min(power_of_two(call.value.shape[2]), max(1, _STATE_ELEMENTS // power_of_two(call.key.shape[2])))
     constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows}
+    if call.states is not None:
+        constexprs["states_row_stride"] = call.states.element_strides[2]
     grid = (call.num_seqs, call.num_heads, ceil_div(call.value.shape[2], rows))
     launch = named_launch(
         gated_delta_kernel, grid, arguments, constexprs, writes=_written(call), num_warps=1, num_stages=1, hot=True

@@ -60,14 +60,15 @@ def mamba_step_kernel(
     is_column = column < STATE_SIZE
     is_row = row < HEAD_DIM
     results = out + head * out_head_stride + row
-    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
-    if length <= 0:
-        return
-    if MAX_TOKENS > 0 and length > MAX_TOKENS:
-        return
-
+    if MAX_TOKENS > 0:
+        length = tl.where(length > MAX_TOKENS, 0, length)
+    kept = length
+    if num_kept_tokens is not None:
+        kept = tl.load(num_kept_tokens + seq)
+    # No branch for a sequence that is left out: offsets and slots are then read together.
+    num_states = tl.where(length > 0, num_states, 0)
     state = load_state(
         states, cache_indices, has_initial_state, seq, head, row[:, None], column[None, :], num_states,
         states_slot_stride, states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
@@ -88,7 +89,7 @@ def mamba_step_kernel(
         if D is not None:
             found += tl.load(D + head).to(tl.float32) * value
         tl.store(results + place * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
-        if num_kept_tokens is not None and index + 1 == tl.load(num_kept_tokens + seq):
+        if num_kept_tokens is not None and index + 1 == kept:
             store_state(
                 states, state, cache_indices, seq, head, row[:, None], column[None, :], num_states,
                 states_slot_stride, states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
@@ -98,6 +99,8 @@ def mamba_step_kernel(
             states, state, cache_indices, seq, head, row[:, None], column[None, :], num_states, states_slot_stride,
             states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
         )  # fmt: skip
+    # Last, because the first sequence's programs would wait for one more offset before their loads.
+    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
 
 
 @triton.jit
