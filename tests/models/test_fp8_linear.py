@@ -143,7 +143,12 @@ def test_rows_may_stay_e4m3_from_kernel_to_kernel(monkeypatch: pytest.MonkeyPatc
     assert 0 < np.sqrt(np.mean((joined - apart) ** 2)) < 3 * HALF_STEP * np.sqrt(np.mean(apart**2))
 
 
-OTHERS = [{"dtype": "float32"}, {"norm_type": "layer_norm"}, {"parallel_block": "two_norms"}]
+OTHERS = [
+    {"dtype": "float32"},
+    {"norm_type": "layer_norm"},
+    {"parallel_block": "two_norms"},
+    {"attn_head_gate": True, "attn_gate_act": "softplus"},
+]
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
