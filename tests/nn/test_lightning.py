@@ -37,7 +37,7 @@ def test_the_layer_is_its_recurrence_and_does_not_train_its_rates(seed):
         out = layer(jnp.asarray(x))
         return out.sum(), out
 
-    (_, found), gradients = nnx.value_and_grad(total, has_aux=True)(layer)
+    (_, found), gradients = nnx.jit(nnx.value_and_grad(total, has_aux=True))(layer)
 
     error = np.abs(np.asarray(found, np.float64) - exact).max()
     assert error <= 2 * (np.abs(narrow - exact).max() + 2.0**-23 * np.abs(exact).max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -37,10 +38,11 @@ def test_parameters_and_outputs_are_flaxs(options: dict[str, Any], seed: int) ->
     x, mask = inputs(seed), linen.make_causal_mask(jnp.ones((BATCH, LENGTH)))
     theirs, ours = linen.MultiHeadDotProductAttention(4, **options), twin.MultiHeadAttention(4, **options)
     rngs = {"params": KEY, "dropout": jax.random.key(1)}
-    variables = theirs.init(rngs, x)
-    assert jax.tree.map(jnp.shape, ours.init(rngs, x)) == jax.tree.map(jnp.shape, variables)
-    expected = theirs.apply(variables, x, mask=mask, rngs={"dropout": KEY})
-    assert close(ours.apply(variables, x, mask=mask, rngs={"dropout": KEY}), expected)
+    variables = jax.jit(theirs.init)(rngs, x)
+    assert jax.eval_shape(ours.init, rngs, x) == jax.eval_shape(lambda: variables)
+    call = {"mask": mask, "rngs": {"dropout": KEY}}
+    expected, found = (jax.jit(functools.partial(each.apply, **call))(variables, x) for each in (theirs, ours))
+    assert close(found, expected)
 
 
 def decoding(**options: Any) -> twin.MultiHeadAttention:
@@ -54,15 +56,16 @@ def lengths_in(cache: Any) -> list[int]:
 def test_decode_of_any_length_gives_what_the_nnx_module_gives(seed: int) -> None:
     layer, x = decoding(num_kv_heads=2), inputs(seed)
     # T20: the dummy input of init is short, the cache is not.
-    variables: Any = layer.init(KEY, x[:, :1])
+    variables: Any = jax.jit(layer.init)(KEY, x[:, :1])
     assert variables["cache"]["cached_key"].shape == (1 + 2 * BATCH, 4, 2, 4)
     module = MultiHeadAttention(4, FEATURES, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
     nnx.update(module, variables["params"])
-    expected = module(x, is_causal=True)
-    first, updated = layer.apply(variables, x[:, :5], lengths=jnp.array([5, 3]), mutable=["cache"])
+    expected = jax.jit(functools.partial(module, is_causal=True))(x)
+    apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
+    first, updated = apply(variables, x[:, :5], lengths=jnp.array([5, 3]))
     variables = {**variables, **updated}
     assert close(first[0], expected[0, :5])
-    later, updated = layer.apply(variables, x[:, 5:], mutable=["cache"])
+    later, updated = apply(variables, x[:, 5:])
     assert close(later[0, 0], expected[0, 5])
     assert lengths_in(updated["cache"]) == [6, 4]
 
