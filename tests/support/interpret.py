@@ -8,12 +8,15 @@ module that uses them. Slow by design: for tests and for debugging a kernel with
 Three things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
 bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even; float arguments, which a kernel sees as
 tensors when compiled; and a scalar condition that is spread over a block, which becomes numbers, and those are no mask
-in 3.9.
+in 3.9. Three take most of its time for nothing and are left out: the language is patched again in every call of a
+helper, sums are computed a second time to find overflows that it does not report, and numpy's types are looked up in a
+table that is made each time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -128,8 +131,12 @@ def _interpreted_language() -> Iterator[None]:
     before = [(owner, dict(vars(owner))) for owner in _PATCHED]
     options = interpreter_builder.options
     convert_float, implicit_cvt = interpreter._convert_float, interpreter._implicit_cvt
-    patch_lang_tensor = interpreter._patch_lang_tensor
+    patch_lang, patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    get_np_dtype = interpreter._get_np_dtype
     try:
+        interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+        interpreter._patch_lang = functools.partial(_patch_lang, patch_lang, set())
+        interpreter._get_np_dtype = functools.partial(_np_dtype, get_np_dtype, {})
         interpreter_builder.create_dot = functools.partial(_dot, interpreter_builder)
         interpreter_builder.create_splat = functools.partial(_splat, interpreter_builder.create_splat)
         interpreter._patch_lang_tensor = functools.partial(_patch_lang_tensor, patch_lang_tensor)
@@ -146,7 +153,8 @@ def _interpreted_language() -> Iterator[None]:
             yield
     finally:
         interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
-        interpreter._patch_lang_tensor = patch_lang_tensor
+        interpreter._patch_lang, interpreter._patch_lang_tensor = patch_lang, patch_lang_tensor
+        interpreter._get_np_dtype = get_np_dtype
         del interpreter_builder.create_dot, interpreter_builder.create_splat
         interpreter_builder.options = options
         for owner, attributes in before:
@@ -155,6 +163,28 @@ def _interpreted_language() -> Iterator[None]:
                     delattr(owner, name)
                 elif value is not attributes[name]:
                     setattr(owner, name, attributes[name])
+
+
+def _patch_lang(original: Any, patched: set[int], function: Any) -> Any:
+    modules = _language_of(function)
+    if modules <= patched:
+        # Of a helper, whose call does not restore what it patches.
+        return None
+    patched |= modules
+    return original(function)
+
+
+@functools.cache
+def _language_of(function: Any) -> frozenset[int]:
+    """Modules of the language that a function uses, by their ids."""
+    return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+
+
+def _np_dtype(original: Any, known: dict[str, Any], dtype: Any) -> Any:
+    name = dtype.scalar.name
+    if name not in known:
+        known[name] = original(dtype.scalar)
+    return known[name]
 
 
 def _patch_lang_tensor(original: Any, tensor: Any, scope: Any) -> None:
