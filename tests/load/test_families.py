@@ -33,7 +33,18 @@ LAST = [(architecture, len(variants) - 1) for architecture, (_, variants) in CAS
 #: The families whose layers differ from each other; of the others one layer shows what there is, and compiles sooner.
 PATTERNED = ("Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3", "OlmoHybrid", "SmolLM3", "GptOss", "Lfm2", "KimiLinear")
 PATTERNED += ("Exaone", "Cohere2", "Llama4", "Bamba", "GraniteMoeHybrid", "Cwm", "Afmoe", "MiniMaxF", "Gemma4")
-PATTERNED += ("MinistralF", "HYV3", "Dots1", "Mellum", "Flint", "VaultGemma", "GraniteSWA", "GraniteMoeSWA", "Laguna")
+PATTERNED += (
+    "MinistralF",
+    "HYV3",
+    "Dots1",
+    "Mellum",
+    "Flint",
+    "VaultGemma",
+    "GraniteSWA",
+    "GraniteMoeSWA",
+    "Laguna",
+    "MiMo",
+)
 #: The families whose keys, values and masks are those of another one; dense sequences show the rest.
 ALIKE = (
     "GraniteF",

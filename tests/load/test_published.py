@@ -132,6 +132,46 @@ def test_the_first_files_of_minimax_have_other_keys_and_no_rates(tmp_path, seed)
         np.testing.assert_allclose(value[...], other[...], rtol=2.0**-22 * ("slope_rate" in path), err_msg=str(path))
 
 
+def published_mimo(**changes: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 12}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 1, "v_head_dim": 6, "num_hidden_layers": 2}
+    sizes |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 12, "swa_v_head_dim": 6}
+    sizes |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 128}
+    others = {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window": 6, "sliding_window_size": 6}
+    others |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_shared_experts": None}
+    others |= {"rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "rope_scaling": None}
+    others |= {"layernorm_epsilon": 1e-5, "routed_scaling_factor": None, "attention_chunk_size": 6}
+    names = {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "auto_map": {}}
+    return names | sizes | others | {"attention_value_scale": 0.707} | changes
+
+
+def test_the_published_spelling_of_mimo_is_that_of_transformers():
+    full, local = ({"rope_theta": theta, "partial_rotary_factor": 0.334} for theta in (5e6, 1e4))
+    theirs = {name: value for name, value in published_mimo().items() if not name.startswith(("swa_", "add_"))}
+    for name in ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "layernorm_epsilon", "rope_theta"):
+        del theirs[name]
+    del theirs["partial_rotary_factor"], theirs["attention_chunk_size"]
+    theirs |= {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
+    theirs |= {"sliding_window": 7, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+    assert parse_config(published_mimo()) == parse_config(theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"hybrid_layer_pattern": [0, 2]}, "hybrid_layer_pattern"),
+        ({"swa_head_dim": 16}, "swa_head_dim"),
+        ({"swa_num_key_value_heads": 1}, "swa_num_key_value_heads"),
+        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling"),
+    ],
+)
+def test_a_mimo_of_other_sizes_is_refused_by_its_key(changes, name):
+    with pytest.raises((InvalidInput, Unsupported), match=rf"^config\.json: {name} "):
+        parse_config(published_mimo(**changes))
+
+
 def test_norms_by_the_names_of_old_writers_are_read(bert):
     name = "encoder.layer.0.output.LayerNorm.weight"
     edited(bert, lambda tensors: tensors.update({name: np.arange(16, 32, dtype=np.float32)}))

@@ -7,6 +7,8 @@ from typing import Any
 from tests.support.family_cases import ALTERNATING, EXPERTS, GEMMA4, GLM_EXPERTS, MINI_LATENT, SMALL_WINDOW, YARN
 
 _LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+_MIMO = SMALL_WINDOW | {"head_dim": 12, "v_head_dim": 6, "mlp_layer_types": ["sparse", "dense"]}
+_MIMO |= {name: value for name, value in GLM_EXPERTS.items() if name != "first_k_dense_replace"}
 NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Gemma4UnifiedForCausalLM": (
         "Gemma4UnifiedTextConfig",
@@ -39,6 +41,13 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
                     "sliding_attention": _LOCAL,
                 }
             },
+        ],
+    ),
+    "MiMoV2FlashForCausalLM": (
+        "MiMoV2FlashConfig",
+        [
+            _MIMO | {"attention_value_scale": None, "layer_types": ["full_attention"] * 2, "attention_bias": True},
+            _MIMO | {"layer_types": ["sliding_attention", "full_attention"], "routed_scaling_factor": 2.5},
         ],
     ),
     "MinistralForCausalLM": (

@@ -128,6 +128,11 @@ def language_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Returns the keys that say something, with the family's defaults for those that the file leaves out."""
+    if family.respelled is not None:
+        try:
+            raw = dict(family.respelled(raw))
+        except (InvalidInput, Unsupported) as error:
+            raise error.under(FILE) from None
     _check_quantization(raw.get("quantization_config"))
     allowed, inert = _allowed(family), _INERT | dict(family.inert)
     for key in inert.keys() - allowed | family.inert.keys():

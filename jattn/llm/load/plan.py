@@ -227,7 +227,7 @@ class _Planner:
         names = (names,) if isinstance(names, str) else names
         order = self._orders.get(module)
         config = self._config if layer is None else self._config.of_layer(int(layer))
-        if module == QKV and config.attention_k_eq_v:
+        if module == QKV and (config.attention_k_eq_v or config.value_head is not None):
             names = names[:2]
         if module == QKV and shape[-1] == config.query_size * (1 + config.attn_output_gate):
             # Keys and values are another layer's, and queries come first.

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import linear, multiplies_rows, norm, unweighted_norm
+from jattn.llm.models.layers import linear, multiplies_rows, norm, scaled, unweighted_norm
+from jattn.llm.models.parts import ValueHeadConfig
 from jattn.llm.models.positions import apply_rotary
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -54,13 +55,17 @@ class Attention(nnx.Module):
         self.kv_sharing_target = config.kv_sharing_target(layer)
         self.num_kv_heads = kv_heads if self.kv_sharing_target is None else 0
         options = {"param_dtype": jnp.dtype(config.dtype), "rngs": rngs}
-        self.num_projected = heads + self.num_kv_heads * (2 - config.attention_k_eq_v)
+        values = config.value_head
+        without_values = config.attention_k_eq_v or values is not None
+        self.num_projected = heads + self.num_kv_heads * (2 - without_values)
         fused = (self.num_projected + heads * config.attn_output_gate) * size
         self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.gate_proj = linear(config.hidden_size, heads, use_bias=False, **options) if config.attn_head_gate else None
-        self.o_proj: Any = linear(
-            config.query_size, config.hidden_size, use_bias=config.attention_output_bias, **options
-        )
+        inner, use_bias = heads * (size if values is None else values.head_dim), config.attention_output_bias
+        self.o_proj: Any = linear(inner, config.hidden_size, use_bias=use_bias, **options)
+        if values is not None:
+            inner = self.num_kv_heads * values.head_dim
+            self.v_proj = linear(config.hidden_size, inner, use_bias=config.attention_bias, **options)
         temperature = config.temperature
         self.has_temperature = temperature is not None and not (temperature.without_rope and self.rotates)
         if config.qk_norm not in (None, "unweighted"):
@@ -89,12 +94,13 @@ class Attention(nnx.Module):
         """Whether queries, values or results are multiplied by more than the weights of norms."""
         config = self.config
         gated = config.attn_output_gate or config.attn_head_gate
+        gated = gated or (config.value_head is not None and config.value_head.scale != 1)
         return self.has_temperature or gated or config.value_norm or config.qk_norm == "unweighted"
 
     @property
     def takes_quantized_rows(self) -> bool:
         """Its products are of e4m3 numbers."""
-        is_whole = self.gate_proj is None
+        is_whole = self.gate_proj is None and self.config.value_head is None
         return is_whole and multiplies_rows(self.qkv_proj, bias=True) and multiplies_rows(self.o_proj)
 
     @property
@@ -125,7 +131,7 @@ class Attention(nnx.Module):
         # A norm comes before the rotation.
         config = self.config
         changes = config.qk_norm is not None or config.clip_qkv is not None or self.has_temperature
-        changes = changes or config.value_norm or config.attention_k_eq_v
+        changes = changes or config.value_norm or config.attention_k_eq_v or config.value_head is not None
         rotates = self.rotates and self.num_kv_heads and not changes and not self.batch_invariant
         if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
@@ -189,6 +195,8 @@ class Attention(nnx.Module):
             output = output * jax.nn.softplus(gate.astype(jnp.float32)).astype(output.dtype)
         elif gate is not None:
             output = output * jax.nn.sigmoid(gate)
+        if self.config.value_head is not None:
+            output = output[..., : self.config.value_head.head_dim]
         output = output.reshape(*output.shape[:-2], -1)
         return self.o_proj.product(row_quantize(output)[0]) if as_rows else self.o_proj(output)
 
@@ -197,6 +205,8 @@ class Attention(nnx.Module):
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
         heads, gate = self._heads(x)
         rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
+        if config.value_head is not None:
+            value = self._values(x, config.value_head)
         if config.attention_k_eq_v:
             value = rotated[..., num_heads:, :]
         if config.value_norm and num_kv_heads:
@@ -216,6 +226,11 @@ class Attention(nnx.Module):
         if not num_kv_heads:
             return query, None, None, gate
         return query, rotated[..., num_heads:, :], value, gate
+
+    def _values(self, x: jax.Array, sizes: ValueHeadConfig) -> jax.Array:
+        """Returns the heads of values, with zeros up to the size of a key's."""
+        value = scaled(self.v_proj(x).reshape(*x.shape[:-1], -1, sizes.head_dim), sizes.scale)
+        return jnp.pad(value, ((0, 0),) * (value.ndim - 1) + ((0, self.config.head_dim - sizes.head_dim),))
 
     def _normed(self, heads: jax.Array) -> jax.Array:
         """Returns the heads of queries and keys after their norms, if they have some."""

@@ -26,6 +26,7 @@ from jattn.llm.models.parts import (
     PerLayerInputConfig,
     RopeScaling,
     TemperatureConfig,
+    ValueHeadConfig,
 )
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -57,6 +58,7 @@ _NOT_LATENT = {
     "kv_sharing_targets": (),
     "full_attention": None,
     "value_norm": False,
+    "value_head": None,
     "attention_k_eq_v": False,
 }
 _OF_FULL_ATTENTION = tuple(each.name for each in fields(FullAttentionConfig))
@@ -91,6 +93,7 @@ class ModelConfig:
         qk_norm_bias: these norms have a bias, if they are layer norms.
         qk_norm_after_rotation: they come after the rotation.
         value_norm: values are divided by their root mean square, without a weight.
+        value_head: sizes of value heads, if they differ from those of keys.
         attention_k_eq_v: values are the keys as they are projected, before their norm and rotation.
         clip_qkv: largest absolute value of queries, keys and values, after their norms; None for no limit.
         parallel_block: attention and feed-forward both read the layer's input, after one norm ("shared_norm") or
@@ -138,8 +141,7 @@ class ModelConfig:
         attn_logit_softcapping: cap on the attention scores, cap * tanh(score / cap); None for none.
         final_logit_softcapping: cap on the logits; None for none.
         attention_sinks: whether every head has a sink, a logit without a value in its softmax.
-        attn_output_gate: attention's results are multiplied by a gate for each element, which is projected with the
-            queries.
+        attn_output_gate: attention's results are multiplied by a gate of each element, projected with the queries.
         attn_head_gate: they are multiplied by a gate for each head, which has a projection of its own.
         attn_gate_act: activation of these gates.
         is_encoder: every token sees every other; there is no output projection and no cache of its own.
@@ -170,8 +172,7 @@ class ModelConfig:
         dtype: dtype of the parameters and the computation, by name: float32, bfloat16 or float16.
         bos_token_id: the token that starts a document, or None.
         eos_token_ids: the tokens that end a generation.
-        architecture: the family that the config was read as, which `save_model` writes again. It does not affect
-            results and is not compared.
+        architecture: the family that the config was read as, which `save_model` writes again; it is not compared.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -206,6 +207,7 @@ class ModelConfig:
     qk_norm_bias: Flag = False
     qk_norm_after_rotation: Flag = False
     value_norm: Flag = False
+    value_head: ValueHeadConfig | None = None
     attention_k_eq_v: Flag = False
     clip_qkv: Scalar | None = None
     parallel_block: Annotated[str | None, Choices(None, "shared_norm", "two_norms", error=Unsupported)] = None
@@ -382,6 +384,8 @@ class ModelConfig:
         full, given = self.full_attention, self.per_layer_input
         if full is not None:
             full.check(self.num_attention_heads, self.partial_rotary_factor)
+        if self.value_head is not None and (self.attention_k_eq_v or self.value_head.head_dim > self.head_dim):
+            raise Unsupported("value_head", value=self.value_head, wanted=f"it has head_dim ({self.head_dim}) at most")
         if self.attn_output_gate and self.attn_head_gate:
             raise InvalidInput("attn_head_gate", "is True and attn_output_gate too", "give one of them")
         if given is not None and given.num_layers < self.num_hidden_layers:

@@ -12,6 +12,7 @@ from jattn.llm.models.parts import (
     MoEConfig,
     PerLayerInputConfig,
     TemperatureConfig,
+    ValueHeadConfig,
 )
 from torch_core.base.limits import limits_of
 
@@ -22,6 +23,7 @@ PARTS = MappingProxyType(
         "temperature": TemperatureConfig,
         "latent": LatentConfig,
         "full_attention": FullAttentionConfig,
+        "value_head": ValueHeadConfig,
         "per_layer_input": PerLayerInputConfig,
         "short_conv": ShortConvConfig,
         "delta_net": DeltaNetConfig,

@@ -27,8 +27,9 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
     if module == QKV:
         query, key = config.query_size, config.key_value_size
         gate = (query,) if config.attn_output_gate else ()
-        # Keys and values may be another layer's, or values the keys.
-        num_keys = 0 if total == query + sum(gate) else 2 - config.attention_k_eq_v
+        # Keys and values may be another layer's, or values the keys, or projected apart.
+        without_values = config.attention_k_eq_v or config.value_head is not None
+        num_keys = 0 if total == query + sum(gate) else 2 - without_values
         return (query, *(key,) * num_keys, *gate)
     if (delta := config.delta_net) is not None and module in (_DELTA_QKVZ, _DELTA_BA):
         keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim

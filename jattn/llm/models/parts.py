@@ -170,6 +170,7 @@ class FullAttentionConfig:
         num_attention_heads: query heads; None for as many as elsewhere.
         attention_k_eq_v: as in `ModelConfig`.
         partial_rotary_factor: share of a head's elements that are rotated; None for the same as elsewhere.
+        attention_sinks: every head has a sink; None for the same as elsewhere.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -180,6 +181,7 @@ class FullAttentionConfig:
     num_attention_heads: Annotated[int | None, Limits(1, 1024)] = None
     attention_k_eq_v: Flag = False
     partial_rotary_factor: Annotated[float | None, Limits(1e-3, 1.0)] = None
+    attention_sinks: Annotated[bool | None, Limits(wanted="true, false or None")] = None
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="full_attention.")
@@ -193,6 +195,25 @@ class FullAttentionConfig:
         if int(self.head_dim * (self.partial_rotary_factor or partial_rotary_factor)) % 2:
             wanted = "rotary embeddings need an even number"
             raise InvalidInput("full_attention.head_dim", value=self.head_dim, wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueHeadConfig:
+    """Values with other heads than keys, projected apart from them (MiMo-V2). In the cache zeros follow a value.
+
+    Attributes:
+        head_dim: elements of a value head; the head_dim of keys at most.
+        scale: factor of the values.
+
+    Raises:
+        InvalidInput: a value of the wrong type or outside its limits.
+    """
+
+    head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
+    scale: Factor = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="value_head.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ _LINEAR: dict[str, tuple[str | None, str | None]] = {
     "qkv_proj": ("embed", "heads"),
     "q_proj": ("embed", "heads"),
     "gate_proj": ("embed", "heads"),
+    "v_proj": ("embed", "heads"),
     "q_b_proj": (None, "heads"),
     "kv_b_proj": (None, "heads"),
     "o_proj": ("heads", "embed"),
@@ -188,6 +189,7 @@ class TensorParallel:
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
         own = {"full_attention": config.full_attention, "per_layer_input": config.per_layer_input}
+        own["value_head"] = config.value_head
         own["moe.with_mlp"] = config.moe if config.moe is not None and config.moe.with_mlp else None
         for name in (name for name, part in own.items() if part is not None):
             raise Unsupported(name, "is given", "such layers are not cut over devices")

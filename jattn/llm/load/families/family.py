@@ -142,6 +142,7 @@ class Family:
         brings_code: folders of the hub contain code that computes the same; it is not run.
         unread: a regular expression of tensors that files may have and that are not used; "{layers}" is the number of
             layers, and so the index after the last layer.
+        respelled: the values of another spelling of config.json in this one, before they are looked at.
         computed: tensors that files may leave out, by module: a function of the model's config and a layer's index.
         gguf: its spelling in GGUF files; None if they are not read.
     """
@@ -177,6 +178,7 @@ class Family:
     rotates_neighbours: bool = False
     brings_code: bool = False
     unread: str = ""
+    respelled: Callable[[Raw], Raw] | None = None
     computed: Mapping[str, Callable[[ModelConfig, int], np.ndarray]] = field(default_factory=dict)
     gguf: Gguf | None = None
 

@@ -38,6 +38,7 @@ from jattn.llm.load.families.lfm2_moe import LFM2_MOE
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.mellum import FLINT, MELLUM
+from jattn.llm.load.families.mimo import MIMO_V2_FLASH
 from jattn.llm.load.families.minicpm3 import MINICPM3
 from jattn.llm.load.families.minimax import MINIMAX
 from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
@@ -71,7 +72,16 @@ _ORDER = (
     *(MINICPM3, MISTRAL4, GLM4_MOE_LITE, GLM_MOE_DSA, GEMMA4),
     *(CWM, SOLAR_OPEN, AFMOE),
     *(MINISTRAL, HY_V3, DOTS1, EXAONE_MOE, YOUTU, COHERE2_MOE, MELLUM, FLINT, FLEX_OLMO, HYPERCLOVAX, JAIS2),
-    *(LAGUNA, GEMMA4_UNIFIED, VAULT_GEMMA, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA),
+    *(
+        LAGUNA,
+        MIMO_V2_FLASH,
+        GEMMA4_UNIFIED,
+        VAULT_GEMMA,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
+        GRANITE_SWA,
+        GRANITE_MOE_SWA,
+    ),
     *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
