@@ -436,9 +436,11 @@ def free_memory(config: EngineConfig, mesh: Mesh | None) -> int | None:
     is_foreign = any(device.process_index != jax.process_index() for device in devices)
     if config.num_blocks is not None or config.kv_cache_bytes is not None or is_foreign:
         return None
-    # Arrays that only a reference cycle holds are unused.
-    gc.collect()
     try:
+        # A CPU reports nothing, and needs no collection.
+        free_bytes(devices[0])
+        # Arrays that only a reference cycle holds are unused.
+        gc.collect()
         return max(1, min(map(free_bytes, devices)))
     except Unsupported:
         return None
