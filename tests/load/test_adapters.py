@@ -125,6 +125,34 @@ def test_joined_layers_have_the_matrices_of_each_in_their_kernels_order(architec
         np.testing.assert_allclose(added, wanted if plan.order is None else wanted[plan.order], atol=1e-6)
 
 
+def linear_layers(model):
+    """The shapes of linear layers and routers of a model of transformers by name, [out, in]."""
+    for name, each in model.named_modules():
+        if isinstance(each, torch.nn.Linear):
+            yield name, each.weight.shape
+        elif type(each).__name__ == "Conv1D":
+            yield name, each.weight.shape[::-1]
+    for name, each in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith((".gate.weight", ".router.weight")) and not isinstance(module, torch.nn.Linear):
+            yield name.removesuffix(".weight"), each.shape
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", list(CASES))
+def test_an_adapter_of_each_linear_layer_of_transformers_is_read(architecture, tmp_path, seed):
+    transformers = pytest.importorskip("transformers")
+    folder = write_checkpoint(tmp_path / "base", architecture, len(CASES[architecture][1]) - 1, seed)
+    model = getattr(transformers, architecture, transformers.AutoModelForCausalLM).from_pretrained(folder)
+    tensors = {}
+    for name, (out_size, in_size) in linear_layers(model):
+        if "per_layer_model" not in name:
+            tensors[f"base_model.model.{name}.lora_A.weight"] = np.ones((4, in_size), np.float32)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = np.ones((out_size, 4), np.float32)
+    config = load_model(folder, with_tokenizer=False, dtype="float32")[0].config
+    assert load_adapter(peft_folder(tmp_path / "lora", tensors), config).rank == 4
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "architecture",
@@ -146,12 +174,12 @@ def test_an_adapter_that_peft_writes_has_pefts_logits(architecture, tmp_path, se
     variant = len(CASES[architecture][1]) - 1
     folder = write_checkpoint(tmp_path / "base", architecture, variant, seed)
     base = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
-    linear = {name.rpartition(".")[2] for name, each in base.named_modules() if isinstance(each, torch.nn.Linear)}
+    modules = dict(base.named_modules())
+    names = [name for name, _ in linear_layers(base) if "per_layer_model" not in name]
+    linear = {name.rpartition(".")[2] for name in names if isinstance(modules[name], torch.nn.Linear)}
     # Routers are modules of transformers' own.
-    ends = ("gate.weight", "router.weight")
-    routers = {name for name, each in base.named_parameters() if name.endswith(ends) and each.ndim == 2}
-    routers = {".".join(name.split(".")[3:]) for name in routers if name.rsplit(".", 2)[1] not in linear}
-    config = {"target_modules": sorted(linear - {"per_layer_model_projection"}), "target_parameters": sorted(routers)}
+    routers = {".".join(name.split(".")[3:]) for name in names if not isinstance(modules[name], torch.nn.Linear)}
+    config = {"target_modules": sorted(linear), "target_parameters": [f"{name}.weight" for name in sorted(routers)]}
     model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=3, **config))
     torch.manual_seed(seed)
     for name, each in model.named_parameters():

@@ -48,7 +48,7 @@ ALL = ("qkv_proj", "o_proj", "moe.gate_up_proj", "moe.down_proj", "shared_expert
             ("moe.gate_up_proj", "moe.down_proj"),
             marks=pytest.mark.nightly,
         ),
-        pytest.param({"num_hidden_layers": 2, **GATED}, None, marks=pytest.mark.nightly),
+        pytest.param(GATED, None, marks=pytest.mark.nightly),
         pytest.param(LATENT, None, marks=pytest.mark.nightly),
         pytest.param(STATES, None, marks=pytest.mark.nightly),
     ],

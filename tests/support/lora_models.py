@@ -34,6 +34,7 @@ __all__ = [
 _ROUTED = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8, shared_intermediate_size=16)
 #: Changes of a tiny config: attention with a gate, beside the delta rule; latent attention; all layers with a state.
 GATED: dict[str, Any] = {
+    "num_hidden_layers": 2,
     "layer_types": ("linear_attention", "attention"),
     "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=4),
     "attn_output_gate": True,

@@ -45,6 +45,8 @@ GPT_NEOX = Family(
         "self_attn.qkv_proj": "attention.query_key_value",
         "self_attn.o_proj": "attention.dense",
     },
+    # transformers' module.
+    also_spelled={"embed_out.": "lm_head."},
     order={"self_attn.qkv_proj": "by_group"},
 )
 

@@ -20,6 +20,8 @@ GRANITE_MOE = replace(
     },
     defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     names=EXPERT_NAMES,
+    # transformers' module.
+    also_spelled={"router.layer.": "router."},
     experts_out_in=True,
     gguf=None,
 )

@@ -48,5 +48,7 @@ HY_V3 = Family(
     names={"moe.router": "mlp.router.gate", "moe.e_score_correction_bias": "mlp.expert_bias"}
     | expert_names("moe", "mlp.experts.{expert}")
     | expert_names("moe.shared_expert", "mlp.shared_mlp"),
+    # transformers' modules.
+    also_spelled={".router.gate.": ".gate.", ".shared_mlp.": ".shared_experts."},
     unread=NEXT,
 )

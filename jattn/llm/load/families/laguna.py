@@ -56,5 +56,7 @@ LAGUNA = Family(
     | expert_names("moe", "mlp.experts.{expert}")
     | expert_names("moe.shared_expert", "mlp.shared_expert"),
     names_of=gate_name,
+    # transformers' module.
+    also_spelled={".shared_expert.": ".shared_experts."},
     brings_code=True,
 )

@@ -73,5 +73,7 @@ MINIMAX_M2 = Family(
         "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
     },
+    # transformers' module.
+    also_spelled={".block_sparse_moe.": ".mlp."},
     brings_code=True,
 )

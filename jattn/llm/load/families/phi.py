@@ -60,5 +60,7 @@ PHIMOE = Family(
         "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
     },
+    # transformers' module.
+    also_spelled={"block_sparse_moe.gate.": "mlp.router."},
     brings_code=True,
 )
