@@ -80,7 +80,7 @@ def test_latents_that_are_attended_in_the_absorbed_form_have_the_plain_forms_ada
     def both(layer):
         layer = attached(layer, batch.of_layer(0)).self_attn
         absorbed, _ = layer.forward_paged(x.reshape(8, -1), None, jnp.full((2, 4, 20), jnp.nan), metadata)
-        return absorbed.reshape(x.shape), layer.forward_dense(x, None)
+        return absorbed.whole().reshape(x.shape), layer.forward_dense(x, None).whole()
 
     absorbed, plain = both(model.layers[0])
     np.testing.assert_allclose(absorbed, plain, atol=1e-5)

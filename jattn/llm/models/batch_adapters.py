@@ -22,6 +22,8 @@ from torch_core.base.errors import Unsupported
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
 
+# The last modules of attention and of a dense feed-forward part.
+_BRANCH_ENDS = ("self_attn.o_proj", "mlp.down_proj")
 # Up to this number of rows XLA (jaxlib 0.11) makes one kernel of a product and the array that is added to it. For more
 # it chooses a product alone by its time, and the sum of 2,048 rows takes longer than adding in place.
 _FUSED_ROWS = 256
@@ -38,6 +40,33 @@ class LoraWeights(NamedTuple):
 
     lora_a: jax.Array
     lora_b: jax.Array
+
+
+class AdaptedBranch(NamedTuple):
+    """The results of a branch's last layer and of its adapters, before their sum.
+
+    Attributes:
+        product: results of the linear layer, [..., hidden].
+        x: its inputs, [..., in].
+        weights, adapter_rows: the adapters.
+    """
+
+    product: jax.Array
+    x: jax.Array
+    weights: LoraWeights
+    adapter_rows: AdapterRows
+
+    def added(self, stream: jax.Array) -> jax.Array:
+        """Returns the residual stream and the branch together.
+
+        The adapters' products are added in the stream's memory, so that XLA's product can add itself to it, as it does
+        without adapters. Of three arrays it would sum two before every norm.
+        """
+        return _added(self.x, stream, self.weights, self.adapter_rows) + self.product
+
+    def whole(self) -> jax.Array:
+        """Returns the branch."""
+        return _added(self.x, self.product, self.weights, self.adapter_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +152,8 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
         else:
             out_size = weights.lora_b.shape[1]
             sizes = joined_sizes(path, out_size, layer.config), num_groups(path, layer.config)
-            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, *sizes)
+            ends = path in _BRANCH_ENDS and layer.adds_branches_alone
+            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, *sizes, ends_branch=ends)
             setattr(parent, name, nnx.static(adapted))
             if name == "gate_up_proj" and parent.is_swiglu:
                 parent.gated_product = nnx.static(adapted.gated)
@@ -143,12 +173,21 @@ class _Adapted:
         weights, rows: the adapters.
         slices: outputs of each layer that it joins.
         num_groups: groups of heads whose outputs lie together, those of all layers.
+        ends_branch: the results are an `AdaptedBranch`.
     """
 
     def __init__(
-        self, linear: Any, weights: LoraWeights, rows: AdapterRows, slices: tuple[int, ...], num_groups: int = 1
+        self,
+        linear: Any,
+        weights: LoraWeights,
+        rows: AdapterRows,
+        slices: tuple[int, ...],
+        num_groups: int,
+        *,
+        ends_branch: bool,
     ) -> None:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
+        self._ends_branch = ends_branch
         self._order = None if num_groups == 1 else by_group(slices, num_groups)
 
     @property
@@ -156,9 +195,11 @@ class _Adapted:
         """The module's own, for the absorbed form of latent attention."""
         return self._linear.kernel
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         # XLA would compute the inputs twice: for the base's product, and for the kernels.
         x = jax.lax.optimization_barrier(x)
+        if self._ends_branch:
+            return AdaptedBranch(self._linear(x), x, self._weights, self._rows)
         rows = x.reshape(-1, x.shape[-1])
         if self._order is None and (not self._adds_products or len(rows) > _FUSED_ROWS):
             return _added(x, self._linear(x), self._weights, self._rows, self._slices)

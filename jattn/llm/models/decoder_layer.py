@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.models.attention import Angles, Attention, CrossAttention, KeysValues
+from jattn.llm.models.batch_adapters import AdaptedBranch
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.fp8_rows import QuantizingNorm, UnscaledProduct
@@ -148,6 +149,15 @@ class DecoderLayer(nnx.Module):
         )
 
     @property
+    def adds_branches_alone(self) -> bool:
+        """Nothing is done to the results of attention and of a dense feed-forward part before the stream has them."""
+        config = self.config
+        is_split = self.parallel is not None or self.has_both_parts or self.recurrent is not None
+        factors = (config.residual_multiplier, config.stream_multiplier, *config.attention_multipliers)
+        is_scaled = any(factor != 1 for factor in (*factors, config.mlp_multipliers[1]))
+        return not (is_split or is_scaled or self.norm_placement in _AFTER or self.cross_attn is not None)
+
+    @property
     def has_end(self) -> bool:
         """Whether the residual stream changes after the feed-forward part."""
         return self.per_layer_input is not None or self.layer_scalar is not None
@@ -269,6 +279,11 @@ class DecoderLayer(nnx.Module):
             if is_plain and isinstance(following, QuantizingNorm):
                 return following.of_added(branch, x)
             branch = branch.scaled()
+        if isinstance(branch, AdaptedBranch):
+            if is_plain:
+                x = branch.added(x)
+                return x, through(following, x)
+            branch = branch.whole()
         if self.parallel is not None and is_plain:
             found = self.parallel.summed_and_normed(branch, x, following, axis, peers)
             if found is not None:
