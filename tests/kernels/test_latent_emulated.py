@@ -39,12 +39,20 @@ def test_blocks_of_eight_fill_the_ring_several_times(tokens: int, seed: int) -> 
     _check(seed, "hopper_latent_kernel", seq_lens=[tokens], query_lens=[2], num_heads=9, block_size=8)
 
 
-@pytest.mark.parametrize("scale", [0.15, 0.6])
+@pytest.mark.parametrize("scale", [pytest.param(0.15, marks=pytest.mark.nightly), 0.6])
 def test_maxima_that_grow_by_a_few_bits_and_by_many_rescale_what_was_summed(scale: float, seed: int) -> None:
     """Of some rows and not of others, from the second tile on; weights are beyond 1 where nothing is rescaled."""
     _check(
         seed, "hopper_latent_kernel", seq_lens=[448], query_lens=[1], num_heads=20, block_size=64,
         spec=AttentionSpec(scale=scale),
+    )  # fmt: skip
+
+
+def test_rows_of_blocks_of_one_token_are_gathered(seed: int) -> None:
+    """The ring comes round, to a last tile of one row; a sequence without a key, and padding."""
+    _check(
+        seed, "hopper_latent_kernel", seq_lens=[257, 3, 0], query_lens=[1, 0, 1], num_heads=9, padding_tokens=2,
+        block_size=1,
     )  # fmt: skip
 
 

@@ -39,6 +39,12 @@ def _kernel(**changes: Any) -> str:
         ({"num_heads": 128, "rank": 256}, False),
         ({"num_heads": 128, "block_size": 16}, True),
         ({"num_heads": 128, "block_size": 4}, False),
+        ({"num_heads": 3, "block_size": 1}, True),
+        ({"num_heads": 128, "block_size": 1, "query_len": 2}, False),
+        ({"block_size": 1, "cache_dtype": "float8_e4m3fn"}, False),
+        ({"block_size": 1, "latent_cache": ArraySpec((9, 1, 576), "bfloat16", (580, 580, 1))}, False),
+        ({"block_size": 1, "latent_cache": ArraySpec((9, 1, 576), "bfloat16", aligned=False)}, False),
+        ({"block_size": 1, "arch": 100}, False),
         ({"num_heads": 128, "arch": 80}, False),
         ({"num_heads": 128, "arch": 100}, False),
         ({"num_heads": 128, "sinks": ArraySpec((128,), "float32")}, True),
@@ -72,6 +78,11 @@ def test_the_hopper_kernel_serves_what_it_can_and_is_worth_it(changes, hopper):
 )
 def test_few_rows_of_8_bits_have_a_kernel_of_their_own(changes, few):
     assert (_kernel(**changes) == "few_latent_kernel") is few
+
+
+def test_gathered_rows_are_no_boxes():
+    launch = _plan(num_heads=128, block_size=1).launches[0]
+    assert [name for name, x in launch.arguments if isinstance(x, Descriptor)] == ["query", "query_rope"]
 
 
 def test_a_latent_is_seen_twice_and_copied_once():

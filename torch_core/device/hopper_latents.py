@@ -107,6 +107,35 @@ def find_work(
 
 
 @gluon.jit
+def find_row(
+    query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, num_tokens, ROW_TILES: gl.constexpr,
+    SHAPE: gl.constexpr, TILE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """The Work of this program where no sequence has two query tokens: `max_chunks` programs for each sequence.
+
+    Nothing is counted. To count takes longer than to attend where each token of a long prompt is a sequence.
+    """
+    item = gl.program_id(0) // ROW_TILES
+    number = item // max_chunks
+    index = item % max_chunks
+    seq = gl.minimum(number, num_seqs - 1)
+    query_start = gl.load(query_start_loc + seq)
+    query_len = gl.load(query_start_loc + seq + 1) - query_start
+    seq_len = gl.load(seq_lens + seq)
+    _, chunks = chunk_span(seq_len, query_len, table_tokens, Bounds(None, None, None), SHAPE.CHUNK, 1)
+    # A sequence without a query token leaves a token of padding: its first program, and those behind the last
+    # sequence, clear one each.
+    spare = gl.where(index == 0, seq - query_start, num_tokens)
+    spare = gl.where(number < num_seqs, spare, item - num_seqs * max_chunks + num_seqs - query_start - query_len)
+    start = index * SHAPE.CHUNK
+    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + SHAPE.CHUNK)
+    return Work(
+        (number < num_seqs) & (index < chunks), spare, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS,
+        query_start, query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
+    )  # fmt: skip
+
+
+@gluon.jit
 def zero_padding(work, output, query_start_loc, num_tokens, num_seqs, SHAPE: gl.constexpr):
     """Programs without a chunk: writes rows of padding, zeros and a log-sum-exp of -inf."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -172,3 +201,34 @@ def boxes_of(work, table, step, SHAPE: gl.constexpr):
     inside = (key < work.end) & (lanes < BLOCK_N // BOX)
     block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
     return gl.where(inside, block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE, -BOX)
+
+
+# Elements of a thread that one test of `rescale_rows` covers.
+_RESCALED = gl.constexpr(32)
+
+
+def _rescale_assembly(count: int) -> str:
+    # Operands: `count` values in and out, the same again (tied), `count` factors; in the order of the matrix units: two
+    # columns of one row, the same columns of the row 8 below, and so on.
+    factor = 2 * count
+    products = "".join(f"mul.f32 ${i}, ${i}, ${factor + i // 2 % 2 * 2}; " for i in range(count))
+    return (
+        "{ .reg .pred moved; "
+        f"setp.neu.f32 moved, ${factor}, 0f3F800000; setp.neu.or.f32 moved, ${factor + 2}, 0f3F800000, moved; "
+        f"vote.sync.any.pred moved, moved, 0xffffffff; @!moved bra.uni same; {products}same: }}"
+    )
+
+
+_RESCALE = gl.constexpr(_rescale_assembly(_RESCALED.value))
+_RESCALE_CONSTRAINTS = gl.constexpr(
+    ",".join(["=f"] * _RESCALED.value + [str(i) for i in range(_RESCALED.value)] + ["f"] * _RESCALED.value)
+)
+
+
+@gluon.jit
+def rescale_rows(acc, factors):
+    """acc times the factors of its rows, which a warp skips where all of its own are 1."""
+    factors, _ = gl.broadcast(gl.expand_dims(factors, 1), acc)
+    return gl.inline_asm_elementwise(
+        _RESCALE, _RESCALE_CONSTRAINTS, [acc, factors], dtype=gl.float32, is_pure=True, pack=_RESCALED
+    )

@@ -19,7 +19,8 @@ from torch_core.launch.plan import ABSENT, DeviceLimits, OperationPlan
 # they save.
 _MAX_SPLIT_QUERY = 8
 # Up to this number of rows, and below this number of tokens of a padded batch, the portable kernel's smallest tile is
-# faster than the Hopper kernel's only one, or not known to be slower: 8 x 8192 took 35.6 and 32.1 us on an H200.
+# faster than the Hopper kernel's only one, or not known to be slower: 8 x 8192 took 35.6 and 32.1 us on an H200. It is
+# slower over blocks of one token, at any size: 1 x 2048 took 13.2 and 12.5 us on an H100.
 _FEW_ROWS = 16
 _MANY_TOKENS = 1 << 16
 
@@ -73,7 +74,7 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
 def _kernel(call: LatentCall[ArraySpec], limits: DeviceLimits, rows: int) -> LatentKernel:
     """Returns the kernel for a call whose sequences have up to `rows` rows (query token, head)."""
     is_few = rows <= _FEW_ROWS
-    is_small = is_few and call.num_seqs * call.table_tokens < _MANY_TOKENS
+    is_small = is_few and call.block_size > 1 and call.num_seqs * call.table_tokens < _MANY_TOKENS
     return (
         (None if is_small else hopper_latent(call, limits))
         or (few_latent(call, limits) if is_few else None)

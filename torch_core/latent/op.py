@@ -84,6 +84,7 @@ register(
 _NUM_BLOCKS = 4096
 _FP8 = "float8_e4m3fn"
 _SCALE = ArraySpec((1,), "float32")
+_CHOSEN = ArraySpec((64, 2048), "int32")
 _PACKED_LATENTS = ArraySpec((_NUM_BLOCKS, 64, 656), "uint8")
 
 
@@ -112,6 +113,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "latent decode fp8": _latent_decode(16, _FP8),
         "latent decode packed": replace(_latent_decode(16), latent_cache=_PACKED_LATENTS),
         "latent decode 128 heads": _latent_decode(128),
+        "chosen latents": replace(
+            _latent_decode(128), latent_cache=ArraySpec((64 * _NUM_BLOCKS, 1, 576), "bfloat16"), block_tables=_CHOSEN
+        ),
         "latent decode float32": _latent_decode(16, "float32", dtype="float32"),
         "indexer": IndexerCall(
             query=ArraySpec((64, 64, 128), "bfloat16"),
@@ -125,7 +129,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
             max_query_len=1,
         ),
         "chosen slots": ChoiceCall(
-            topk_indices=ArraySpec((64, 2048), "int32"),
+            topk_indices=_CHOSEN,
             block_tables=ArraySpec((64, 64), "int32"),
             query_start_loc=ArraySpec((65,), "int32"),
             block_size=64,

@@ -28,6 +28,10 @@ class Language:
             "as_boxes": _as_boxes,
             "async_load": self._async_load,
             "thread_barrier": self._thread_barrier,
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=machine.gather,
+                mbarrier_arrive=lambda memory, increment_count: machine.arrive_after_gathers(memory),
+            ),
             "fence_async_shared": lambda: None,
             "warpgroup_mma": machine.multiply,
             "warpgroup_mma_init": lambda sums: sums,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.emulated.values import Shared, Tensor, plain
+from tests.support.emulated.values import Pointer, Shared, Tensor, plain
 
 __all__ = ["Deadlock", "Machine", "Product"]
 
@@ -95,6 +95,9 @@ class Machine:
         finally:
             for warp in warps:
                 warp.stop()
+        for warp in warps:
+            if warp.gathers:
+                raise AssertionError(f"{warp.name} told no barrier of {len(warp.gathers)} of its copies")
         if self._copies:
             raise AssertionError(f"the program ended before {len(self._copies)} of its copies")
         for number, (threads, _) in self._hardware.items():
@@ -130,6 +133,22 @@ class Machine:
         def finish() -> None:
             memory.array[...] = source.reshape(memory.shape)
             self.barrier(barrier).receive(memory.array.nbytes)
+
+        self._copies.append(finish)
+
+    def gather(self, memory: Shared, pointer: Pointer, mask: Any) -> None:
+        """Copies what is pointed to at some later time, zeros where masked."""
+        self._local.warps.gathers.append((memory, pointer, mask))
+
+    def arrive_after_gathers(self, memory: Shared) -> None:
+        """Lets each thread arrive at a barrier when all that its warps gather has come."""
+        warps = self._local.warps
+        gathers, warps.gathers = warps.gathers, []
+
+        def finish() -> None:
+            for part, pointer, mask in gathers:
+                part.store(pointer.load(mask))
+            self.barrier(memory).arrive(32 * warps.count, 0)
 
         self._copies.append(finish)
 
@@ -195,6 +214,7 @@ class _Warps:
 
     def __init__(self, machine: Machine, name: str, count: int, function: Callable[[], Any]) -> None:
         self.name, self.count, self.products = name, count, []  # type: ignore[var-annotated]
+        self.gathers: list[tuple[Shared, Pointer, Any]] = []
         self.condition: Callable[[], bool] = lambda: True
         self.reason, self.done = "", False
         self._error: BaseException | None = None

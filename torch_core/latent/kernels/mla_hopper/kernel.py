@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, Results, Sizes, find_work, zero_padding
+from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, Results, Sizes, find_row, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
 from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, Room, Source
@@ -56,6 +56,8 @@ def hopper_latent_kernel(
     into registers, which leaves their places to half a tile more, and products read less shared memory, whose
     bandwidth limits them.
 
+    With a BOX of 0 blocks have one token, and threads gather their rows: the copy engine of Hopper cannot.
+
     Grid and results are those of mla.kernel. The copy engine sees the query as rows (token, head) and the cache as rows
     of BLOCK_ROWS from block to block.
     """
@@ -63,7 +65,12 @@ def hopper_latent_kernel(
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, ROWS)
+    if MAX_QUERY == 1:
+        work = find_row(
+            query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, num_tokens, ROW_TILES, SHAPE, ROWS
+        )
+    else:
+        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, ROWS)
     output = Output(sinks, out, lse, out_factor)
     if work.live:
         if work.first_row < work.query_len * NUM_HEADS:
@@ -71,23 +78,25 @@ def hopper_latent_kernel(
             k_rope = gl.allocate_shared_memory(dtype, [ROPES, BLOCK_N, ROPE], layout)
             p_tile = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], layout)
             factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-            grown = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
             query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
             query_read = gl.allocate_shared_memory(gl.int64, [1], barrier)
-            raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+            raw = None
+            if BOX > 0:
+                raw = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+                for i in gl.static_range(2):
+                    mbarrier.init(raw.index(i), count=1)
             q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], layout)
             latents = Ring(k_tiles, make_barriers(SLOTS), None)
             weights = make_ring(p_tile, 1)
             for i in gl.static_range(SLOTS):
-                open_slot(latents, i)
+                # Rows are gathered by the threads of a warpgroup, each of which arrives.
+                mbarrier.init(latents.full.index(i), count=128 if BOX == 0 else 1)
             open_slot(weights, 0, 2)
             mbarrier.init(query_full, count=1)
             mbarrier.init(query_read, count=1)
-            for i in gl.static_range(2):
-                mbarrier.init(raw.index(i), count=1)
             # Until they have been read, where latents will lie.
             rows = (k_tiles.index(SLOTS - 1), q_second, k_rope.index(ROPES - 1))
-            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors, grown)
+            room = Room(latents, k_rope, rows, query_full, query_read, raw, weights, factors)
             results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
             table = block_tables + work.seq.to(gl.int64) * table_stride
             source = Source(query, query_rope, latent_cache, latent_rope, table)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_core.device.gluon_names import async_load, thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, HALF
+from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, boxes_of
 from torch_core.device.hopper_work import zero_outside
 
 #: Rows (query token, head) of a program.
@@ -20,6 +21,8 @@ ROPES = gl.constexpr(3)
 # Bytes of half a tile of 64 latents or query rows, and of 64 rotary keys.
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
 _ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+# Eight threads copy 128 bytes of a gathered row side by side.
+_GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Room(NamedTuple):
@@ -37,7 +40,6 @@ class Room(NamedTuple):
     raw: Any  # For each half a barrier for latents that are zeroed in part before their slot counts as full.
     weights: Any  # A ring of one slot: weights of a step.
     factors: Any  # Factors of the accumulated rows, which apply before the weights of the same slot are added.
-    grown: Any  # Not 0 where any of these factors is not 1.
 
 
 class Source(NamedTuple):
@@ -68,21 +70,49 @@ def slot_of(number):
 
 
 @gluon.jit
+def places_of(work, source, step, SHAPE: gl.constexpr):
+    """What `load_half` wants to know about a tile: the rows of its boxes, or each row, -1 where there is none."""
+    if SHAPE.BOX == 0:
+        key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _GATHERED))
+        found = gl.load(source.table + key, mask=key < work.end, other=-1)
+    else:
+        found = boxes_of(work, source.table, step, SHAPE)
+    return found
+
+
+@gluon.jit
 def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.constexpr):
     """Loads the half PART of a tile."""
     slot, _ = slot_of(2 * step + PART)
     full = room.latents.full.index(slot)
-    live = work.end - work.start - step * BLOCK_N
-    if (live < BLOCK_N) & (live % SHAPE.BOX != 0):
-        raw = room.raw.index(PART)
-        _copy(PART, slot, step, boxes, raw, source, room, SHAPE)
-        mbarrier.wait(raw, 0)
-        zero_outside(room.latents.tiles.index(slot), 0, live, BLOCK_N, HALF)
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(full, count=1)
+    if SHAPE.BOX == 0:
+        _gather(PART, slot, step, boxes, full, source, room, SHAPE)
     else:
-        _copy(PART, slot, step, boxes, full, source, room, SHAPE)
+        live = work.end - work.start - step * BLOCK_N
+        if (live < BLOCK_N) & (live % SHAPE.BOX != 0):
+            raw = room.raw.index(PART)
+            _copy(PART, slot, step, boxes, raw, source, room, SHAPE)
+            mbarrier.wait(raw, 0)
+            zero_outside(room.latents.tiles.index(slot), 0, live, BLOCK_N, HALF)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(full, count=1)
+        else:
+            _copy(PART, slot, step, boxes, full, source, room, SHAPE)
+
+
+@gluon.jit
+def _gather(PART: gl.constexpr, slot, step, rows, barrier, source, room, SHAPE: gl.constexpr):
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, _GATHERED))
+    starts = source.latent_cache + rows.to(gl.int64) * SHAPE.BLOCK_ROWS
+    inside = (rows >= 0)[:, None]
+    pointers = starts[:, None] + (PART * HALF + columns)[None, :]
+    async_copy.async_copy_global_to_shared(room.latents.tiles.index(slot), pointers, mask=inside)
+    if PART == 1:
+        columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _GATHERED))
+        pointers = starts[:, None] + (2 * HALF + columns)[None, :]
+        async_copy.async_copy_global_to_shared(room.rope.index(step % ROPES), pointers, mask=inside)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit

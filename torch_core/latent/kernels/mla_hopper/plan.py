@@ -9,7 +9,7 @@ from torch_core.latent.call import LatentCall
 from torch_core.latent.kernels.mla_hopper.kernel import hopper_latent_kernel
 from torch_core.latent.kernels.mla_hopper.loads import ROWS
 from torch_core.latent.operands import LatentKernel, is_hopper_latent
-from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.plan import ABSENT, Argument, DeviceLimits
 
 # Registers of a thread: of the second warpgroup that sums and of the one that makes weights. The first one gets the
 # registers that these leave.
@@ -20,29 +20,52 @@ def hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKe
     """Returns hopper_latent_kernel for a call; None where it does not serve it.
 
     It takes the calls of `is_hopper_latent` whose latents have the query's dtype, with scales that are numbers, and
-    strides, blocks and alignments that the copy engine can follow.
+    strides, blocks and alignments that the copy engine can follow. Of blocks of one token it gathers the rows, for
+    sequences of one query token.
     """
-    query, latents = _rows(call), array_matrix(call, "key", BLOCK_N.value)
+    query = _rows(call)
     if (
         query is None
-        or latents is None
         or not is_hopper_latent(call, limits)
         or call.latent_cache.dtype != call.query.dtype
         or call.num_tokens * call.num_heads >= 2**31
     ):
         return None
-    dtype, box = call.query.dtype, copy_box(call, BLOCK_N.value)
+    latents = _gathered(call) if call.block_size == 1 else _copied(call)
+    if latents is None:
+        return None
+    dtype = call.query.dtype
+    constexprs, arguments = latents
     return LatentKernel(
         kernel=hopper_latent_kernel,
         rows=ROWS.value,
-        constexprs={**_REGISTERS, "BOX": box, "BLOCK_ROWS": latents.block_rows},
+        constexprs={**_REGISTERS, **constexprs},
         arguments={
             "query": copy_descriptor("query", query, (ROWS.value, HALF.value), dtype),
             "query_rope": copy_descriptor("query", query, (ROWS.value, ROPE.value), dtype),
-            "latent_cache": copy_descriptor("latent_cache", latents, (box, HALF.value), dtype),
-            "latent_rope": copy_descriptor("latent_cache", latents, (box, ROPE.value), dtype),
+            **arguments,
         },
     )
+
+
+def _copied(call: LatentCall[ArraySpec]) -> tuple[dict[str, int], dict[str, Argument]] | None:
+    """Returns constexprs and arguments of latents that the copy engine can follow; None where it cannot."""
+    latents = array_matrix(call, "key", BLOCK_N.value)
+    if latents is None:
+        return None
+    dtype, box = call.latent_cache.dtype, copy_box(call, BLOCK_N.value)
+    return {"BOX": box, "BLOCK_ROWS": latents.block_rows}, {
+        "latent_cache": copy_descriptor("latent_cache", latents, (box, HALF.value), dtype),
+        "latent_rope": copy_descriptor("latent_cache", latents, (box, ROPE.value), dtype),
+    }
+
+
+def _gathered(call: LatentCall[ArraySpec]) -> tuple[dict[str, int], dict[str, Argument]] | None:
+    """Returns constexprs and arguments of latents that threads gather in pieces of 16 bytes; None where they cannot."""
+    row_stride, _, inner = call.latent_cache.element_strides
+    if call.max_query_len > 1 or inner != 1 or row_stride % 8 or not call.latent_cache.aligned:
+        return None
+    return {"BOX": 0, "BLOCK_ROWS": row_stride}, {"latent_rope": ABSENT}
 
 
 def _rows(call: LatentCall[ArraySpec]) -> Matrix | None:

@@ -12,14 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, HALF, boxes_of, slots_of, store_sums, visible_latents
+from torch_core.device.hopper_latents import BLOCK_N, HALF, rescale_rows, slots_of, store_sums, visible_latents
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
-from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, load_half, load_query, slot_of
+from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, load_half, load_query, places_of, slot_of
 
 # A maximum that grows by no more bits than this stays the reference of weights: they are up to 2^8 then.
 _SLACK = gl.constexpr(8.0)
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -33,17 +32,21 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
     last, full_end = visible_latents(tokens, work, window_right, SHAPE)
     factor = scale * LOG2E
     row_max = gl.full([ROWS], float("-inf"), gl.float32, IN_ROWS)
-    row_sum = gl.zeros([ROWS], gl.float32, IN_ROWS)
+    row_sum = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, _SCORES))
     mbarrier.wait(room.query_full, 0)
     query = (room.query[0].load(OPERAND), room.query[1], room.query[2].load(OPERAND))
     thread_barrier()
     mbarrier.arrive(room.query_read, count=1)
     position = work.start
+    if work.tiles > 0:
+        mbarrier.wait(room.latents.full.index(0), 0)
+        fence_async_shared()
     for step in range(work.tiles):
-        s = _scores(step, query, room)
-        row_max, row_sum = _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room)
+        s = _scores(step, query, room, SHAPE)
+        row_max, row_sum = _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, work, room)
         position += BLOCK_N
 
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), IN_ROWS)
     last_factor = store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE)
     mbarrier.wait(room.weights.empty.index(0), (work.tiles & 1) ^ 1)
     room.factors.store(last_factor)
@@ -51,39 +54,49 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _scores(step, query, room):
-    """The products of the query and the tile number `step`, half by half as they come."""
-    slot, phase = slot_of(2 * step)
+def _scores(step, query, room, SHAPE: gl.constexpr):
+    """The products of the query and the tile number `step`, whose first half has come."""
+    slot, _ = slot_of(2 * step)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, _SCORES)
-    mbarrier.wait(room.latents.full.index(slot), phase)
     s = warpgroup_mma(query[0], room.latents.tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
     slot, phase = slot_of(2 * step + 1)
     mbarrier.wait(room.latents.full.index(slot), phase)
+    if SHAPE.BOX == 0:
+        fence_async_shared()
     s = warpgroup_mma(query[1], room.latents.tiles.index(slot).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(query[2], room.rope.index(step % ROPES).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
 @gluon.jit
-def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, room):
+def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, work, room):
     """A step of the softmax: leaves weights and factors for the other warpgroups. Returns the new maxima and sums."""
     if position + BLOCK_N > full_end:
         s = mask_scores(s, last, last - position, False)
     tile_max = gl.max(s, 1) * factor
-    grown = tile_max > row_max + _SLACK
-    any_grown = gl.max(grown.to(gl.int32), 0)
-    new_max = gl.where(grown, tile_max, row_max)
+    new_max = gl.where(tile_max > row_max + _SLACK, tile_max, row_max)
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(s * factor - shift[:, None])
     keep = gl.exp2(row_max - shift)
-    row_sum = row_sum * keep + gl.sum(weights, 1)
+    parts = gl.convert_layout(keep, gl.SliceLayout(1, row_sum.type.layout))
+    row_sum = row_sum * parts[:, None] + _thread_sums(weights)
     mbarrier.wait(room.weights.empty.index(0), (step & 1) ^ 1)
     room.weights.tiles.store(weights.to(room.weights.tiles.dtype))
     room.factors.store(keep)
-    room.grown.store(gl.full([1], 1, gl.int32, _ONE) * any_grown)
+    if step + 1 < work.tiles:
+        # The fence is for the next tile's first half too: latents that threads copied. The other warpgroups read a tile
+        # after this one has told them of its weights.
+        slot, phase = slot_of(2 * step + 2)
+        mbarrier.wait(room.latents.full.index(slot), phase)
     fence_async_shared()
     mbarrier.arrive(room.weights.full.index(0), count=1)
     return new_max, row_sum
+
+
+@gluon.jit
+def _thread_sums(s):
+    """The sums of rows over the columns of each thread, `[64, 8]`."""
+    return gl.sum(s.reshape([ROWS, BLOCK_N // 8, 8]), 1)
 
 
 @gluon.jit
@@ -98,19 +111,18 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         load_query(work, source, room, SHAPE)
     for step in gl.static_range(2):
         if step < work.tiles:
-            load_half(OWN, step, boxes_of(work, source.table, step, SHAPE), work, source, room, SHAPE)
+            load_half(OWN, step, places_of(work, source, step, SHAPE), work, source, room, SHAPE)
     if OWN == 0:
         mbarrier.wait(room.query_read, 0)
         if work.tiles > 2:
-            load_half(0, 2, boxes_of(work, source.table, 2, SHAPE), work, source, room, SHAPE)
+            load_half(0, 2, places_of(work, source, 2, SHAPE), work, source, room, SHAPE)
     acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     for step in range(work.tiles):
-        boxes = boxes_of(work, source.table, step + LEAD, SHAPE)
+        boxes = places_of(work, source, step + LEAD, SHAPE)
         slot, phase = slot_of(2 * step + OWN)
         mbarrier.wait(room.latents.full.index(slot), phase)
         mbarrier.wait(room.weights.full.index(0), step & 1)
-        if gl.max(room.grown.load(_ONE), 0) != 0:
-            acc = acc * room.factors.load(IN_ROWS)[:, None]
+        acc = rescale_rows(acc, room.factors.load(IN_ROWS))
         acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         # Every warp is done with the slot before it is filled again.
@@ -120,15 +132,33 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
             load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
     mbarrier.wait(room.weights.full.index(0), work.tiles & 1)
     acc = acc * room.factors.load(IN_ROWS)[:, None]
-    rows = work.first_row + gl.arange(0, ROWS, layout=IN_ROWS)
-    columns = OWN * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
-    tokens = rows // SHAPE.NUM_HEADS
-    heads = rows % SHAPE.NUM_HEADS
-    live = (tokens < work.query_len)[:, None]
     if work.chunks == 1:
-        offsets = (work.query_start + tokens).to(gl.int64) * SHAPE.OUT_STRIDES[0] + heads * SHAPE.OUT_STRIDES[1]
-        finished = acc.to(results.output.out.dtype.element_ty)
-        gl.store(results.output.out + offsets[:, None] + columns[None, :], finished, mask=live)
+        _store(OWN, acc.to(results.output.out.dtype.element_ty), work, room, results, SHAPE)
     elif results.rows is not None:
+        tokens, heads, columns = _places(OWN, work, LAYOUT, SHAPE)
         offsets = slots_of(work, tokens, heads, results, SHAPE) * (2 * HALF)
-        gl.store(results.rows + offsets[:, None] + columns[None, :], acc, mask=live)
+        pointers = results.rows + offsets[:, None] + columns[None, :]
+        gl.store(pointers, acc, mask=(tokens < work.query_len)[:, None])
+
+
+@gluon.jit
+def _store(OWN: gl.constexpr, finished, work, room, results, SHAPE: gl.constexpr):
+    """Stores the half OWN of finished rows, in whole pieces of rows."""
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    # By way of the last slot of this half, which no warpgroup reads any more.
+    slot, _ = slot_of(gl.maximum(2 * work.tiles - 2, 0) + OWN)
+    tile = room.latents.tiles.index(slot)
+    tile.store(finished)
+    thread_barrier()
+    tokens, heads, columns = _places(OWN, work, STORED, SHAPE)
+    offsets = (work.query_start + tokens).to(gl.int64) * SHAPE.OUT_STRIDES[0] + heads * SHAPE.OUT_STRIDES[1]
+    pointers = results.output.out + offsets[:, None] + columns[None, :]
+    gl.store(pointers, tile.load(STORED), mask=(tokens < work.query_len)[:, None])
+
+
+@gluon.jit
+def _places(OWN: gl.constexpr, work, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
+    """Query tokens and heads of the rows, and elements of the half OWN."""
+    rows = work.first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = OWN * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    return rows // SHAPE.NUM_HEADS, rows % SHAPE.NUM_HEADS, columns
