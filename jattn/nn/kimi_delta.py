@@ -27,7 +27,7 @@ class KimiDeltaAttention(nnx.Module):
         num_heads: number of heads.
         in_features: width of the input and of the output.
         head_dim: elements of a head of queries, keys and values, and width of the compressed gates.
-        conv_size: tokens that the convolution sees, 2 to 4.
+        conv_size: tokens that the convolution sees, 2 to 8.
         epsilon: term that the norm of the results adds to the mean square.
         dtype, param_dtype, kernel_init, dot_general: as in flax's modules; `A_log` and `dt_bias` are float32.
         implementation: as in `jattn.ops.gated_delta_rule`.

@@ -29,7 +29,7 @@ class Mamba2(nnx.Module):
         head_dim: rows of a head's state.
         state_size: columns of a head's state.
         num_groups: groups of heads that share B and C; it divides num_heads. The norm is over each group, too.
-        conv_size: tokens that the convolution sees, 2 to 4.
+        conv_size: tokens that the convolution sees, 2 to 8.
         use_bias, conv_bias, out_bias: add biases to the first projection, the convolution and the last projection.
         norm: "gated" normalises the results times the gate, "before_gate" the results; None only multiplies them.
         dt_limit: the least and the largest step size.

@@ -30,7 +30,7 @@ class GatedDeltaNet(nnx.Module):
         in_features: width of the input.
         num_kv_heads: number of query and key heads; it divides num_heads.
         key_dim, value_dim: elements of a key and of a value head.
-        conv_size: tokens that the convolution sees, 2 to 4.
+        conv_size: tokens that the convolution sees, 2 to 8.
         out_features: width of the output; in_features by default.
         allow_neg_eigval: step sizes are from 0 to 2 instead of 0 to 1 (Grazzi et al. 2024, arXiv:2411.12537).
         epsilon: term that the norm of the results adds to the mean square.
@@ -168,7 +168,7 @@ class ShortConv(nnx.Module):
 
     Args:
         in_features: width of the input and of the output.
-        conv_size: tokens that the convolution sees, 2 to 4.
+        conv_size: tokens that the convolution sees, 2 to 8.
         num_channels: channels of the convolution; in_features by default.
         use_bias: add biases to projections and convolution.
         dtype, param_dtype, kernel_init, dot_general: as in flax's modules.

@@ -106,7 +106,7 @@ def latent_shapes() -> list[LatentCase]:
 def state_calls() -> list[Call[torch.Tensor]]:
     """Returns calls of layers with a state: decoded tokens, prompts in chunks and token by token, tails."""
     lens = (70, 1, 0, 130, 2)
-    convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4)]
+    convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4, 7)]
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
     deltas.append(delta_backward_call(deltas[0]))

@@ -22,6 +22,7 @@ def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
     [
         {"width": 2, "activation": None},
         {"width": 3, "bias": False, "state_dtype": "bfloat16"},
+        {"width": 7, "lens": (7, 6, 5, 0, 1)},
         {"states": False},
         {"lens": (1,), "padding": 0},
         KEPT,

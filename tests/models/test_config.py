@@ -169,7 +169,7 @@ def test_wrong_experts_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        (ShortConvConfig, {"conv_size": 5}, "short_conv.conv_size is 5; it must be from 2 to 4."),
+        (ShortConvConfig, {"conv_size": 9}, "short_conv.conv_size is 9; it must be from 2 to 8."),
         (DeltaNetConfig, {"num_heads": 3}, "delta_net.num_heads is 3; it must be a multiple of num_kv_heads (2)."),
     ],
     ids=str,

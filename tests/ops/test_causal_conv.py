@@ -121,7 +121,7 @@ def _autograd(call: Any, d_out: jax.Array, d_states: jax.Array, name: str) -> to
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.ones(20, 5)}, "weight has width 5; it must be from 2 to 4"),
+        ({"weight": torch.ones(20, 9)}, "weight has width 9; it must be from 2 to 8"),
         ({"weight": torch.ones(20, 3)}, "conv_states holds 3 tokens in a slot; a width of 3 needs 2"),
         ({"weight": torch.ones(20, 4).double()}, "weight is float64; it must be float32, bfloat16 or float16"),
         ({"bias": torch.ones(19)}, "bias has shape .19.; it must be .num_channels. with num_channels = 20, that of x"),

@@ -50,6 +50,16 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             _MIMO | {"layer_types": ["sliding_attention", "full_attention"], "routed_scaling_factor": 2.5},
         ],
     ),
+    "Lfm3ForCausalLM": (
+        "Lfm3Config",
+        [
+            SMALL_WINDOW
+            | {"head_dim": 8, "use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}
+            | {"layer_types": ["full_attention", "conv"], "conv_L_cache": 3},
+            # Of five layers one is of each kind.
+            SMALL_WINDOW | {"head_dim": 16, "num_hidden_layers": 5, "tie_word_embeddings": False, "conv_bias": True},
+        ],
+    ),
     "MinistralForCausalLM": (
         "MinistralConfig",
         [SMALL_WINDOW | {"head_dim": 8}, SMALL_WINDOW | {"layer_types": ALTERNATING, "head_dim": 16}],

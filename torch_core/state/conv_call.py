@@ -14,7 +14,7 @@ from torch_core.state.call import StateCall
 
 #: The activations of the convolution, with the names of Hugging Face's `hidden_act`; None is the identity.
 ACTIVATIONS = (None, "silu")
-_WIDTHS = (2, 4)
+_WIDTHS = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class CausalConvCall(StateCall[A]):
 
     Attributes:
         x: new tokens of all sequences, one sequence after the other; rows after the last sequence are padding.
-        weight: the weights of each channel, the last one for the token itself; the width is from 2 to 4.
+        weight: the weights of each channel, the last one for the token itself; the width is from 2 to 8.
         bias: bias of each channel; None for none.
         conv_states: a state in each slot; those of sequences with tokens are replaced, in place. None if every
             sequence starts from zeros and no state is kept.

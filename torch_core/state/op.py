@@ -52,7 +52,7 @@ register(
         serves=(
             compute_dtype("x"),
             strides(contiguous=(*_SLOTS, "bias"), free=("weight",)),
-            Served("short convolutions (causal_conv1d): widths 2 to 4, states, silu, prompts and decoded tokens", ALL),
+            Served("short convolutions (causal_conv1d): widths 2 to 8, states, silu, prompts and decoded tokens", ALL),
         ),
     ),
     Op(

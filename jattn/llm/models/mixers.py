@@ -31,7 +31,7 @@ STATE_CONFIGS: Mapping[str, str] = MappingProxyType(
     {"conv": "short_conv", "linear_attn": "delta_net", "kda": "kimi_delta", "lightning": "lightning", "mamba": "mamba"}
 )
 LayerType: TypeAlias = Annotated[str, Choices(*MIXERS, error=Unsupported)]
-_Width: TypeAlias = Annotated[int, Limits(2, 4)]
+_Width: TypeAlias = Annotated[int, Limits(2, 8)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from jattn.llm.load.families.kimi import KIMI_LINEAR
 from jattn.llm.load.families.laguna import LAGUNA
 from jattn.llm.load.families.lfm2 import LFM2
 from jattn.llm.load.families.lfm2_moe import LFM2_MOE
+from jattn.llm.load.families.lfm3 import LFM3
 from jattn.llm.load.families.llama import GRANITE, LLAMA, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from jattn.llm.load.families.llama4 import LLAMA4
 from jattn.llm.load.families.mellum import FLINT, MELLUM
@@ -82,7 +83,7 @@ _ORDER = (
         GRANITE_SWA,
         GRANITE_MOE_SWA,
     ),
-    *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+    *(LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
     *(EMBEDDING_GEMMA, MODERNBERT, MODERNBERT_CLASSIFIER),

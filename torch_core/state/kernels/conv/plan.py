@@ -19,7 +19,8 @@ def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> O
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}
     num_tokens, num_channels = call.x.shape
-    rows = _FEW_ROWS if num_tokens <= _FEW_TOKENS * call.num_seqs else _MANY_ROWS
+    few = max(_FEW_ROWS, power_of_two(call.width - 1))
+    rows = few if num_tokens <= _FEW_TOKENS * call.num_seqs else _MANY_ROWS
     columns = min(_COLUMNS, power_of_two(num_channels))
     optional = ("bias", "cache_indices", "has_initial_state", "num_kept_tokens", "conv_states")
     arguments: dict[str, Argument] = {

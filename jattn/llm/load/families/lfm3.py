@@ -1,0 +1,58 @@
+"""LFM3: LFM2's layers with gated attention, windows in some, and a norm on both sides of each branch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jattn.llm.load.families.family import BOTH_BIASES, Key, Raw
+from jattn.llm.load.families.lfm2 import LFM2
+
+
+def _layer_types(raw: Raw) -> list[str]:
+    kinds = {2: "full_attention", 0: "sliding_attention"}
+    return [kinds.get(layer % 4, "conv") if layer else "conv" for layer in range(raw["num_hidden_layers"])]
+
+
+def _slides(layer: int, raw: Raw) -> bool:
+    return _layer_types(raw)[layer] == "sliding_attention"
+
+
+LFM3 = replace(
+    LFM2,
+    architecture="Lfm3ForCausalLM",
+    model_type="lfm3",
+    keys={
+        "norm_eps": "rms_norm_eps",
+        "conv_L_cache": "short_conv.conv_size",
+        "conv_bias": "short_conv.use_bias",
+        "attention_bias": BOTH_BIASES,
+        "use_attention_gate": "attn_head_gate",
+        "use_sandwich_norm": Key("norm_placement", lambda both: "both" if both else "before", lambda at: at == "both"),
+    },
+    defaults={
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 7,
+        "conv_bias": False,
+        "head_dim": 128,
+        "sliding_window": 256,
+        "use_attention_gate": True,
+        "use_sandwich_norm": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 1e4},
+        },
+    },
+    derive=None,
+    derived={},
+    aliases={"rms_norm_eps": "norm_eps"},
+    inert={},
+    default_types=_layer_types,
+    windows=_slides,
+    rope_keys={"rope_local_base_freq": "rope_parameters"},
+    names={
+        **{name: file for name, file in LFM2.names.items() if not name.startswith("self_attn.")},
+        "attention_output_norm": "post_operator_norm",
+        "mlp_output_norm": "post_ffn_norm",
+    },
+)
