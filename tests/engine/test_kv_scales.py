@@ -47,11 +47,16 @@ def engine(model) -> Engine:
     return Engine(model, EngineConfig(**SIZES, kv_cache_dtype="fp8"))
 
 
+@nnx.jit
+def step(model, *given):
+    return model(*given)
+
+
 def keys_and_values(model: Decoder, tokens: list[int]) -> np.ndarray:
     """[2, tokens, heads, size], what the first layer writes, by a plain cache."""
     metadata = AttentionMetadata.build([SequenceRow([1], 0, len(tokens))], block_size=64, num_blocks=2)
     caches = tuple(jnp.zeros(model.paged_spec.cache_spec(64).shape(2)) for _ in range(model.paged_spec.num_layers))
-    _, caches = model(jnp.asarray(tokens), jnp.arange(len(tokens)), caches, metadata)
+    _, caches = step(model, jnp.asarray(tokens), jnp.arange(len(tokens)), caches, metadata)
     return np.asarray(caches[0][1])[:, : len(tokens)]
 
 
@@ -306,7 +311,7 @@ def test_calibration_finds_the_largest_element_of_a_row_of_latents(seed) -> None
     model, prompt = latent_decoder(), prompts_of(seed, 12)[0]
     metadata = AttentionMetadata.build([SequenceRow([1], 0, 12)], block_size=64, num_blocks=2)
     cache = jnp.zeros(model.paged_spec.cache_spec(64).shape(2))
-    _, (cache,) = model(jnp.asarray(prompt), jnp.arange(12), (cache,), metadata)
+    _, (cache,) = step(model, jnp.asarray(prompt), jnp.arange(12), (cache,), metadata)
 
     ((path, found),) = calibrate_kv_cache(model, [prompt]).ranges.items()
 
