@@ -109,7 +109,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4, 7)]
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
-    deltas.append(delta_backward_call(deltas[0]))
+    deltas += [delta_backward_call(each) for each in deltas]
     # In spans and token by token.
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]

@@ -20,7 +20,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_backward_call, delta_call
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from tests.support.state_cases import KEPT, each_implementation
+from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -185,9 +185,13 @@ def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["g", "gk"])
-@pytest.mark.parametrize("lens", [(300, 1, 0, 700, 5), (1,) * 70], ids=["mixed", "one"])
-def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, gates, seed):
-    call = delta_call(seed, lens, heads=(4, 2), sizes=(128, 128), gates=gates, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("lens", "sizes"),
+    [((300, 1, 0, 700, 5), (128, 128)), ((1,) * 70, (128, 128)), ((5000,), (64, 128))],
+    ids=["mixed", "one", "in segments"],
+)
+def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, seed):
+    call = delta_call(seed, lens, heads=(4, 2), sizes=sizes, gates=gates, dtype="bfloat16")
     given = call.map(torch.Tensor.cuda)
     theirs = torch_ops.run(given)["out"].cpu()
     assert_as_exact_as_torch(call, theirs, given.states.cpu())
@@ -201,12 +205,22 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, gates, seed):
 
 
 @pytest.mark.gpu
-def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(seed):
-    call = delta_backward_call(delta_call(seed, (300, 1, 0, 70), heads=(4, 2), sizes=(128, 128), dtype="bfloat16"))
-    exact = reference.gated_delta_backward(call)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "gates": "gk"},
+        {"dtype": "float16", "sizes": (256, 200)},
+        {"gates": "gk", "sizes": (128, 40)},
+        {"heads": (2, 1)},
+    ],
+    ids=str,
+)
+def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(options, seed):
+    call = delta_backward_call(delta_call(seed, (300, 1, 0, 70), **{"sizes": (128, 128), **options}))
     theirs = torch_ops.run(call.map(torch.Tensor.cuda))
     found = jax.jit(lambda call: ops.run(call, "triton"))(call.with_arrays(arrays_of(call)))
     for name, gradient in theirs.items():
         assert torch.equal(to_torch(np.array(found[name])), gradient.cpu()), name
-        allowed = 3 * torch.finfo(torch.bfloat16).eps * float(exact[name].abs().max())
-        torch.testing.assert_close(gradient.cpu().double(), exact[name], rtol=0, atol=allowed)
+    on_host = {name: gradient.cpu() for name, gradient in theirs.items()}
+    assert_gradients_are_as_exact(reference.gated_delta_backward, call, on_host)

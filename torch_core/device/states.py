@@ -41,6 +41,18 @@ def store_state(
 
 
 @triton.jit
+def chunk_rows(array, origin, step, column, stride):
+    """Returns the places of a chunk's rows: a scalar address and offsets within the chunk take few registers."""
+    return array + origin * stride + step[:, None] * stride + column[None, :]
+
+
+@triton.jit
+def chunk_columns(array, origin, step, row, stride):
+    """Returns the places of a chunk's rows as columns; see `chunk_rows`."""
+    return array + origin * stride + step[None, :] * stride + row[:, None]
+
+
+@triton.jit
 def zero_padding(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T: tl.constexpr):
     """Zeroes the results after the last sequence, by the programs of the first one."""
     if tl.program_id(0) == 0:

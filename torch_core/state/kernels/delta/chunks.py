@@ -45,7 +45,7 @@ def gated_delta_summaries_kernel(
     """Grid: (segments of the batch by a static bound, heads, tiles of BLOCK_V rows of a state and of its factor).
 
     Writes for each segment but the last one of a sequence the state after it if zeros were before it, and below it the
-    matrix that a state before it is multiplied with, in float32.
+    transpose of the matrix that a state before it is multiplied with, in float32.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -78,7 +78,12 @@ def gated_delta_summaries_kernel(
             )
     height: tl.constexpr = VALUE_PADDED + KEY_PADDED
     target = summaries + (tile * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED
-    tl.store(target + line[:, None] * KEY_PADDED + channel[None, :], state)
+    if tl.program_id(2) * BLOCK_V < VALUE_PADDED:
+        tl.store(target + line[:, None] * KEY_PADDED + channel[None, :], state)
+    else:
+        column = line - VALUE_PADDED
+        turned = target + (VALUE_PADDED + channel[None, :]) * KEY_PADDED + column[:, None]
+        tl.store(turned, state, mask=(column < KEY_PADDED)[:, None])
 
 
 @triton.jit
@@ -125,7 +130,8 @@ def gated_delta_starts_kernel(
     inner = VALUE_PADDED + tl.arange(0, KEY_PADDED)
     for index in range(count):
         base = summaries + ((first + index) * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED + channel[None, :]
-        factor = tl.load(base + inner[:, None] * KEY_PADDED)
+        # Turned, as the matrix units read a right operand of 32 bits.
+        factor = tl.trans(tl.load(base + inner[:, None] * KEY_PADDED))
         # Rows of no value are those of zeros.
         own = base + row[:, None] * KEY_PADDED
         state = tl.dot(state, factor, acc=tl.load(own), input_precision=PRECISION)

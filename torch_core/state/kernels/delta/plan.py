@@ -25,8 +25,9 @@ from torch_core.state.kernels.delta.parts import (
     system_launches,
 )
 
-# Elements of a state that one warp holds. More warps of a program would have to wait for each other.
-_STATE_ELEMENTS = 1024
+# Elements of a state that one warp holds, and that it holds if each multiprocessor then has so many warps. A program
+# has one: more would have to wait for each other.
+_STATE_ELEMENTS, _MANY_ELEMENTS, _MANY_WARPS = 1024, 2048, 16
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -36,6 +37,8 @@ _START_ROWS = 16
 _LEAST_SEGMENT = 8
 # Fewer segments cost more than they gain, because all chunks but those of the last one are computed twice.
 _LEAST_SEGMENTS = 4
+# Segments of that many chunks and fewer go faster with half the rows, which leave them longer.
+_SHORT_SEGMENT, _HALF_ROWS = 32, 64
 
 
 class _Tile(NamedTuple):
@@ -68,15 +71,21 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
     tile = _tile(call, limits)
     scratch = scratch_of(call, tile.segment) if in_chunks else {}
     arguments = arguments_of(call, arrays, {**scratch, "out": results["out"]})
-    launches = _in_chunks(call, arguments, tile) if in_chunks else _by_token(call, arguments)
+    launches = _in_chunks(call, arguments, tile) if in_chunks else _by_token(call, arguments, limits)
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         scratch=tuple(scratch.items()), launches=launches,
     )  # fmt: skip
 
 
-def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> tuple[LaunchPlan, ...]:
-    rows = min(power_of_two(call.value.shape[2]), max(1, _STATE_ELEMENTS // power_of_two(call.key.shape[2])))
+def _by_token(
+    call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits
+) -> tuple[LaunchPlan, ...]:
+    values, keys = power_of_two(call.value.shape[2]), power_of_two(call.key.shape[2])
+    warps = call.num_seqs * call.num_heads * values * keys // _MANY_ELEMENTS
+    # Gates of channels take the registers of more rows.
+    is_many = call.gk is None and warps >= _MANY_WARPS * limits.num_sms
+    rows = min(values, max(1, (_MANY_ELEMENTS if is_many else _STATE_ELEMENTS) // keys))
     constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows}
     if call.states is not None:
         constexprs["states_row_stride"] = call.states.element_strides[2]
@@ -114,19 +123,24 @@ def _in_chunks(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], 
 
 
 def _tile(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> _Tile:
-    """Returns the largest parts that give each multiprocessor a program."""
+    """Returns the largest parts that give each multiprocessor a program, or half of them for short segments."""
     value_rows = max(LEAST_TILE, power_of_two(call.value.shape[2]))
     is_small = call.key.shape[2] <= SMALL_KEY
     is_large = limits.shared_memory >= _LARGE_SHARED_MEMORY and is_small
     rows = min(value_rows, 128 if is_large and call.gk is None else 64)
-    programs = call.num_seqs * call.num_heads * ceil_div(value_rows, rows)
-    chunks, segments = ceil_div(call.max_query_len, CHUNK), limits.num_sms // programs
-    stages = 3 if is_large else 1
-    if segments >= _LEAST_SEGMENTS and is_small:
-        segment = max(_LEAST_SEGMENT, power_of_two(ceil_div(chunks, segments)))
-        if segment < chunks:
-            return _Tile(rows, stages, segment)
-    return _Tile(rows if programs >= limits.num_sms else min(rows, 64), stages, None)
+    chunks, stages = ceil_div(call.max_query_len, CHUNK), 3 if is_large else 1
+
+    def programs(rows: int) -> int:
+        return call.num_seqs * call.num_heads * ceil_div(value_rows, rows)
+
+    halved = ((rows // 2, _SHORT_SEGMENT),) if rows // 2 >= _HALF_ROWS else ()
+    for part, longest in (*halved, (rows, chunks)) if is_small else ():
+        segments = limits.num_sms // programs(part)
+        if segments >= _LEAST_SEGMENTS:
+            segment = max(_LEAST_SEGMENT, power_of_two(ceil_div(chunks, segments)))
+            if segment < chunks and segment <= longest:
+                return _Tile(part, stages, segment)
+    return _Tile(rows if programs(rows) >= limits.num_sms else min(rows, 64), stages, None)
 
 
 def _written(call: GatedDeltaCall[ArraySpec]) -> tuple[str, ...]:
