@@ -35,6 +35,9 @@ def results(call: Any) -> Any:
         {"rank": 5, "in_size": 333, "slices": (190,)},
         {"dtype": "float32"},
         {"rank": 256},
+        {"slices": (256, 256, 256, 64, 64, 8)},
+        {"heads": (4, 1), "in_size": 128, "slices": (512,)},
+        {"heads": (1, 4), "in_size": 512, "slices": (128,)},
     ],
     ids=str,
 )
