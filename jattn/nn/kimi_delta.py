@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.options import DType, Implementation, Size
 from jattn.nn.states import ConvWeights, packed_sequences
-from torch_core.base.limits import checked
+from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import StateCacheSpec
 
 
@@ -28,6 +28,8 @@ class KimiDeltaAttention(nnx.Module):
         in_features: width of the input and of the output.
         head_dim: elements of a head of queries, keys and values, and width of the compressed gates.
         conv_size: tokens that the convolution sees, 2 to 8.
+        full_rank_gates: gates come from one product each, not from compressed ones.
+        lower_bound: channels decay by `exp(lower_bound * sigmoid(rate * x))`; None for `exp(-rate * softplus(x))`.
         epsilon: term that the norm of the results adds to the mean square.
         dtype, param_dtype, kernel_init, dot_general: as in flax's modules; `A_log` and `dt_bias` are float32.
         implementation: as in `jattn.ops.gated_delta_rule`.
@@ -50,6 +52,8 @@ class KimiDeltaAttention(nnx.Module):
         *,
         head_dim: Size,
         conv_size: Size = 4,
+        full_rank_gates: bool = False,
+        lower_bound: Annotated[float | None, Limits(-1e3, -1e-3, also=", or None")] = None,
         epsilon: float = 1e-5,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -59,15 +63,16 @@ class KimiDeltaAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.num_heads, self.in_features, self.head_dim = num_heads, in_features, head_dim
-        self.implementation = implementation
+        self.implementation, self.lower_bound = implementation, lower_bound
         size = num_heads * head_dim
+        self.gate_size = size if full_rank_gates else head_dim
 
         def linear(inner: int, outer: int) -> nnx.Linear:
             options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
             return nnx.Linear(inner, outer, use_bias=False, dot_general=dot_general, **options)
 
-        self.in_proj = linear(in_features, 3 * size + 2 * head_dim + num_heads)
-        self.f_b_proj, self.g_b_proj = linear(head_dim, size), linear(head_dim, size)
+        self.in_proj = linear(in_features, 3 * size + 2 * self.gate_size + num_heads)
+        self.f_b_proj, self.g_b_proj = (None if full_rank_gates else linear(head_dim, size) for _ in range(2))
         self.conv1d = ConvWeights(3 * size, conv_size, param_dtype=param_dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(size))
         decays = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
@@ -89,21 +94,20 @@ class KimiDeltaAttention(nnx.Module):
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
         sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
         conv_states, matrices = (None, None) if states is None else states
-        size, dim = self.num_heads * self.head_dim, self.head_dim
-        ends = [3 * size, 3 * size + dim, 3 * size + 2 * dim]
+        size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
+        ends = [3 * size, 3 * size + inner, 3 * size + 2 * inner]
         mixed, forget, gate, beta = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), ends, axis=-1)
         mixed, conv_states = self.conv1d(
             mixed, conv_states, sequences, activation="silu", implementation=self.implementation
         )
         query, key, value = (self._heads(each) for each in jnp.split(mixed, 3, axis=-1))
-        rate, bias = self.A_log[...], self.dt_bias[...]
-        forget = self.f_b_proj(forget).astype(jnp.float32) + bias[None]
+        forget = forget if self.f_b_proj is None else self.f_b_proj(forget)
         out, matrices = ops.gated_delta_rule(
             query,
             key,
             value,
             jax.nn.sigmoid(beta.astype(jnp.float32)),
-            gk=-jnp.exp(rate)[None, :, None] * jax.nn.softplus(self._heads(forget)),
+            gk=self._decays(self._heads(forget.astype(jnp.float32) + self.dt_bias[...][None])),
             states=matrices,
             max_query_len=longest,
             scale=dim**-0.5,
@@ -111,10 +115,17 @@ class KimiDeltaAttention(nnx.Module):
             implementation=self.implementation,
             **sequences,
         )
-        gate = self._heads(self.g_b_proj(gate)).astype(jnp.float32)
+        gate = self._heads(gate if self.g_b_proj is None else self.g_b_proj(gate)).astype(jnp.float32)
         out = (self.norm(out) * jax.nn.sigmoid(gate)).astype(mixed.dtype)
         out = self.out_proj(out.reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
+
+    def _decays(self, x: jax.Array) -> jax.Array:
+        """Returns the logarithms of the factors of the state, [tokens, heads, head_dim]."""
+        rate = jnp.exp(self.A_log[...])[None, :, None]
+        if self.lower_bound is None:
+            return -rate * jax.nn.softplus(x)
+        return self.lower_bound * jax.nn.sigmoid(rate * x)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], self.num_heads, self.head_dim)

@@ -40,6 +40,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rope: `DeepSeekRoPE`, or any function of x[heads, tokens, dim] and positions[tokens]; None for none.
         scale: factor on the scores; by default `(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`, multiplied by the
             `score_factor` of the rope if it has one.
+        head_gate: multiply each head's results by the sigmoid of a gate, which is projected from the input.
         use_bias: add biases to the projections from and to the features (Hugging Face: attention_bias).
         epsilon: term that the RMS norms add to the mean square.
         dtype, param_dtype, kernel_init: as in flax's modules.
@@ -83,6 +84,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rope: Rope = None,
         scale: Scale = None,
         use_bias: bool = False,
+        head_gate: bool = False,
         epsilon: float = 1e-6,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -123,6 +125,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_proj_with_mqa = linear(in_features, kv_lora_rank + qk_rope_head_dim, bias=use_bias)
         self.kv_a_layernorm = norm(kv_lora_rank)
         self.kv_b_proj = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.gate_proj = linear(in_features, num_heads) if head_gate else None
         self.o_proj = linear(num_heads * v_head_dim, out_features or in_features, bias=use_bias)
 
     def __call__(
@@ -230,6 +233,9 @@ class MultiHeadLatentAttention(nnx.Module):
     def _joined(self, heads: jax.Array, inputs: jax.Array) -> jax.Array:
         """Returns [tokens, num_heads, v_head_dim] with the inputs' axes before those of the heads, joined."""
         features = self.num_heads * self.v_head_dim
+        if self.gate_proj is not None:
+            gates = jax.nn.sigmoid(self.gate_proj(inputs).astype(jnp.float32)).astype(heads.dtype)
+            heads = heads * gates.reshape(heads.shape[0], self.num_heads, 1)
         # Two steps: with Explicit axes, JAX joins and splits axes in one reshape only for a given out_sharding.
         return heads.reshape(heads.shape[0], features).reshape(*inputs.shape[:-1], features)
 

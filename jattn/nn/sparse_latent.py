@@ -126,6 +126,7 @@ class LatentOptions(TypedDict, total=False):
     rope: Rope
     scale: Scale
     use_bias: bool
+    head_gate: bool
     epsilon: float
     dtype: DType | None
     param_dtype: DType
@@ -149,9 +150,9 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     Args:
         num_heads, in_features: as in `MultiHeadLatentAttention`.
         indexer: the module that chooses the tokens.
-        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, out_features, rope, scale, use_bias, epsilon,
-            dtype, param_dtype, kernel_init, k_scale, kv_chunk_size, deterministic_gradients, implementation, rngs: as
-            in `MultiHeadLatentAttention`.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, out_features, rope, scale, use_bias, head_gate,
+            epsilon, dtype, param_dtype, kernel_init, k_scale, kv_chunk_size, deterministic_gradients, implementation,
+            rngs: as in `MultiHeadLatentAttention`.
         q_lora_rank: width of the compressed query; required.
 
     Raises:

@@ -20,6 +20,8 @@ from tests.support.devices import mesh, on_four_devices
 from tests.support.family_models import CASES, write_checkpoint
 
 pytestmark = pytest.mark.nightly
+#: Those whose layers have other sizes of attention are not cut over devices.
+CUT = [name for name in CASES if not name.startswith(("Gemma4", "Laguna", "MiMo"))]
 
 
 def model_of(architecture: str) -> Decoder:
@@ -46,7 +48,7 @@ def test_a_family_has_the_same_logits_with_its_parameters_on_a_training_mesh(arc
     assert np.abs(found - expected).max() <= 64 * 2.0**-23 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("architecture", list(CASES))
+@pytest.mark.parametrize("architecture", CUT)
 @on_four_devices
 def test_a_family_says_the_same_on_two_devices(architecture: str) -> None:
     model, sizes = model_of(architecture), {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 32}

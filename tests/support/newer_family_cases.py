@@ -9,6 +9,9 @@ from tests.support.family_cases import ALTERNATING, EXPERTS, GEMMA4, GLM_EXPERTS
 _LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 _MIMO = SMALL_WINDOW | {"head_dim": 12, "v_head_dim": 6, "mlp_layer_types": ["sparse", "dense"]}
 _MIMO |= {name: value for name, value in GLM_EXPERTS.items() if name != "first_k_dense_replace"}
+_LING = {name: value for name, value in MINI_LATENT.items() if name != "q_lora_rank"}
+_LING |= {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2}
+_LING |= {"head_dim": 8, "first_k_dense_replace": 1}
 NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Gemma4UnifiedForCausalLM": (
         "Gemma4UnifiedTextConfig",
@@ -58,6 +61,13 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             | {"layer_types": ["full_attention", "conv"], "conv_L_cache": 3},
             # Of five layers one is of each kind.
             SMALL_WINDOW | {"head_dim": 16, "num_hidden_layers": 5, "tie_word_embeddings": False, "conv_bias": True},
+        ],
+    ),
+    "BailingHybridForCausalLM": (
+        "BailingHybridConfig",
+        [
+            _LING | {"layer_types": ["full_attention", "linear_attention"], "kda_safe_gate": False},
+            _LING | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse", "dense"]},
         ],
     ),
     "MinistralForCausalLM": (

@@ -36,7 +36,8 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
         return (keys, keys, values, values) if module == _DELTA_QKVZ else (delta.num_heads, delta.num_heads)
     if (kimi := config.kimi_delta) is not None and module == _KIMI_IN:
         size = kimi.num_heads * kimi.head_dim
-        return size, size, size, kimi.head_dim, kimi.head_dim, kimi.num_heads
+        gate = size if kimi.full_rank_gates else kimi.head_dim
+        return size, size, size, gate, gate, kimi.num_heads
     return (total,)
 
 

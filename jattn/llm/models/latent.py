@@ -54,6 +54,7 @@ class _Layer:
             **{name: getattr(latent, name) for name in sizes},
             "rope": _rope(config, latent.rope_interleave) if config.position_embedding == "rope" else None,
             "use_bias": config.attention_bias,
+            "head_gate": latent.head_gate,
             # The norms of latents always have epsilon 1e-6, as in transformers, not rms_norm_eps.
             "param_dtype": jnp.dtype(config.dtype),
             "kernel_init": INITIALIZER,

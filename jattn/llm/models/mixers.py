@@ -159,6 +159,7 @@ class KimiDeltaConfig:
         num_heads: number of heads.
         head_dim: number of elements of a head of queries, keys and values, and width of the compressed gates.
         conv_size: number of tokens that the convolution before the rule sees.
+        full_rank_gates, lower_bound: as in `jattn.nn.KimiDeltaAttention`.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits.
@@ -167,6 +168,8 @@ class KimiDeltaConfig:
     num_heads: Annotated[int, Limits(1, 1024)]
     head_dim: Annotated[int, Limits(1, MAX_HEAD_DIM)]
     conv_size: _Width = 4
+    full_rank_gates: Flag = False
+    lower_bound: Annotated[float | None, Limits(-1e3, -1e-3, also=", or None")] = None
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="kimi_delta.")

@@ -130,6 +130,7 @@ class LatentConfig:
         index_topk: most tokens that a query attends to.
         rope_interleave: pairs of the rotary embedding are neighbours; False for (element i, element i + half).
         index_rope_interleave: likewise in the indexer.
+        head_gate: each head's results are multiplied by the sigmoid of a gate, which has a projection of its own.
 
     Raises:
         InvalidInput: a value of the wrong type or outside its limits; a part of an indexer, or one without q_lora_rank.
@@ -145,6 +146,7 @@ class LatentConfig:
     index_topk: Annotated[int | None, Limits(1, 1 << 24, also="")] = None
     rope_interleave: Flag = True
     index_rope_interleave: Flag = False
+    head_gate: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -61,7 +61,8 @@ class KimiDelta(_Layer, KimiDeltaAttention):
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         sizes = _sizes(config, "kda")
-        options |= {"head_dim": sizes.head_dim, "conv_size": sizes.conv_size, "epsilon": config.rms_norm_eps}
+        options |= {name: getattr(sizes, name) for name in ("head_dim", "conv_size", "full_rank_gates", "lower_bound")}
+        options["epsilon"] = config.rms_norm_eps
         super().__init__(sizes.num_heads, config.hidden_size, **options)
 
 

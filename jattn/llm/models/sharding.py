@@ -327,7 +327,8 @@ class _Cutter:
             parts = [(keys, count, each), (keys, count, each), (values, count, each)]
         elif (kimi := config.kimi_delta) is not None and mixer == "kda" and is_input:
             size = kimi.num_heads * kimi.head_dim
-            parts = [(size, count, each)] * 3 + [(2 * kimi.head_dim, 1, everywhere), (kimi.num_heads, count, each)]
+            gates = [(size, count, each)] * 2 if kimi.full_rank_gates else [(2 * kimi.head_dim, 1, everywhere)]
+            parts = [(size, count, each)] * 3 + gates + [(kimi.num_heads, count, each)]
         elif (mamba := config.mamba) is not None and mixer == "mamba":
             inner, groups = mamba.num_heads * mamba.head_dim, mamba.num_groups
             # Of fewer groups than devices each has a copy on neighbours, whose heads are its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.afmoe import AFMOE
+from jattn.llm.load.families.bailing import BAILING_HYBRID
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
 from jattn.llm.load.families.bert import BERT, BERT_CLASSIFIER
@@ -83,7 +84,7 @@ _ORDER = (
         GRANITE_SWA,
         GRANITE_MOE_SWA,
     ),
-    *(LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+    *(LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID),
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
     *(EMBEDDING_GEMMA, MODERNBERT, MODERNBERT_CLASSIFIER),
