@@ -31,7 +31,7 @@ class Adapters(nnx.Module):
         alpha: the products are scaled by alpha / rank; None for the rank.
         use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
         target_modules: names of modules of `adapter_targets`, such as "qkv_proj", "moe.down_proj" or "lm_head"; None
-            for all but the embedding and the head.
+            for all of the layers but routers, gates of shared experts and indexers.
         dtype: dtype of the parameters; None for the decoder's. The products are computed in the decoder's.
         rngs: source of the initial values.
 

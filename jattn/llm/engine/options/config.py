@@ -102,8 +102,8 @@ class EngineConfig:
             max_lora_rank. Requests of further adapters wait for a slot.
         max_lora_rank: largest rank of an adapter, up to 256.
         lora_target_modules: names of the modules that adapters may change, such as "o_proj" or "moe.down_proj"; None
-            for all of `jattn.llm.models.adapter_targets`. Each has memory in every slot, which for experts is much, and
-            is multiplied in every step with an adapter.
+            for all of `jattn.llm.models.adapter_targets` but routers, gates of shared experts and indexers. Each has
+            memory in every slot, which for experts is much, and is multiplied in every step with an adapter.
         enable_return_sampling_mask: steps record the tokens that filters keep; see `CompletionOutput.sampling_mask`.
         non_finite_weights: what `update_weights` does with NaN and infinite numbers: "refuse" raises, and the weights
             stay; "report" logs a warning; "accept" does not read the numbers.
