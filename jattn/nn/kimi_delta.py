@@ -12,7 +12,7 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.options import DType, Implementation, Size
-from jattn.nn.states import ConvWeights, packed_sequences
+from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import StateCacheSpec
 
@@ -66,11 +66,7 @@ class KimiDeltaAttention(nnx.Module):
         self.implementation, self.lower_bound = implementation, lower_bound
         size = num_heads * head_dim
         self.gate_size = size if full_rank_gates else head_dim
-
-        def linear(inner: int, outer: int) -> nnx.Linear:
-            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
-            return nnx.Linear(inner, outer, use_bias=False, dot_general=dot_general, **options)
-
+        linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         self.in_proj = linear(in_features, 3 * size + 2 * self.gate_size + num_heads)
         self.f_b_proj, self.g_b_proj = (None if full_rank_gates else linear(head_dim, size) for _ in range(2))
         self.conv1d = ConvWeights(3 * size, conv_size, param_dtype=param_dtype, rngs=rngs)

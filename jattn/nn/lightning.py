@@ -12,7 +12,7 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.options import DType, Implementation, Size
-from jattn.nn.states import packed_sequences
+from jattn.nn.states import linears, packed_sequences
 from torch_core.base.limits import checked
 from torch_core.base.specs import StateCacheSpec
 
@@ -60,11 +60,7 @@ class LightningAttention(nnx.Module):
         self.num_heads, self.in_features, self.head_dim = num_heads, in_features, head_dim
         self.implementation = implementation
         inner = num_heads * head_dim
-
-        def linear(inputs: int, outputs: int) -> nnx.Linear:
-            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
-            return nnx.Linear(inputs, outputs, use_bias=False, dot_general=dot_general, **options)
-
+        linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         self.qkv_proj = linear(in_features, 3 * inner)
         self.output_gate = linear(in_features, inner)
         self.out_proj = linear(inner, in_features)

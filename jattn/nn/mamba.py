@@ -12,7 +12,7 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.options import DType, Implementation, Size
-from jattn.nn.states import ConvWeights, packed_sequences
+from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.checks import check_bounds
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
@@ -80,13 +80,9 @@ class Mamba2(nnx.Module):
         self.head_dim, self.state_size, self.epsilon = head_dim, state_size, epsilon
         self.dt_limit, self.multipliers, self.norm_kind = dt_limit, multipliers, norm
         self.implementation = implementation
-
-        def linear(inner: int, outer: int, use_bias: bool) -> nnx.Linear:
-            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
-            return nnx.Linear(inner, outer, use_bias=use_bias, dot_general=dot_general, **options)
-
+        linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         inner, mixed = self._sizes
-        self.in_proj = linear(in_features, inner + mixed + num_heads, use_bias)
+        self.in_proj = linear(in_features, inner + mixed + num_heads, use_bias=use_bias)
         self.conv1d = ConvWeights(mixed, conv_size, use_bias=conv_bias, param_dtype=param_dtype, rngs=rngs)
         steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
         # The inverse of softplus.
@@ -94,7 +90,7 @@ class Mamba2(nnx.Module):
         self.A_log = nnx.Param(jnp.log(jnp.arange(1.0, num_heads + 1)))
         self.D = nnx.Param(jnp.ones(num_heads))
         self.norm = None if norm is None else _GroupNorm(inner, param_dtype)
-        self.out_proj = linear(inner, in_features, out_bias)
+        self.out_proj = linear(inner, in_features, use_bias=out_bias)
 
     @property
     def _sizes(self) -> tuple[int, int]:

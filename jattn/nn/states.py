@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,11 +77,7 @@ class GatedDeltaNet(nnx.Module):
         self.allow_neg_eigval = allow_neg_eigval
         self.dtype, self.implementation = dtype, implementation
         keys, values = num_kv_heads * key_dim, num_heads * value_dim
-
-        def linear(inner: int, outer: int) -> nnx.Linear:
-            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
-            return nnx.Linear(inner, outer, use_bias=False, dot_general=dot_general, **options)
-
+        linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
         self.in_proj_ba = linear(in_features, 2 * num_heads)
         self.conv1d = ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
@@ -200,18 +197,11 @@ class ShortConv(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.in_features, self.implementation = in_features, implementation
-        options: dict[str, Any] = {
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "kernel_init": kernel_init,
-            "dot_general": dot_general,
-            "rngs": rngs,
-        }
+        linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         channels = num_channels or in_features
-        self.in_proj = nnx.Linear(in_features, 3 * channels, **options)
+        self.in_proj = linear(in_features, 3 * channels, use_bias=use_bias)
         self.conv = ConvWeights(channels, conv_size, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
-        self.out_proj = nnx.Linear(channels, in_features, **options)
+        self.out_proj = linear(channels, in_features, use_bias=use_bias)
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states."""
@@ -283,3 +273,9 @@ def packed_sequences(
         return metadata.states, metadata.max_query_len
     length = max(inputs.shape[-2], 1)
     return {"query_start_loc": jnp.arange(0, inputs.size // features + 1, length, dtype=jnp.int32)}, length
+
+
+def linears(dtype: Any, param_dtype: Any, kernel_init: Any, dot_general: Any, rngs: nnx.Rngs) -> Callable[..., Any]:
+    """Returns what makes the linear layers of a layer from their sizes; they have no biases by default."""
+    options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+    return functools.partial(nnx.Linear, use_bias=False, dot_general=dot_general, **options)
