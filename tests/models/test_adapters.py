@@ -125,13 +125,13 @@ def test_kernels_in_8_bits_have_adapters_in_16_bits_beside_them(seed):
     config = tiny_config(num_hidden_layers=1)
     model, adapters = tiny_model(config, seed), tiny_adapters(config, seed, target_modules=("o_proj", "down_proj"))
     quantize_fp8(model)
-    found = model.forward_dense(TOKENS, adapters=adapters.batch(jnp.ones(3, jnp.int32), 6))
+    found = logits_of(model, TOKENS, adapters.batch(jnp.ones(3, jnp.int32), 6))
     for target, ((first, second),) in matrices(adapters, 1).items():
         module, name = target.module.split(".")
         parent = getattr(model.layers[0], module)
         assert isinstance(getattr(parent, name), Fp8Linear)
         setattr(parent, name, Plus(getattr(parent, name), (second @ first).T))
-    np.testing.assert_allclose(found, model.forward_dense(TOKENS), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, logits_of(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def parts_of_bits(bits: str, shape: tuple[int, ...], seed: int) -> tuple[jax.Array, jax.Array]:
