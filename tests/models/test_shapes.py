@@ -10,17 +10,22 @@ from jattn.llm.load.folder import read_config
 from jattn.llm.models import MoEConfig
 from jattn.llm.models.encoder_decoder import build_model
 from jattn.llm.models.shapes import parameter_shapes
+from tests.load.test_families import ALIKE
 from tests.support import encoder_decoders, family_models
 from tests.support.tiny_models import tiny_config
 
 LAST = [
-    (support, architecture, len(variants) - 1)
+    pytest.param(
+        *(support, architecture, len(variants) - 1),
+        id=architecture,
+        marks=pytest.mark.nightly if architecture.startswith(ALIKE) else [],
+    )
     for support in (family_models, encoder_decoders)
     for architecture, (_, variants) in support.CASES.items()
 ]
 
 
-@pytest.mark.parametrize(("support", "architecture", "variant"), LAST, ids=[name for _, name, _ in LAST])
+@pytest.mark.parametrize(("support", "architecture", "variant"), LAST)
 def test_the_shapes_of_every_family_are_those_of_the_whole_model(support, architecture, variant, tmp_path, seed):
     pytest.importorskip("transformers")
     support.write_checkpoint(tmp_path, architecture, variant, seed)
