@@ -146,7 +146,7 @@ def parts_of_bits(bits: str, shape: tuple[int, ...], seed: int) -> tuple[jax.Arr
     return kernel, jnp.asarray(np.concatenate([scales, np.full_like(scales, 8)], axis=-2), jnp.float32)
 
 
-@pytest.mark.parametrize("bits", ["int4", "e4m3"])
+@pytest.mark.parametrize("bits", ["int4", pytest.param("e4m3", marks=pytest.mark.nightly)])
 def test_kept_bases_have_the_tokens_of_widened_ones_with_the_same_adapters(bits, seed):
     config = tiny_config(
         num_hidden_layers=1, hidden_size=64, moe=replace(MOE, n_shared_experts=0, intermediate_size=64)
