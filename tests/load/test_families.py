@@ -65,7 +65,7 @@ ALIKE += ("MiniCPM3", "Cwm", "Solar", "Gemma3", "Gemma4", "Cohere2Moe", "Flint",
 ALIKE += ("Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF", "GraniteMoeS", "GraniteSWA")
 #: Of these every part is tested with another family.
 NIGHTLY = ("HYV3", "Dots1", "ExaoneMoe", "Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF")
-NIGHTLY += ("GraniteMoeS", "GraniteSWA", "MinistralF", "Gemma4Unified", "Lfm3", "Bailing")
+NIGHTLY += ("Flint", "Mellum", "GraniteMoeS", "GraniteSWA", "MinistralF", "Gemma4Unified", "Lfm3", "Bailing")
 
 
 def marked(cases, is_nightly):

@@ -18,7 +18,7 @@ HYBRID = [(architecture, variant) for architecture, variant in VARIANTS if known
 LARGER = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 203}
 
 
-def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int) -> None:
+def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int, *, forks: bool = True) -> None:
     """Texts alone, after a prefix, in three samples, computed again and swapped: transformers' best tokens."""
     model, config, _ = load_model(folder, implementation="xla", with_tokenizer=False)
     random = np.random.default_rng(seed)
@@ -47,15 +47,19 @@ def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int)
         longer, rest = [*prompts[-1], *texts[-1][:-2]], dataclasses.replace(greedy, max_tokens=2)
         assert said(llm, [longer], rest) == [texts[-1][-2:]]
         assert llm.engine.cache_stats().hit_tokens > 0
-        assert said(llm, prompts[:1], three) == [texts[0]] * 3
+        if forks:
+            # Programs that draw are compiled for it.
+            assert said(llm, prompts[:1], three) == [texts[0]] * 3
         assert said(llm, prompts, greedy) == texts
         stats = llm.engine.cache_stats()
-        assert min(stats.forks, stats.preemptions, stats.swapped_in) > 0, stats
+        assert min(stats.preemptions, stats.swapped_in) > 0
+        assert (stats.forks > 0) == forks
     assert_best(folder, prompts, texts)
 
 
-def test_texts_of_states_beside_latents_survive_forks_preemption_and_swaps(tmp_path, seed) -> None:
-    check_every_way_through_the_engine(write_checkpoint(tmp_path, "KimiLinearForCausalLM", 1, seed), seed, 8)
+def test_texts_of_states_and_latents_survive_preemption_and_swaps(tmp_path, seed) -> None:
+    folder = write_checkpoint(tmp_path, "KimiLinearForCausalLM", 1, seed)
+    check_every_way_through_the_engine(folder, seed, 8, forks=False)
 
 
 @pytest.mark.nightly

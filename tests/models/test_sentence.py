@@ -11,9 +11,10 @@ import pytest
 import safetensors.numpy
 
 from jattn.llm.engine import LLM
-from jattn.llm.load import load_sentence_modules
+from jattn.llm.load import SentenceModules, load_sentence_modules
+from jattn.llm.text.embeddings import embed
 from tests.support.saved import assert_saved_as_it_was
-from tests.support.tiny_models import byte_tokenizer, reference_bound
+from tests.support.tiny_models import byte_tokenizer, reference_bound, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput, Unsupported
 
 PROMPTS = {"query": "q: ", "document": "d: "}
@@ -147,13 +148,15 @@ def test_the_pooling_of_a_folder_is_read_in_both_spellings(tmp_path, pooling, fo
         ([*MODULES[:2], ("2_LayerNorm", f"{TYPE}.LayerNorm")], {"pooling_mode": "mean"}, "LayerNorm of 2_LayerNorm"),
     ],
 )
-def test_vectors_of_modules_that_are_missing_here_are_refused(gemma, modules, pooling, unserved) -> None:
-    write_modules(gemma, modules, pooling)
-    with (
-        LLM(gemma) as llm,
-        pytest.raises(Unsupported, match=rf"^modules\.json of the model's folder has {unserved}; without them"),
-    ):
-        llm.embed("A list")
+def test_modules_that_are_missing_here_are_named(tmp_path, modules, pooling, unserved) -> None:
+    write_modules(tmp_path, modules, pooling)
+    assert load_sentence_modules(tmp_path).unserved == (unserved,)
+
+
+def test_vectors_of_modules_that_are_missing_here_are_refused(seed) -> None:
+    model, modules = tiny_model(tiny_config(num_hidden_layers=1), seed), SentenceModules(unserved=("Pooling of 1",))
+    with pytest.raises(Unsupported, match=r"^modules\.json of the model's folder has Pooling of 1; without them its v"):
+        embed(model, [[1]], pooling=None, normalize=True, modules=modules)
 
 
 @pytest.mark.parametrize(

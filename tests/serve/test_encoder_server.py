@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tokenizers import processors
 
 from jattn.llm.engine import LLM
-from jattn.llm.load import TextTokenizer
+from jattn.llm.load import SentenceModules, TextTokenizer
 from jattn.llm.serve import AsyncLLM
 from jattn.llm.serve.app import create_app
 from jattn.llm.serve.background import BackgroundServer
@@ -55,6 +55,15 @@ def test_it_gives_vectors(client: httpx.Client, llm: LLM) -> None:
     found = [each["embedding"] for each in answer.raise_for_status().json()["data"]]
     expected = [each.outputs.embedding for each in llm.embed(["A list", "A tuple"], pooling="cls")]
     np.testing.assert_array_equal(np.array(found, np.float32), expected)
+
+
+def test_a_text_begins_with_the_prompt_that_a_request_names(client, llm, monkeypatch) -> None:
+    monkeypatch.setattr(llm, "sentence_modules", SentenceModules(prompts={"query": "q: "}))
+    body = {"model": NAME, "input": "A list", "prompt_name": "query"}
+    found = client.post("/v1/embeddings", json=body).raise_for_status().json()["data"][0]["embedding"]
+
+    np.testing.assert_array_equal(np.array(found, np.float32), llm.embed("q: A list")[0].outputs.embedding)
+    assert client.post("/v1/embeddings", json=body | {"prompt_name": "other"}).status_code == 400
 
 
 @pytest.mark.parametrize("normalize", [True, False])
