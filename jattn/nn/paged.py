@@ -193,8 +193,14 @@ class PagedAttention(nnx.Module):
         scales = self.scales_of(kv_cache, k_scale, v_scale)
         if key is not None and value is not None:
             kv_cache = self.write(key, value, kv_cache, metadata.slot_mapping, **scales)
-        # Options of a call take precedence over the module's own.
-        further: dict[str, Any] = {
+        further = self._further(metadata, scales, options)
+        if self.quantize_query:
+            query, further = ops.fp8_query(query, kv_cache, **further)
+        return ops.paged_attention(query, kv_cache, **further), kv_cache
+
+    def _further(self, metadata: AttentionMetadata, scales: ops.CacheScales, options: Any) -> dict[str, Any]:
+        """Returns the keywords of `paged_attention`; options of a call take precedence over the module's own."""
+        return {
             **metadata.sequences,
             "groups": metadata.groups,
             "causal": self.causal,
@@ -203,9 +209,6 @@ class PagedAttention(nnx.Module):
             **self.options,
             **options,
         }
-        if self.quantize_query:
-            query, further = ops.fp8_query(query, kv_cache, **further)
-        return ops.paged_attention(query, kv_cache, **further), kv_cache
 
     def write(
         self,
@@ -236,15 +239,38 @@ class PagedAttention(nnx.Module):
         return self.kv_range is None and ops.launches_kernels(self.implementation)
 
     def rotate_and_write(
-        self, qkv: jax.Array, cos_sin: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array
+        self,
+        qkv: jax.Array,
+        cos_sin: jax.Array,
+        kv_cache: jax.Array,
+        metadata: AttentionMetadata,
+        *,
+        row_scale: jax.Array | None = None,
+        column_scale: jax.Array | None = None,
+        **options: Unpack[ops.PagedOptions],
     ) -> tuple[jax.Array, jax.Array]:
         """Rotates queries and keys and writes keys and values, in one launch; see `jattn.ops.rotate_and_write`.
 
         `qkv` is float[num_tokens, num_heads + 2 * num_kv_heads, head_dim]. It returns the rotated queries, for a call
-        without key and value, and the updated cache.
+        without key and value and with these options, and the updated cache. Queries are e4m3 where `quantize_query`
+        would round them; the call then needs an `out_dtype`.
         """
-        scales = self.scales_of(kv_cache)
-        return ops.rotate_and_write(qkv, kv_cache, slot_mapping, cos_sin, **scales, implementation=self.implementation)
+        scales, shape = self.scales_of(kv_cache), (len(cos_sin), self.num_heads, self.head_dim)
+        further = self._further(metadata, scales, options)
+        is_rounded = self.quantize_query and ops.takes_fp8_query(
+            jax.ShapeDtypeStruct(shape, qkv.dtype), kv_cache, **further
+        )
+        return ops.rotate_and_write(
+            qkv,
+            kv_cache,
+            metadata.slot_mapping,
+            cos_sin,
+            **scales,
+            row_scale=row_scale,
+            column_scale=column_scale,
+            out_dtype="float8_e4m3fn" if is_rounded else None,
+            implementation=self.implementation,
+        )
 
     def scales_of(self, kv_cache: Any, k_scale: Any = None, v_scale: Any = None) -> ops.CacheScales:
         """Returns the scales of a call, or those of the layer if the call has none and the cache has 8 bits."""

@@ -19,7 +19,7 @@ from jattn.ops.deferred import DeferredStates
 from jattn.ops.dropout import dropout_seeds
 from jattn.ops.expert_adapters import ExpertAdapters
 from jattn.ops.experts import fused_experts, route_experts
-from jattn.ops.fp8_query import fp8_query
+from jattn.ops.fp8_query import fp8_query, takes_fp8_query
 from jattn.ops.gated_delta import gated_delta_rule
 from jattn.ops.latent import mla_attention, mla_attention_with_lse, write_latent_cache
 from jattn.ops.leaks import refuse_leaked
@@ -81,6 +81,7 @@ __all__ = [
     "shared_prefix",
     "sparse_mla_attention",
     "sparse_mla_attention_with_lse",
+    "takes_fp8_query",
     "token_logprobs",
     "write_kv_cache",
     "write_kv_cache_per_token_head",

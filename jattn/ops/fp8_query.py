@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from jattn.bridge.calls import array_spec
 from jattn.bridge.native import device_limits
 from jattn.ops.attention import paged_call
 from jattn.ops.choose import choose
+from jattn.ops.quantise import quantised
 from torch_core.attention.call import PagedCall
 from torch_core.base.specs import ArraySpec
 
-_E4M3 = jnp.float8_e4m3fn
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def fp8_query(query: jax.Array, kv_cache: Any, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
@@ -33,16 +34,17 @@ def fp8_query(query: jax.Array, kv_cache: Any, **options: Any) -> tuple[jax.Arra
     Returns:
         The query, rounded or not, and the options with the dtype of the result.
     """
-    dtype = jnp.dtype(query.dtype)
-    if dtype not in (jnp.bfloat16, jnp.float16) or jax.tree.leaves(kv_cache)[0].dtype != _E4M3:
+    if not takes_fp8_query(query, kv_cache, **options):
         return query, options
-    call = paged_call(query, kv_cache, **options)
-    if choose(options.get("implementation"), call) != "triton" or not _is_served(call):
-        return query, options
-    largest = float(jnp.finfo(_E4M3).max)
-    # JAX's conversion does not saturate.
-    rounded = jnp.clip(query, -largest, largest).astype(_E4M3)
-    return rounded, {**options, "out_dtype": options.get("out_dtype") or dtype}
+    return quantised(query, None, _E4M3.name), {**options, "out_dtype": options.get("out_dtype") or query.dtype}
+
+
+def takes_fp8_query(query: jax.Array | jax.ShapeDtypeStruct, kv_cache: Any, **options: Any) -> bool:
+    """Returns whether `fp8_query` rounds a query, of which only shape and dtype count."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16) or jax.tree.leaves(kv_cache)[0].dtype != _E4M3:
+        return False
+    call: Any = paged_call(cast(jax.Array, query), kv_cache, **options)
+    return choose(options.get("implementation"), call) == "triton" and _is_served(call)
 
 
 def _is_served(call: PagedCall[jax.Array]) -> bool:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
 from jattn.ops.cache import write_in_jnp
+from jattn.ops.quantise import quantised
 from jattn.ops.rotary import rotate
 from jattn.ops.run import run
+from jattn.ops.softmax import wide_dtype
 from jattn.ops.xla import JaxOp, register
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
@@ -23,7 +25,10 @@ def rotate_and_write(
     *,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
     is_neox_style: bool = True,
+    out_dtype: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
@@ -46,17 +51,26 @@ def rotate_and_write(
         cos_sin=cos_sin,
         k_scale=k_scale,
         v_scale=v_scale,
+        row_scale=row_scale,
+        column_scale=column_scale,
         is_neox_style=is_neox_style,
+        out_dtype=out_dtype,
     )
     results = run(call, implementation)
     return results["out"], results["kv_cache"]
 
 
 def _rotate_and_write(call: RotaryWriteCall[jax.Array]) -> dict[str, jax.Array]:
-    heads, value = jnp.split(call.qkv, (call.num_heads + call.num_kv_heads,), axis=1)
+    heads = call.qkv[: call.num_tokens]
+    if call.row_scale is not None and call.column_scale is not None:
+        wide = heads.astype(wide_dtype(heads.dtype)) * call.row_scale[:, None, None]
+        heads = (wide * call.column_scale.reshape(1, *heads.shape[1:])).astype(heads.dtype)
+    heads, value = jnp.split(heads, (call.num_heads + call.num_kv_heads,), axis=1)
     heads = rotate(heads, call.cos_sin[:, None], is_neox_style=call.is_neox_style)
     query, key = jnp.split(heads, (call.num_heads,), axis=1)
     new = {"key": key, "value": value, "slot_mapping": call.slot_mapping, "kv_cache": call.kv_cache}
+    if call.out_dtype is not None:
+        query = quantised(query, None, call.out_dtype)
     return {"out": query, **write_in_jnp(WriteCall(**new, k_scale=call.k_scale, v_scale=call.v_scale))}
 
 

@@ -182,14 +182,17 @@ def _row_quantize(call: RowQuantizeCall[jax.Array]) -> dict[str, jax.Array]:
         row = row * call.row_scale[:, None]
     if call.column_scale is not None:
         row = row * call.column_scale[None]
-    row, results = row.astype(dtype), {}
     if call.activation is not None:
-        gate, up = jnp.split(row.astype(wide), 2, axis=1)
-        row = (activated(call.activation, gate) * up).astype(dtype)
+        gate, up = jnp.split(row, 2, axis=1)
+        row = activated(call.activation, gate) * up
+    results = {}
     if call.residual is not None:
-        results["stream"] = row = (call.residual.astype(wide) + row.astype(wide)).astype(dtype)
+        results["stream"] = (call.residual.astype(wide) + row).astype(dtype)
+        row = results["stream"].astype(wide)
     if call.weight is not None:
-        row = _normed(row, call.weight, epsilon=call.epsilon, norm_type=call.norm_type)
+        row = row * jax.lax.rsqrt(jnp.mean(row * row, axis=-1, keepdims=True) + call.epsilon)
+        row = row.astype(dtype).astype(wide) if call.norm_type == "rms_norm" else row
+        row = row * (call.weight.astype(wide) + (call.norm_type == "gemma_rms_norm"))
     values, scale = e4m3_rows(row)
     padding = call.outputs()["values"].shape[0] - call.num_rows
     return {"values": jnp.pad(values, ((0, padding), (0, 0))), "scale": scale[:, 0], **results}

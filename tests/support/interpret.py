@@ -40,6 +40,7 @@ from torch_core.attention.kernels.split.pairs import widened
 from torch_core.base.errors import Unsupported
 from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.launch.tensors import torch_dtype
+from torch_core.rowwise.kernels.quantize.kernel import approximate_sigmoid
 
 __all__ = ["run_interpreted", "run_interpreted_launch", "run_interpreted_operation"]
 
@@ -73,8 +74,18 @@ def _not_ahead(address, SIZE: tl.constexpr):
     pass
 
 
+@triton.jit
+def _sigmoid(x):
+    return tl.sigmoid(x)
+
+
 # Functions of inline assembly, which the interpreter cannot run, and what computes the same without.
-_PLAIN = {widened.fn: _widened_plainly.fn, stop_with_an_error.fn: _nothing.fn, read_ahead.fn: _not_ahead.fn}
+_PLAIN = {
+    widened.fn: _widened_plainly.fn,
+    stop_with_an_error.fn: _nothing.fn,
+    read_ahead.fn: _not_ahead.fn,
+    approximate_sigmoid.fn: _sigmoid.fn,
+}
 
 
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:

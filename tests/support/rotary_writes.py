@@ -19,10 +19,13 @@ def quarter_turns(
     rotated_dim: int = 8,
     tokens: int = 5,
     k_scale: float | None = None,
+    scaled: bool = False,
+    out_dtype: str | None = None,
 ) -> RotaryWriteCall[torch.Tensor]:
     """Makes a call with a token without a slot and one behind the last slot, whose keys and values are poison.
 
-    Angles are quarter turns and elements integers, so that results are exact in any order of sums.
+    Angles are quarter turns and elements integers, so that results are exact in any order of sums. Scales are powers of
+    two; there are more rows than tokens then.
     """
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
@@ -32,8 +35,15 @@ def quarter_turns(
     slots[1] = -1
     turns = torch.randint(0, 4, (tokens, rotated_dim // 2), generator=generator)
     quarters = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+    scales = {}
+    if scaled:
+        qkv = torch.cat([qkv, torch.full_like(qkv[:3], torch.nan)])
+        sizes = {"row_scale": tokens, "column_scale": qkv[0].numel()}
+        scales = {name: 2.0 ** torch.randint(-2, 7, (size,), generator=generator) for name, size in sizes.items()}
     return RotaryWriteCall(
         qkv=qkv,
+        **scales,
+        out_dtype=out_dtype,
         cos_sin=quarters[turns].transpose(1, 2).flatten(1),
         slot_mapping=slots,
         kv_cache=torch.zeros(tokens, 2, 4, num_kv_heads, head_size).to(cache_dtype),

@@ -28,7 +28,10 @@ register(
         reference="torch_core.cache_writes.reference.rotary:rotate_and_write",
         cpu="torch_core.cache_writes.cpu.rotary:rotate_and_write",
         plan="torch_core.cache_writes.kernels.rotate_and_write.plan:plan_rotary_write",
-        serves=(key_dtype("kv_cache", "qkv"), strides(contiguous=("slot_mapping",))),
+        serves=(
+            key_dtype("kv_cache", "qkv"),
+            strides(contiguous=("slot_mapping", "row_scale", "column_scale")),
+        ),
     ),
     Op(
         call=CopyCall,
@@ -60,6 +63,13 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "rotate and write": _rotary_write(),
         "rotate and write one": _rotary_write(tokens=1),
         "rotate and write fp8": _rotary_write(cache_dtype=_FP8, **_SCALED),
+        "rotate and write a product": _rotary_write(
+            cache_dtype=_FP8,
+            **_SCALED,
+            row_scale=ArraySpec((_PREFILL_TOKENS,), "float32"),
+            column_scale=ArraySpec((48 * 128,), "float32"),
+            out_dtype=_FP8,
+        ),
         "write head 80": _write(head_size=80),
         "write per token and head int8": _write(
             cache_dtype="int8", k_scale_cache=_TOKEN_SCALES, v_scale_cache=_TOKEN_SCALES

@@ -28,20 +28,29 @@ class RotaryWriteCall(Call[A]):
         kv_cache: keys at index 0 of the second axis, values at index 1; written.
         k_scale: dequantisation scale of stored keys; None for 1.
         v_scale: the same for values.
+        row_scale: factors of the tokens of `qkv`, for a product of e4m3 numbers that was not scaled; None for 1. With
+            them `qkv` may have more rows than there are tokens, which are not read. Scaled elements are rounded to its
+            type.
+        column_scale: the same for the elements of all heads, one head after the other.
         is_neox_style: rotate element i with element i + rotated_dim / 2; if False, rotate neighbours.
+        out_dtype: element type of the rotated queries, "float8_e4m3fn", in which large values saturate; None for that
+            of `qkv`, to which they are rounded before.
         out: array of the rotated queries; None allocates a new one. Those of tokens without a slot are rotated too.
     """
 
     name: ClassVar[str] = "rotate_and_write"
 
-    qkv: Shaped[A, "num_tokens num_qkv_heads head_size"]
+    qkv: Shaped[A, "num_product_rows num_qkv_heads head_size"]
     cos_sin: Float[A, "num_tokens rotated_dim"]
     slot_mapping: Int32[A, "num_slots"]
     # Not num_kv_heads: the heads of all three parts cannot be split equally.
     kv_cache: Shaped[A, "num_blocks 2 block_size num_cached_heads head_size"]
     k_scale: Float32[A, "1"] | float | None = None
     v_scale: Float32[A, "1"] | float | None = None
+    row_scale: Float32[A, "num_tokens"] | None = None
+    column_scale: Float32[A, "num_columns"] | None = None
     is_neox_style: bool = True
+    out_dtype: str | None = None
     out: Shaped[A, "num_tokens num_query_heads head_size"] | None = None
 
     @property
@@ -55,9 +64,19 @@ class RotaryWriteCall(Call[A]):
         return self.qkv.shape[1] - 2 * self.num_kv_heads
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return self.cos_sin.shape[0]
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no token."""
-        return self.qkv.shape[0] == 0
+        return self.num_tokens == 0
+
+    @property
+    def result_dtype(self) -> str:
+        """Element type of the rotated queries."""
+        return self.out_dtype or dtype_name(self.qkv)
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -66,10 +85,9 @@ class RotaryWriteCall(Call[A]):
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`, unless it is given."""
-        num_tokens, _, head_size = self.qkv.shape
         if self.out is not None:
             return {}
-        return {"out": ArraySpec((num_tokens, self.num_heads, head_size), dtype_name(self.qkv))}
+        return {"out": ArraySpec((self.num_tokens, self.num_heads, self.qkv.shape[2]), self.result_dtype)}
 
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks slots."""
@@ -77,7 +95,7 @@ class RotaryWriteCall(Call[A]):
 
     def check_options(self) -> None:
         """Checks heads, rotated elements, rows for slots, and the dtypes that go together."""
-        (num_tokens, heads, size), kv_heads = self.qkv.shape, self.num_kv_heads
+        (rows, heads, size), kv_heads, num_tokens = self.qkv.shape, self.num_kv_heads, self.num_tokens
         if heads <= 2 * kv_heads:
             raise InvalidInput(
                 f"qkv has {heads} heads and kv_cache {kv_heads}; qkv must have those of keys and of values, and at "
@@ -89,6 +107,15 @@ class RotaryWriteCall(Call[A]):
                 f"cos_sin has {rotated} columns; it must have a cosine and a sine for each rotated pair of the {size} "
                 "elements of a head."
             )
+        if rows != num_tokens and (self.row_scale is None or rows < num_tokens):
+            raise InvalidInput("qkv", f"has {rows} rows", f"there are {num_tokens} tokens, those of cos_sin")
+        if (self.row_scale is None) != (self.column_scale is None):
+            raise InvalidInput("one of row_scale and column_scale is None; give both or none.")
+        if self.column_scale is not None and self.column_scale.shape[0] != heads * size:
+            wanted = f"it must be [{heads * size}], a factor for each element of all heads"
+            raise InvalidInput("column_scale", f"has shape {list(self.column_scale.shape)}", wanted)
+        if self.out_dtype not in (None, "float8_e4m3fn"):
+            raise InvalidInput("out_dtype", value=self.out_dtype, wanted="use 'float8_e4m3fn', or None for that of qkv")
         if num_tokens < self.slot_mapping.shape[0]:
             raise InvalidInput(
                 f"slot_mapping has {self.slot_mapping.shape[0]} entries and qkv {num_tokens} tokens; give at most one "
@@ -97,7 +124,7 @@ class RotaryWriteCall(Call[A]):
         for name, array, wanted in (("qkv", self.qkv, QUERY_DTYPES), ("kv_cache", self.kv_cache, KV_CACHE_DTYPES)):
             if dtype_name(array) not in (*wanted, "float64"):
                 raise InvalidInput(name, f"is {dtype_name(array)}", f"it must be one of {', '.join(wanted)}")
-        _check_out(self.out, (num_tokens, self.num_heads, size), dtype_name(self.qkv))
+        _check_out(self.out, (num_tokens, self.num_heads, size), self.result_dtype)
 
 
 def _check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:

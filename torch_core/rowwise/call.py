@@ -158,7 +158,8 @@ class RowQuantizeCall(Call[A]):
     """Rows as e4m3 numbers with a float32 scale each, after an activation, or a sum and a norm, of the same rows.
 
     `values * scale` is about the row; the scale is the row's largest magnitude / 448. A row with a value that is not
-    finite has such values. Every step but the last rounds to the dtype of `residual`, or of `x` without one.
+    finite has such values. Only the sum, and "rms_norm" before its weight, are rounded to the dtype of `residual`, or
+    of `x` without one.
 
     Attributes:
         x: the rows. With `row_scale` there may be more of them, which are not read.

@@ -45,22 +45,21 @@ def row_quantize(call: RowQuantizeCall[Tensor]) -> dict[str, Tensor]:
         x = x * call.row_scale[:, None]
     if call.column_scale is not None:
         x = x * call.column_scale
-    row = x.to(rounded)
     if call.activation is not None:
-        gate, up = row.float().chunk(2, 1)
+        gate, up = x.chunk(2, 1)
         is_silu = call.activation == "silu"
-        row = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
-        row = (row * up).to(rounded)
+        x = up * (functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh"))
     results = {}
     if call.residual is not None:
-        results["stream"] = row = (call.residual.float() + row.float()).to(rounded)
+        results["stream"] = (call.residual.float() + x).to(rounded)
+        x = results["stream"].float()
     if call.weight is not None:
-        options = {"epsilon": call.epsilon, "norm_type": call.norm_type}
-        row = row_norm(RowNormCall(x=row, weight=call.weight[None], **options))["out"]
-    wide = row.float()
-    largest = wide.abs().amax(1)
+        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + call.epsilon)
+        x = x.to(rounded).float() if call.norm_type == "rms_norm" else x
+        x = x * (call.weight.float() + (call.norm_type == "gemma_rms_norm"))
+    largest = x.abs().amax(1)
     # Not 0, for rows of zeros; torch's maximum keeps NaN.
     scale = (largest / 448).clamp_min(torch.finfo(torch.float32).tiny)
-    values = torch.zeros(call.outputs()["values"].shape, dtype=torch.float8_e4m3fn, device=row.device)
-    values[: call.num_rows] = (wide / scale[:, None]).to(values.dtype)
+    values = torch.zeros(call.outputs()["values"].shape, dtype=torch.float8_e4m3fn, device=x.device)
+    values[: call.num_rows] = (x / scale[:, None]).to(values.dtype)
     return {"values": values, "scale": scale, **results}

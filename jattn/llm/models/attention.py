@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         without_values = config.attention_k_eq_v or values is not None
         self.num_projected = heads + self.num_kv_heads * (2 - without_values)
         fused = (self.num_projected + heads * config.attn_output_gate) * size
-        self.qkv_proj = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
+        self.qkv_proj: Any = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
         self.gate_proj = linear(config.hidden_size, heads, use_bias=False, **options) if config.attn_head_gate else None
         inner, use_bias = heads * (size if values is None else values.head_dim), config.attention_output_bias
         self.o_proj: Any = linear(inner, config.hidden_size, use_bias=use_bias, **options)
@@ -135,8 +135,9 @@ class Attention(nnx.Module):
         rotates = self.rotates and self.num_kv_heads and not changes and not self.batch_invariant
         if rotates and isinstance(angles, tuple) and core.rotates_in_one_launch:
             cos_sin = jnp.concatenate([part[:, 0] for part in angles[self.window is not None]], axis=-1)
-            (qkv, gate), key, value = self._heads(x), None, None
-            query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata.slot_mapping)
+            (qkv, gate, scales), key, value = self._unscaled_heads(x), None, None
+            query, kv_cache = core.rotate_and_write(qkv, cos_sin, kv_cache, metadata, **scales, **biases)
+            biases["out_dtype"] = qkv.dtype
         else:
             query, key, value, gate = self._project(x, angles)
         output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
@@ -188,6 +189,14 @@ class Attention(nnx.Module):
         if not self.config.attn_output_gate:
             return heads, None
         return heads[..., : self.num_projected, :], heads[..., self.num_projected :, :]
+
+    def _unscaled_heads(self, x: Any) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+        """Returns the same, and the factors of tokens and elements that they still have to be multiplied by."""
+        if not isinstance(x, QuantizedRows) or self.qkv_proj.bias is not None or self.config.attn_output_gate:
+            return *self._heads(x), {}
+        values, row_scale, column_scale = self.qkv_proj.product(x)
+        heads = values.reshape(len(values), -1, self.config.head_dim)
+        return heads, None, {"row_scale": row_scale, "column_scale": column_scale}
 
     def _output(self, output: jax.Array, gate: jax.Array | None, *, as_rows: bool = False) -> Any:
         """Returns the layer's output of the heads' results."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.cpu.blocks import write_kv_cache
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
@@ -28,7 +30,7 @@ def rotate(heads: Tensor, cos_sin: Tensor, *, is_neox_style: bool) -> Tensor:
 def rotate_and_write(call: RotaryWriteCall[Tensor]) -> dict[str, Tensor]:
     """Returns the rotated queries, and stores rotated keys and values in place. Nothing but blocks is checked."""
     parts = (call.num_heads + call.num_kv_heads, call.num_kv_heads)
-    heads, value = call.qkv.split(parts, dim=1)
+    heads, value = _scaled_heads(call).split(parts, dim=1)
     query, key = rotate(heads, call.cos_sin[:, None], is_neox_style=call.is_neox_style).split(
         (call.num_heads, call.num_kv_heads), dim=1
     )
@@ -42,4 +44,15 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> dict[str, Tensor]:
             v_scale=call.v_scale,
         )
     )
+    if call.out_dtype is not None:
+        largest = LARGEST_CODE[call.out_dtype]
+        query = query.float().clamp(-largest, largest).to(getattr(torch, call.out_dtype))
     return {"out": query.contiguous() if call.out is None else call.out.copy_(query)}
+
+
+def _scaled_heads(call: RotaryWriteCall[Tensor]) -> Tensor:
+    """Returns the heads of all tokens times the factors of tokens and elements, in the type of `qkv`."""
+    heads = call.qkv[: call.num_tokens]
+    if call.row_scale is None or call.column_scale is None:
+        return heads
+    return (heads.float() * call.row_scale[:, None, None] * call.column_scale.view(heads.shape[1:])).to(heads.dtype)

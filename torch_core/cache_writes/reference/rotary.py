@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_core.attention.reference.sequence import on_the_host
+from torch_core.base.specs import LARGEST_CODE
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.reference.cache import write_kv_cache
 from torch_core.cache_writes.rotary_call import RotaryWriteCall
@@ -30,16 +31,27 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     call = on_the_host(call)
     call.check()
     call.check_values()
-    rotated = call.qkv.clone()
-    for token in range(call.qkv.shape[0]):
+    heads = _scaled(call)
+    rotated = heads.clone()
+    for token in range(call.num_tokens):
         for head in range(call.num_heads + call.num_kv_heads):
-            rotated[token, head] = rotated_pairs(call.qkv[token, head], call.cos_sin[token], call.is_neox_style)
+            rotated[token, head] = rotated_pairs(heads[token, head], call.cos_sin[token], call.is_neox_style)
     query, key, value = rotated.split((call.num_heads, call.num_kv_heads, call.num_kv_heads), dim=1)
     new = {"key": key, "value": value, "slot_mapping": call.slot_mapping, "kv_cache": call.kv_cache}
     write_kv_cache(WriteCall(**new, k_scale=call.k_scale, v_scale=call.v_scale))
+    if call.out_dtype is not None:
+        largest = LARGEST_CODE[call.out_dtype]
+        query = query.float().clamp(-largest, largest).to(getattr(torch, call.out_dtype))
     if call.out is not None:
         call.out.copy_(query)
     return query
+
+
+def _scaled(call: RotaryWriteCall[Tensor]) -> Tensor:
+    heads = call.qkv[: call.num_tokens]
+    if call.row_scale is None or call.column_scale is None:
+        return heads
+    return (heads.float() * call.row_scale[:, None, None] * call.column_scale.view(heads.shape[1:])).to(heads.dtype)
 
 
 def rotated_pairs(row: Tensor, cos_sin: Tensor, is_neox_style: bool) -> Tensor:

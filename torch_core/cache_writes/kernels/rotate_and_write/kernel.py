@@ -13,6 +13,8 @@ def rotary_write_kernel(
     qkv,
     cos_sin,
     slot_mapping,
+    row_scale,
+    column_scale,
     k_scale,
     v_scale,
     kv_cache,
@@ -56,12 +58,18 @@ def rotary_write_kernel(
     place = token.to(tl.int64)
     angles = cos_sin + place * cos_sin_token_stride
     sources = qkv + place * qkv_token_stride
+    by_token = 1.0
+    if row_scale is not None:
+        by_token = tl.load(row_scale + token, mask=exists, other=1.0)[:, None]
     if tile < QUERY_TILES:
         query = tile * HEADS + head
         queries = out + place * out_token_stride + query * out_head_stride
         sources += query * qkv_head_stride
         asked = exists & (query < NUM_HEADS)
-        _rotate(sources, angles, queries, asked, 1.0, HEAD_SIZE, PADDED_SIZE, HALF, PADDED_HALF, False, NEOX)
+        _rotate(
+            sources, angles, queries, asked, by_token, column_scale, query, 1.0,
+            HEAD_SIZE, PADDED_SIZE, HALF, PADDED_HALF, False, NEOX,
+        )  # fmt: skip
     else:
         dtype: tl.constexpr = kv_cache.dtype.element_ty
         key = (tile - QUERY_TILES) * HEADS + head
@@ -72,17 +80,22 @@ def rotary_write_kernel(
         targets += key * kv_cache_head_stride
         element = tl.arange(0, PADDED_SIZE)[None, :]
         mask = live[:, None] & (element < HEAD_SIZE)
-        values = tl.load(sources[:, None] + NUM_KV_HEADS * qkv_head_stride + element, mask=mask)
+        value_sources, first = sources + NUM_KV_HEADS * qkv_head_stride, (NUM_HEADS + NUM_KV_HEADS + key) * HEAD_SIZE
+        values = _scaled(value_sources, element, mask, by_token, column_scale, first)
         scale = load_scale(k_scale, k_scale_value)
-        _rotate(sources, angles, targets, live, scale, HEAD_SIZE, PADDED_SIZE, HALF, PADDED_HALF, HAS_SCALE, NEOX)
+        _rotate(
+            sources, angles, targets, live, by_token, column_scale, NUM_HEADS + key, scale,
+            HEAD_SIZE, PADDED_SIZE, HALF, PADDED_HALF, HAS_SCALE, NEOX,
+        )  # fmt: skip
         values = store_value(values, load_scale(v_scale, v_scale_value), dtype, HAS_SCALE)
         tl.store(targets[:, None] + value_offset + element, values, mask=mask)
 
 
 @triton.jit
 def _rotate(
-    sources, angles, targets, live, scale, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr, HAS_SCALE: tl.constexpr, NEOX: tl.constexpr,
+    sources, angles, targets, live, by_token, column_scale, head, scale, HEAD_SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr, HAS_SCALE: tl.constexpr,
+    NEOX: tl.constexpr,
 ):  # fmt: skip
     rounded: tl.constexpr = sources.dtype.element_ty
     dtype: tl.constexpr = targets.dtype.element_ty
@@ -90,8 +103,8 @@ def _rotate(
     mask = live[:, None] & (pair < HALF)
     first = pair if NEOX else 2 * pair
     second = pair + HALF if NEOX else 2 * pair + 1
-    x = tl.load(sources[:, None] + first, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(sources[:, None] + second, mask=mask, other=0.0).to(tl.float32)
+    x = _scaled(sources, first, mask, by_token, column_scale, head * HEAD_SIZE).to(tl.float32)
+    y = _scaled(sources, second, mask, by_token, column_scale, head * HEAD_SIZE).to(tl.float32)
     cos = tl.load(angles[:, None] + pair, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(angles[:, None] + pair + HALF, mask=mask, other=0.0).to(tl.float32)
     turned = store_value((x * cos - y * sin).to(rounded), scale, dtype, HAS_SCALE)
@@ -101,5 +114,15 @@ def _rotate(
     if 2 * HALF < HEAD_SIZE:
         element = tl.arange(0, PADDED_SIZE)[None, :]
         mask = live[:, None] & (element >= 2 * HALF) & (element < HEAD_SIZE)
-        rest = tl.load(sources[:, None] + element, mask=mask)
+        rest = _scaled(sources, element, mask, by_token, column_scale, head * HEAD_SIZE)
         tl.store(targets[:, None] + element, store_value(rest, scale, dtype, HAS_SCALE), mask=mask)
+
+
+@triton.jit
+def _scaled(sources, element, mask, by_token, column_scale, column):
+    """Elements of heads times the factors of their token and of their column, rounded to their own type."""
+    found = tl.load(sources[:, None] + element, mask=mask, other=0.0)
+    if column_scale is not None:
+        factor = tl.load(column_scale + column[:, None] + element, mask=mask, other=0.0)
+        found = (found.to(tl.float32) * by_token * factor).to(sources.dtype.element_ty)
+    return found

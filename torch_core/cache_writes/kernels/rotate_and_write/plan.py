@@ -18,13 +18,15 @@ def plan_rotary_write(call: RotaryWriteCall[ArraySpec], limits: DeviceLimits) ->
     """Plans a checked call that is not empty; buffers are named as the fields of the call."""
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}
-    num_tokens, _, head_size = call.qkv.shape
+    num_tokens, head_size = call.num_tokens, call.qkv.shape[2]
     half, few = call.cos_sin.shape[1] // 2, num_tokens <= _FEW_TOKENS
     tokens = 1 if few else _MANY_TOKENS
     heads = min(power_of_two(call.num_heads), _FEW_HEADS if few else _MANY_HEADS)
     num_blocks, _, block_size, num_kv_heads, _ = call.kv_cache.shape
     arguments: dict[str, Argument] = {
         **{name: Pointer(name) for name in (*arrays, "out")},
+        "row_scale": scale_pointer("row_scale", call.row_scale),
+        "column_scale": scale_pointer("column_scale", call.column_scale),
         "k_scale": scale_pointer("k_scale", call.k_scale),
         "v_scale": scale_pointer("v_scale", call.v_scale),
         "k_scale_value": scale_value(call.k_scale),
