@@ -62,6 +62,17 @@ def test_other_calls_keep_their_queries(changes: dict[str, Any]) -> None:
     assert unchanged == options
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_a_rotation_rounds_its_queries_itself(seed: int) -> None:
+    kv_cache, options = arguments()
+    metadata = AttentionMetadata.build([SequenceRow(list(range(1, 21)), 0, 300)], block_size=16, num_blocks=32)
+    qkv = 300 * jax.random.normal(jax.random.key(seed), (300, 12, 128), jnp.bfloat16)
+    no_turn = jnp.concatenate([jnp.ones((300, 64)), jnp.zeros((300, 64))], 1)
+    core = PagedAttention(8, 128, num_kv_heads=2, quantize_query=True)
+    query, _ = core.rotate_and_write(qkv, no_turn, kv_cache, metadata)
+    np.testing.assert_array_equal(query, fp8_query(qkv[:, :8], kv_cache, **options)[0])
+
+
 def test_a_cpu_keeps_its_queries() -> None:
     kv_cache, options = arguments()
     query = jnp.ones((300, 8, 128), jnp.bfloat16)
