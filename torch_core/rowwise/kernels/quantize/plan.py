@@ -8,15 +8,14 @@ from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan
 from torch_core.rowwise.call import RowQuantizeCall
 from torch_core.rowwise.kernels.quantize.kernel import row_quantize_kernel
 
-# Columns that are read together, and of those the elements of a thread: with fewer of them, the registers of a gated
-# row of 14,336 leave room for two programs on a multiprocessor.
-_CHUNK, _ELEMENTS, _GATED_ELEMENTS = 2048, 8, 4
+# Columns that are read together, fewer of a gated row, which has two halves; and threads of a program.
+_CHUNK, _GATED_CHUNK, _THREADS = 2048, 1024, 256
 
 
 def plan_row_quantize(call: RowQuantizeCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty. Outputs: values, scale, and stream with a residual."""
-    chunk, outputs = min(_CHUNK, power_of_two(call.features)), call.outputs()
-    elements = _ELEMENTS if call.activation is None else _GATED_ELEMENTS
+    whole, outputs = _CHUNK if call.activation is None else _GATED_CHUNK, call.outputs()
+    chunk = min(whole, power_of_two(call.features))
     names = ("x", "row_scale", "column_scale", "residual", "weight", "values", "scale", "stream")
     given = {**call.arrays(), **outputs}
     arguments: dict[str, Argument] = {
@@ -34,6 +33,6 @@ def plan_row_quantize(call: RowQuantizeCall[ArraySpec], limits: DeviceLimits) ->
     }
     launch = named_launch(
         row_quantize_kernel, (call.num_rows,), arguments, constexprs, writes=tuple(outputs),
-        num_warps=max(1, chunk // (32 * elements)), num_stages=1, hot=True,
+        num_warps=max(1, _THREADS // 32 * chunk // whole), num_stages=1, hot=True,
     )  # fmt: skip
     return OperationPlan.of(call.name, call.arrays(), (launch,), outputs, {})
