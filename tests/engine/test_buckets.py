@@ -66,7 +66,7 @@ def test_an_engine_that_reports_no_likeliest_tokens_has_its_programs() -> None:
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize(("max_blocks", "max_num_seqs"), [(75, 24), (8, 24), (75, 3)])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_every_step_finds_its_program_compiled(max_blocks, max_num_seqs, invariant, ragged, guesses, data) -> None:
     made, compiled = runner(ragged, invariant, guesses, max_blocks, max_num_seqs)
