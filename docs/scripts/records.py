@@ -34,9 +34,14 @@ PAGES = {
         "Engine and layers",
         "Whole models in the engine, layers of experts, and a Flax module.",
         [
-            *("engine", "engine_fp8", "batch_invariance", "adapters", "experts", "experts_parts"),
+            *("engine_vllm", "engine", "engine_fp8", "batch_invariance", "adapters", "experts", "experts_parts"),
             *("generate_cpu", "flax_module"),
         ],
+    ),
+    "states": (
+        "Layers with a state",
+        "Prompts and decode steps of recurrent layers, next to flash-linear-attention and vLLM.",
+        ["states_delta", "states_mamba"],
     ),
     "devices": (
         "Several devices",
