@@ -22,6 +22,7 @@ def lora_shrink_kernel(
     HEADS: tl.constexpr,
     FIRST_HEADS: tl.constexpr,
     AHEAD: tl.constexpr,
+    SECOND: tl.constexpr,
     ONE_ROW: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -32,8 +33,8 @@ def lora_shrink_kernel(
     """Part of the inputs of `lora_a[slot] @ x[row]`, float32, at each row's place in the order of slots.
 
     Grid: (tiles of rows, tiles of ranks of each head, parts of PART inputs). A tile has rows of one slot; tiles after
-    the last end at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, if that is not
-    0: memory would else have nothing to do while one launch ends and the next one begins.
+    the last end at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, of SECOND, if
+    that is not 0: memory would else have nothing to do while one launch ends and the next one begins.
     """
     slot, places, live = _tile_rows(start_loc, tl.program_id(0), num_slots, num_rows, BLOCK_S, BLOCK_M)
     if slot < num_slots:
@@ -61,8 +62,7 @@ def lora_shrink_kernel(
             total = tl.dot(tokens, weights, total, input_precision="ieee")
         if AHEAD > 0:
             share = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
-            shares = tl.num_programs(1) * tl.num_programs(2)
-            read_ahead(lora_b + (slot.to(tl.int64) * shares + share) * AHEAD, AHEAD)
+            read_ahead(lora_b + slot.to(tl.int64) * SECOND + share * AHEAD, AHEAD)
         part = tl.program_id(2).to(tl.int64) * num_rows
         target = inner + ((part + places) * HEADS + head)[:, None] * ALL_RANKS + ranks[None, :]
         tl.store(target, total, mask=live[:, None] & (ranks < ALL_RANKS)[None, :])

@@ -95,6 +95,7 @@ def _shrink(
         "HEADS": heads,
         "FIRST_HEADS": call.first_heads,
         "AHEAD": _ahead(call, grid[1] * grid[2]) if tiles is _FEW and limits.arch >= 90 and heads == 1 else 0,
+        "SECOND": call.lora_b.shape[1] * call.rank,
         "ONE_ROW": num_rows == 1,
         "BLOCK_S": power_of_two(call.num_slots),
         "BLOCK_M": tiles.rows,
@@ -124,6 +125,9 @@ def _expand(
     divisor = math.gcd(*slices) & -math.gcd(*slices)
     # Two products at once take the registers of a step twice as wide.
     block_n = tiles.columns // (2 if gates and tiles is not _MANY else 1)
+    # Where programs are few, each has twice the columns under way.
+    if tiles is _FEW and not gates and programs * ceil_div(sum(slices), 2 * block_n) < tiles.expands * limits.num_sms:
+        block_n *= 2
     block_n = min(block_n, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
     block_n = max(16, block_n)
     while tiles is not _MANY and block_n > 64 and programs * ceil_div(sum(slices), block_n) < limits.num_sms:
@@ -168,6 +172,6 @@ def _most_tiles(num_rows: int, groups: int, block_m: int) -> int:
 def _ahead(call: LoraCall[ArraySpec], programs: int) -> int:
     """Returns the elements of a slot's second matrix that a program of its first one has the cache read; 0 for none."""
     size = call.lora_b.shape[1] * call.rank
-    # A larger second matrix would take the memory's time from the first one.
-    is_small = call.lora_b.shape[1] <= len(call.output_slices) * call.x.shape[1]
-    return size // programs if is_small and size % (8 * programs) == 0 else 0
+    # As much as the first matrix: more would take the memory's time from it.
+    share = min(size, _ranks(call) * call.x.shape[1]) // programs
+    return share // 8 * 8 if size % 8 == 0 else 0
