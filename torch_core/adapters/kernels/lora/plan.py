@@ -125,9 +125,6 @@ def _expand(
     divisor = math.gcd(*slices) & -math.gcd(*slices)
     # Two products at once take the registers of a step twice as wide.
     block_n = tiles.columns // (2 if gates and tiles is not _MANY else 1)
-    # Where programs are few, each has twice the columns under way.
-    if tiles is _FEW and not gates and programs * ceil_div(sum(slices), 2 * block_n) < tiles.expands * limits.num_sms:
-        block_n *= 2
     block_n = min(block_n, (1 << 14) // block_r, divisor if divisor >= 64 else power_of_two(max(slices)))
     block_n = max(16, block_n)
     while tiles is not _MANY and block_n > 64 and programs * ceil_div(sum(slices), block_n) < limits.num_sms:
@@ -171,7 +168,9 @@ def _most_tiles(num_rows: int, groups: int, block_m: int) -> int:
 
 def _ahead(call: LoraCall[ArraySpec], programs: int) -> int:
     """Returns the elements of a slot's second matrix that a program of its first one has the cache read; 0 for none."""
-    size = call.lora_b.shape[1] * call.rank
-    # As much as the first matrix: more would take the memory's time from it.
-    share = min(size, _ranks(call) * call.x.shape[1]) // programs
-    return share // 8 * 8 if size % 8 == 0 else 0
+    size, first = call.lora_b.shape[1] * call.rank, _ranks(call) * call.x.shape[1]
+    if size <= first:
+        return size // programs if size % (8 * programs) == 0 else 0
+    # All of a larger one would take the memory's time from the first one.
+    is_part = call.x.shape[0] > _FEW_TILES and size % 8 == 0
+    return first // 2 // programs // 8 * 8 if is_part else 0
