@@ -20,8 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # 0.11.0.
 if tuple(map(int, metadata.version("jaxlib").split(".")[:3])) <= (0, 11, 0):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
-# Programs compile in a fifth of the time. .ci/run has optimised ones, too, as users have.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Programs compile in a fifth of the time. .ci/run has optimised ones, too, as users have. On a GPU all are: the bits of
+# its kernels are compared with torch's.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The command line keeps compiled programs in the user's cache folder.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jattn-tests-")
 # A GPU would round float32 products to TF32, and what tests may differ by is float32's.
