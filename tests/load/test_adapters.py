@@ -186,11 +186,15 @@ def test_an_adapter_that_peft_writes_has_pefts_logits(architecture, tmp_path, se
         if "lora_" in name:
             torch.nn.init.normal_(each, 0, 0.08)
     model.save_pretrained(tmp_path / "lora")
+    loaded, *_ = load_model(folder, with_tokenizer=False, dtype="float32")
     with torch.no_grad():
         wanted = model(torch.tensor(np.asarray(TOKENS)).long()).logits.log_softmax(-1).numpy()
-    loaded, *_ = load_model(folder, with_tokenizer=False, dtype="float32")
+        with model.disable_adapter():
+            plain = model(torch.tensor(np.asarray(TOKENS)).long()).logits.log_softmax(-1).numpy()
+    # Norms of small results enlarge the roundings of some bases.
+    roundings = abs(jax.nn.log_softmax(dense_logits(loaded)) - plain).max()
     found = logits_with(loaded, load_adapter(tmp_path / "lora", loaded.config))
-    np.testing.assert_allclose(jax.nn.log_softmax(found), wanted, atol=1e-5)
+    np.testing.assert_allclose(jax.nn.log_softmax(found), wanted, atol=1e-5 + 4 * roundings)
 
 
 @pytest.mark.parametrize("names", ["wrapped", "named"])
