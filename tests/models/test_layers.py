@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,12 +85,20 @@ def test_a_product_of_inputs_with_a_prime_number_is_not_cut(seed: int) -> None:
     np.testing.assert_array_equal(found, x @ layer.kernel[...] + layer.bias[...])
 
 
-@pytest.mark.parametrize(("platform", "rows", "in_features"), [("cuda", 2, 64), ("cpu", 1, 64), ("cuda", 1, 1 << 13)])
-def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_out(
-    platform: str, rows: int, in_features: int
+MANY = 1 << 13
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "in_features", "dtype"),
+    [("cuda", 2, 64, None), ("cpu", 1, 64, None), ("cuda", 1, MANY, None), ("cuda", 2, MANY, jnp.bfloat16)],
+)
+def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_or_wide_weights(
+    platform: str, rows: int, in_features: int, dtype: Any
 ) -> None:
-    graph, state = nnx.split(nnx.eval_shape(lambda: linear(in_features, 2048, use_bias=False, rngs=nnx.Rngs(0))))
-    row = jax.ShapeDtypeStruct((1, in_features), jnp.float32)
+    options: dict[str, Any] = {} if dtype is None else {"param_dtype": dtype, "preferred_element_type": jnp.float32}
+    layer = nnx.eval_shape(lambda: linear(in_features, 2048, use_bias=False, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(layer)
+    row = jax.ShapeDtypeStruct((1, in_features), dtype or jnp.float32)
     traced = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(state, row)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert re.findall(r"dot_general .*: \(tensor<(\d+)x", text) == [str(rows)]
