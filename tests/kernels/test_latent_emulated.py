@@ -77,3 +77,10 @@ def test_warpgroups_of_few_rows_take_turns_at_tiles(rows: str, dtype: str, seed:
         seed, "few_latent_kernel", seq_lens=[390, 1], query_lens=[1, 1], num_heads=16, block_size=64, dtype=dtype,
         **EIGHT_BITS[rows],
     )  # fmt: skip
+
+
+def test_packed_rows_of_blocks_of_one_token_are_gathered(seed: int) -> None:
+    _check(
+        seed, "few_latent_kernel", seq_lens=[385, 3, 0], query_lens=[1, 0, 1], num_heads=5, padding_tokens=2,
+        block_size=1, packed=True,
+    )  # fmt: skip

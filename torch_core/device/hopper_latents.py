@@ -193,7 +193,18 @@ def slots_of(work, tokens, heads, results, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def boxes_of(work, table, step, SHAPE: gl.constexpr):
+def places_of(work, table, step, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
+    """Where the tile number `step` lies: the rows of its boxes, or with a BOX of 0 each row, -1 where there is none."""
+    if SHAPE.BOX == 0:
+        key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+        found = gl.load(table + key, mask=key < work.end, other=-1)
+    else:
+        found = _boxes_of(work, table, step, SHAPE)
+    return found
+
+
+@gluon.jit
+def _boxes_of(work, table, step, SHAPE: gl.constexpr):
     """Rows in the cache's matrix of the boxes of a tile: one for each lane of a warp; outside where there is none."""
     BOX: gl.constexpr = SHAPE.BOX
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))

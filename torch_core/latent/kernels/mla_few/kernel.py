@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.hopper_latents import BLOCK_N, ROPE, Results, Sizes, find_work, zero_padding
+from torch_core.device.hopper_latents import BLOCK_N, ROPE, Results, Sizes, find_row, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP, GROUPS, Room, Source
 from torch_core.latent.kernels.mla_few.warpgroups import attend
@@ -56,7 +56,8 @@ def few_latent_kernel(
     """A program: one chunk of a sequence's latents, with 16 of its rows (query token, head).
 
     Two warpgroups take every other tile, each with a softmax of its own; they are merged at the end. Grid and results
-    are those of mla.kernel. The copy engine sees the cache as rows of BLOCK_ROWS from block to block.
+    are those of mla.kernel. The copy engine sees the cache as rows of BLOCK_ROWS from block to block;
+    with a BOX of 0 blocks have one token, and threads gather their packed rows.
     """
     SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
     e4m3: gl.constexpr = gl.float8e4nv
@@ -70,7 +71,13 @@ def few_latent_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, COLUMNS)
+    dtype: gl.constexpr = latent_cache.dtype.element_ty if BOX == 0 else latent_cache.dtype
+    if BOX == 0:
+        work = find_row(
+            query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, num_tokens, ROW_TILES, SHAPE, COLUMNS
+        )
+    else:
+        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, COLUMNS)
     if k_scale is not None:
         stored = gl.load(k_scale)
         scale *= stored
@@ -78,9 +85,9 @@ def few_latent_kernel(
     output = Output(sinks, out, lse, out_factor)
     if work.live:
         if work.first_row < work.query_len * NUM_HEADS:
-            codes = gl.allocate_shared_memory(latent_cache.dtype, [GROUPS * SLOTS, BLOCK_N, GROUP], layout)
+            codes = gl.allocate_shared_memory(dtype, [GROUPS * SLOTS, BLOCK_N, GROUP], layout)
             ropes = gl.allocate_shared_memory(
-                latent_cache.dtype, [SLOTS, BLOCK_N, GROUP if WIDE else ROPE], layout if WIDE else narrow
+                dtype, [SLOTS, BLOCK_N, GROUP if WIDE else ROPE], layout if WIDE else narrow
             )
             rows = gl.allocate_shared_memory(e4m3, [GROUPS, TERMS * COLUMNS, GROUP], layout)
             rows_rope = gl.allocate_shared_memory(rope, [ROPE_TERMS * COLUMNS, ROPE], rope_layout)
@@ -90,7 +97,8 @@ def few_latent_kernel(
             ready = gl.allocate_shared_memory(gl.int64, [1], barrier)
             other = gl.allocate_shared_memory(gl.int64, [1], barrier)
             for i in gl.static_range(SLOTS):
-                mbarrier.init(full.index(i), count=1)
+                # Rows are gathered by the threads of a warpgroup, each of which arrives.
+                mbarrier.init(full.index(i), count=128 if BOX == 0 else 1)
             mbarrier.init(ready, count=1)
             mbarrier.init(other, count=1)
             room = Room(codes, ropes, rows, rows_rope, weights, states, full, ready, other)

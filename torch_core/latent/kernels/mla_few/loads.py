@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
@@ -16,6 +17,8 @@ COLUMNS = gl.constexpr(16)
 #: Elements of a latent that are copied and converted together, and the number of these groups.
 GROUP = gl.constexpr(128)
 GROUPS = gl.constexpr(4)
+#: Eight threads copy 128 bytes of a gathered row side by side.
+GATHERED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 # Of a packed row: all bytes, and where its scales and its rotary key start.
 _PACKED_BYTES = gl.constexpr(656)
 _SCALE_OFFSET = gl.constexpr(512)
@@ -40,7 +43,9 @@ class Source(NamedTuple):
     """The sources of copies."""
 
     query: Any  # The query.
-    latent_cache: Any  # latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys.
+    # latent_cache, latent_rope: rows of the cache, as seen for groups and for rotary keys; a pointer where rows are
+    # gathered.
+    latent_cache: Any
     latent_rope: Any
     packed: Any  # The cache's bytes where its rows are packed, else None.
     table: Any  # The sequence's blocks.
@@ -48,7 +53,29 @@ class Source(NamedTuple):
 
 @gluon.jit
 def load_tile(slot, boxes, source, room, SHAPE: gl.constexpr):
-    """Starts the copies of a tile, whose rows in the cache's matrix are `boxes`."""
+    """Starts the copies of a tile, which lies at `boxes`."""
+    if SHAPE.BOX == 0:
+        _gather(slot, boxes, source, room, SHAPE)
+    else:
+        _copy(slot, boxes, source, room, SHAPE)
+
+
+@gluon.jit
+def _gather(slot, rows, source, room, SHAPE: gl.constexpr):
+    # Packed rows: a rotary key has as many bytes as a group.
+    starts = source.latent_cache + rows.to(gl.int64) * SHAPE.BLOCK_ROWS
+    inside = (rows >= 0)[:, None]
+    columns = gl.arange(0, GROUP, layout=gl.SliceLayout(0, GATHERED))
+    for j in gl.static_range(GROUPS):
+        pointers = starts[:, None] + (j * GROUP + columns)[None, :]
+        async_copy.async_copy_global_to_shared(room.codes.index(GROUPS * slot + j), pointers, mask=inside)
+    pointers = starts[:, None] + (_ROPE_OFFSET + columns)[None, :]
+    async_copy.async_copy_global_to_shared(room.ropes.index(slot), pointers, mask=inside)
+    async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
+
+
+@gluon.jit
+def _copy(slot, boxes, source, room, SHAPE: gl.constexpr):
     BOX: gl.constexpr = SHAPE.BOX
     ROPE_COLUMN: gl.constexpr = GROUPS * GROUP if source.packed is None else _ROPE_OFFSET
     lanes = gl.arange(0, 32, layout=boxes.type.layout)
@@ -80,7 +107,9 @@ def load_scales(work, source, step, layout: gl.constexpr, SHAPE: gl.constexpr):
     key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=layout)
     inside = key < work.end
     block = gl.load(source.table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
-    row = (block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * _PACKED_BYTES + _SCALE_OFFSET
+    # A gathered row is a block, and BLOCK_ROWS its elements.
+    BLOCK_ROWS: gl.constexpr = 1 if SHAPE.BOX == 0 else SHAPE.BLOCK_ROWS
+    row = (block * BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * _PACKED_BYTES + _SCALE_OFFSET
     scale = (source.packed + row).to(gl.pointer_type(gl.float32), bitcast=True)
     scales = ()
     for i in gl.static_range(GROUPS):

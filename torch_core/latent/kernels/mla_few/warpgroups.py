@@ -12,10 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import reinterpret, thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, ROPE, boxes_of, slots_of, store_sums, visible_latents
+from torch_core.device.hopper_latents import BLOCK_N, ROPE, places_of, slots_of, store_sums, visible_latents
 from torch_core.device.mask import LOG2E
 from torch_core.latent.kernels.mla_few.loads import (
     COLUMNS,
+    GATHERED,
     GROUP,
     GROUPS,
     load_query,
@@ -53,7 +54,7 @@ def attend(
     if OWN == 0:
         for i in gl.static_range(SLOTS):
             if i < work.tiles:
-                load_tile(i, boxes_of(work, source.table, i, SHAPE), source, room, SHAPE)
+                load_tile(i, places_of(work, source.table, i, GATHERED, SHAPE), source, room, SHAPE)
         load_query(work, source, room, STRIDES, SHAPE)
         fence_async_shared()
         thread_barrier()
@@ -72,11 +73,14 @@ def attend(
     acc_0, acc_1, acc_2, acc_3 = zeros, zeros, zeros, zeros
     for step in range(OWN, work.tiles, 2):
         slot = step % SLOTS
-        boxes = boxes_of(work, source.table, step + SLOTS, SHAPE)
+        boxes = places_of(work, source.table, step + SLOTS, GATHERED, SHAPE)
         position = work.start + step * BLOCK_N
         live = work.end - position
         mbarrier.wait(room.full.index(slot), step // SLOTS & 1)
-        if live < BLOCK_N:
+        if SHAPE.BOX == 0:
+            # Threads copied the tile, and zeros for rows that no token owns.
+            fence_async_shared()
+        elif live < BLOCK_N:
             # Rows that no token owns may be NaN, and their weight of 0 would not help.
             zero_behind(slot, live, room)
             thread_barrier()

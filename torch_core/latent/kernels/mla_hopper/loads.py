@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_core.device.gluon_names import async_load, thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, boxes_of
+from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE
 from torch_core.device.hopper_work import zero_outside
 
 #: Rows (query token, head) of a program.
@@ -18,11 +18,11 @@ ROWS = gl.constexpr(64)
 #: Halves of tiles, and rotary parts of tiles, that shared memory has room for.
 SLOTS = gl.constexpr(5)
 ROPES = gl.constexpr(3)
+#: Eight threads copy 128 bytes of a gathered row side by side.
+GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # Bytes of half a tile of 64 latents or query rows, and of 64 rotary keys.
 _HALF_BYTES = gl.constexpr(64 * 256 * 2)
 _ROPE_BYTES = gl.constexpr(64 * 64 * 2)
-# Eight threads copy 128 bytes of a gathered row side by side.
-_GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Room(NamedTuple):
@@ -70,17 +70,6 @@ def slot_of(number):
 
 
 @gluon.jit
-def places_of(work, source, step, SHAPE: gl.constexpr):
-    """What `load_half` wants to know about a tile: the rows of its boxes, or each row, -1 where there is none."""
-    if SHAPE.BOX == 0:
-        key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, _GATHERED))
-        found = gl.load(source.table + key, mask=key < work.end, other=-1)
-    else:
-        found = boxes_of(work, source.table, step, SHAPE)
-    return found
-
-
-@gluon.jit
 def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.constexpr):
     """Loads the half PART of a tile."""
     slot, _ = slot_of(2 * step + PART)
@@ -103,13 +92,13 @@ def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.con
 
 @gluon.jit
 def _gather(PART: gl.constexpr, slot, step, rows, barrier, source, room, SHAPE: gl.constexpr):
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, _GATHERED))
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, GATHERED))
     starts = source.latent_cache + rows.to(gl.int64) * SHAPE.BLOCK_ROWS
     inside = (rows >= 0)[:, None]
     pointers = starts[:, None] + (PART * HALF + columns)[None, :]
     async_copy.async_copy_global_to_shared(room.latents.tiles.index(slot), pointers, mask=inside)
     if PART == 1:
-        columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, _GATHERED))
+        columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, GATHERED))
         pointers = starts[:, None] + (2 * HALF + columns)[None, :]
         async_copy.async_copy_global_to_shared(room.rope.index(step % ROPES), pointers, mask=inside)
     async_copy.mbarrier_arrive(barrier, increment_count=False)

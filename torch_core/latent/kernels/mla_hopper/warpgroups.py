@@ -12,10 +12,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import thread_barrier
-from torch_core.device.hopper_latents import BLOCK_N, HALF, rescale_rows, slots_of, store_sums, visible_latents
+from torch_core.device.hopper_latents import (
+    BLOCK_N,
+    HALF,
+    places_of,
+    rescale_rows,
+    slots_of,
+    store_sums,
+    visible_latents,
+)
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
-from torch_core.latent.kernels.mla_hopper.loads import ROPES, ROWS, SLOTS, load_half, load_query, places_of, slot_of
+from torch_core.latent.kernels.mla_hopper.loads import GATHERED, ROPES, ROWS, SLOTS, load_half, load_query, slot_of
 
 # A maximum that grows by no more bits than this stays the reference of weights: they are up to 2^8 then.
 _SLACK = gl.constexpr(8.0)
@@ -111,14 +119,14 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         load_query(work, source, room, SHAPE)
     for step in gl.static_range(2):
         if step < work.tiles:
-            load_half(OWN, step, places_of(work, source, step, SHAPE), work, source, room, SHAPE)
+            load_half(OWN, step, places_of(work, source.table, step, GATHERED, SHAPE), work, source, room, SHAPE)
     if OWN == 0:
         mbarrier.wait(room.query_read, 0)
         if work.tiles > 2:
-            load_half(0, 2, places_of(work, source, 2, SHAPE), work, source, room, SHAPE)
+            load_half(0, 2, places_of(work, source.table, 2, GATHERED, SHAPE), work, source, room, SHAPE)
     acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
     for step in range(work.tiles):
-        boxes = places_of(work, source, step + LEAD, SHAPE)
+        boxes = places_of(work, source.table, step + LEAD, GATHERED, SHAPE)
         slot, phase = slot_of(2 * step + OWN)
         mbarrier.wait(room.latents.full.index(slot), phase)
         mbarrier.wait(room.weights.full.index(0), step & 1)
