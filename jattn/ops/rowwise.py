@@ -192,7 +192,8 @@ def _row_quantize(call: RowQuantizeCall[jax.Array]) -> dict[str, jax.Array]:
     if call.weight is not None:
         row = row * jax.lax.rsqrt(jnp.mean(row * row, axis=-1, keepdims=True) + call.epsilon)
         row = row.astype(dtype).astype(wide) if call.norm_type == "rms_norm" else row
-        row = row * (call.weight.astype(wide) + (call.norm_type == "gemma_rms_norm"))
+        weight = call.weight.astype(wide)[None]
+        row = row * (1 + weight if call.norm_type == "gemma_rms_norm" else weight)
     values, scale = e4m3_rows(row)
     padding = call.outputs()["values"].shape[0] - call.num_rows
     return {"values": jnp.pad(values, ((0, padding), (0, 0))), "scale": scale[:, 0], **results}
