@@ -30,6 +30,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BY_KIND = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}
+#: Files of other families by architecture: the keys that they have and LLAMA has not, or in place of its own.
+OTHERS = {
+    "MellumForCausalLM": {"model_type": "mellum", **EXPERTS, "num_experts": 6},
+    "LagunaForCausalLM": {"model_type": "laguna", **EXPERTS, "num_experts": 6, "num_key_value_heads": 4},
+    "GraniteSWAForCausalLM": {"model_type": "granite_swa"},
+    "ExaoneMoeForCausalLM": {"model_type": "exaone_moe", **EXPERTS},
+    "MiniMaxForCausalLM": {"model_type": "minimax"},
+    "MiMoV2FlashForCausalLM": {"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]},
+    "BailingHybridForCausalLM": {
+        "model_type": "bailing_hybrid",
+        "model_max_length": 512,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+    },
+}
 REFUSED = [
     ({"architectures": None}, InvalidInput, "config.json: architectures is None; it must be a list of one name."),
     ({"architectures": ["A", "B"]}, InvalidInput, "architectures is ['A', 'B']; it must be a list of one name."),
@@ -415,3 +432,62 @@ def test_a_gemma_4_that_computes_otherwise_is_refused(changes, message) -> None:
     with pytest.raises((InvalidInput, Unsupported)) as error:
         parse_config(raw | changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "message"),
+    [
+        (
+            "MellumForCausalLM",
+            "rope_parameters",
+            BY_KIND | {"full_attention": "x"},
+            "rope_parameters.full_attention is 'x'",
+        ),
+        (
+            "MellumForCausalLM",
+            "rope_parameters",
+            {"full_attention": {}},
+            "rope_parameters.sliding_attention.rope_theta is missing",
+        ),
+        (
+            "MellumForCausalLM",
+            "rope_parameters",
+            BY_KIND | {"sliding_attention": {"rope_theta": 0}},
+            "rope_parameters.sliding_attention.rope_theta is 0; it must be from 1 to",
+        ),
+        (
+            "MellumForCausalLM",
+            "rope_parameters",
+            BY_KIND | {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters.sliding_attention is {'rope_theta': 10000.0, 'partial_rotary_factor': 0.5}; this",
+        ),
+        ("MellumForCausalLM", "sliding_window", "x", "sliding_window is 'x'; it must be an int from 1 to"),
+        ("LagunaForCausalLM", "layer_types", [{}, {}], "layer_types is [{}, {}]; it must have 'full_attention'"),
+        ("LagunaForCausalLM", "gating_types", 3, "gating_types is 3; its values here are of another kind."),
+        (
+            "GraniteSWAForCausalLM",
+            "rope_parameters",
+            "x",
+            "rope_parameters is 'x'; its values here are of another kind.",
+        ),
+        ("GraniteSWAForCausalLM", "logits_scaling", 1e9, "logits_scaling: logits_scale is 1e-09; it must be from"),
+        (
+            "ExaoneMoeForCausalLM",
+            "sliding_window_pattern",
+            [3],
+            "sliding_window_pattern is [3]; its values here are of",
+        ),
+        ("MiniMaxForCausalLM", "mlp_alpha_factor", [], "mlp_alpha_factor is []; this build has one for all branches"),
+        ("MiMoV2FlashForCausalLM", "sliding_window_size", "x", "sliding_window_size is 'x'; it must be an int from 1"),
+        ("MiMoV2FlashForCausalLM", "moe_layer_freq", [0, 1.0], "moe_layer_freq is [0, 1.0]; it must have 0 or 1"),
+        (
+            "BailingHybridForCausalLM",
+            "first_k_dense_replace",
+            10**9,
+            "first_k_dense_replace is 1000000000; it must be from",
+        ),
+    ],
+)
+def test_a_wrong_value_of_a_family_is_refused_by_its_key(architecture, key, value, message):
+    with pytest.raises((InvalidInput, Unsupported), match="^config.json: " + re.escape(message)):
+        parse_config(LLAMA | {"architectures": [architecture]} | OTHERS[architecture] | {key: value})

@@ -12,7 +12,9 @@ import safetensors.numpy
 
 from jattn.llm.engine import LLM
 from jattn.llm.load import SentenceModules, load_sentence_modules
+from jattn.llm.load.sentence import SentenceDense
 from jattn.llm.text.embeddings import embed
+from jattn.llm.text.prompts import with_beginning
 from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import byte_tokenizer, reference_bound, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -146,11 +148,43 @@ def test_the_pooling_of_a_folder_is_read_in_both_spellings(tmp_path, pooling, fo
         (MODULES[:2], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "Pooling of 1_Pooling"),
         (MODULES[:2], {"pooling_mode": "weightedmean"}, "Pooling of 1_Pooling"),
         ([*MODULES[:2], ("2_LayerNorm", f"{TYPE}.LayerNorm")], {"pooling_mode": "mean"}, "LayerNorm of 2_LayerNorm"),
+        (MODULES[:2], {"pooling_mode": "mean", "include_prompt": False}, "Pooling of 1_Pooling"),
+        ([("", "own.Transformer"), MODULES[1]], {"pooling_mode": "mean"}, "own.Transformer of "),
+        ([*MODULES[:2], MODULES[1]], {"pooling_mode": "mean"}, "Pooling of 1_Pooling"),
+        ([MODULES[0], MODULES[4], MODULES[1]], {"pooling_mode": "mean"}, "Normalize of 4_Normalize"),
     ],
 )
 def test_modules_that_are_missing_here_are_named(tmp_path, modules, pooling, unserved) -> None:
     write_modules(tmp_path, modules, pooling)
-    assert load_sentence_modules(tmp_path).unserved == (unserved,)
+    name, _, where = unserved.partition(" of ")
+    assert load_sentence_modules(tmp_path).unserved == (f"{name!r} of {where!r}",)
+
+
+@pytest.mark.parametrize("named", [{"module_input_name": "token_embeddings"}, {"module_output_name": []}])
+def test_a_dense_layer_of_tokens_is_not_taken_for_one_of_texts(tmp_path, seed, named) -> None:
+    write_modules(tmp_path, MODULES[:3], {"pooling_mode": "mean"})
+    write_dense(tmp_path / "2_Dense", (2, 3), IDENTITY, np.random.default_rng(seed), bias=False)
+    file = tmp_path / "2_Dense" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    assert load_sentence_modules(tmp_path).unserved == ("'Dense' of '2_Dense'",)
+
+
+def test_a_dense_layer_that_does_not_follow_the_vectors_before_it_is_refused(seed) -> None:
+    model = tiny_model(tiny_config(num_hidden_layers=1), seed)
+    layer = SentenceDense(np.zeros((model.config.hidden_size, 5), np.float32), None, "tanh")
+    with pytest.raises(InvalidInput, match=r"^modules\.dense\[1\] has \d+ inputs; the vectors have 5 elements\.$"):
+        embed(model, [[1]], pooling=None, normalize=True, modules=SentenceModules(dense=(layer, layer)))
+
+
+@pytest.mark.parametrize("name", [[], 0, b"query", False])
+def test_the_name_of_a_prompt_is_a_string(name) -> None:
+    with pytest.raises(InvalidInput, match=r"^prompt_name is .*; it must be a string, or None\.$"):
+        SentenceModules(prompts=PROMPTS).prompt(name)
+
+
+def test_a_prompt_that_is_no_text_is_refused_after_a_beginning_too() -> None:
+    with pytest.raises(InvalidInput, match="a prompt is a mapping with the keys"):
+        with_beginning("q: ", {"prompt": 3})
 
 
 def test_vectors_of_modules_that_are_missing_here_are_refused(seed) -> None:
@@ -164,13 +198,30 @@ def test_vectors_of_modules_that_are_missing_here_are_refused(seed) -> None:
     [
         ("modules.json", "{}", r"^modules\.json holds a JSON dict; it must be an array"),
         ("modules.json", '[{"type": 3}]', r"^modules\.json has the entry .*; each has a type and a path"),
-        ("modules.json", '[{"type": "a.Pooling", "path": "../x"}]', r"^file name '\.\./x' is not a plain name"),
+        (
+            "modules.json",
+            '[{"type": "a.Pooling", "path": "../x"}]'.replace("a.", f"{TYPE}."),
+            r"^file name '\.\./x' is not a plain name",
+        ),
         (
             "2_Dense/config.json",
             '{"in_features": 3, "out_features": 4, "activation_function": "torch.nn.modules.linear.Identity"}',
             r"^2_Dense/model\.safetensors has the tensors",
         ),
         ("config_sentence_transformers.json", '{"prompts": {"a": 3}}', r"prompts is \{'a': 3\}; it must be texts"),
+        ("modules.json", json.dumps([{"type": "a", "path": ""}] * 65), r"^modules\.json has 65 entries; at most 64"),
+        (
+            "2_Dense/config.json",
+            '{"in_features": 0}',
+            r"^2_Dense/config\.json: out_features is None; it must be an int",
+        ),
+        ("2_Dense/config.json", '{"bias": "no"}', r"^2_Dense/config\.json: bias is 'no'; it must be True or False"),
+        ("config_sentence_transformers.json", '{"prompts": []}', r"prompts is \[\]; it must be texts"),
+        (
+            "config_sentence_transformers.json",
+            '{"default_prompt_name": []}',
+            r"default_prompt_name is \[\]; prompts has",
+        ),
         (
             "config_sentence_transformers.json",
             '{"default_prompt_name": "b"}',

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jattn.llm.load.config_keys import FILE, REQUIRED_FIELDS, checked_keys, family_of_file, language_part
 from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.families.family import Key, Raw
 from jattn.llm.load.generation import forced_token, token_ids
-from jattn.llm.load.rope import read_rope, write_rope
+from jattn.llm.load.rope import LOCAL_THETA, read_rope, write_rope
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.config_fields import PARTS, SIZE_LIMITS
 from jattn.llm.models.parts import MAX_CONTEXT
 from torch_core.base.checks import check_int, shown
-from torch_core.base.errors import InvalidInput, JattnError, Unsupported
+from torch_core.base.errors import ArgumentError, InvalidInput, JattnError, Unsupported
+from torch_core.base.limits import limits_of
 from torch_core.base.specs import QUERY_DTYPES
 
 #: Fields that an encoder does not have.
 _OF_LOGITS = ("decoder_start_token_id", "forced_bos_token_id", "logits_bias", "logits_scale", "tie_word_embeddings")
+
+_LONGEST_WINDOW = int(limits_of(ModelConfig)["sliding_window"].high or 0)
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
@@ -46,43 +49,16 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     """
     family = family_of_file(raw)
     raw = checked_keys(language_part(raw, family), family)
-    options = dict(family.options)
-    for name, key in family.all_keys.items():
-        if name in raw:
-            options |= dict.fromkeys(key.fields, _read(name, key, raw[name]))
-    forced, is_served = forced_token(raw.get("forced_eos_token_id"))
+    _, is_served = forced_token(raw.get("forced_eos_token_id"))
     if not is_served:
         warnings.warn(f"{FILE} has forced_eos_token_id, whose effect is missing here.", stacklevel=2)
     try:
-        # Before anything is counted out, layer by layer.
-        for name in REQUIRED_FIELDS:
-            check_int(name, options[name], 1, SIZE_LIMITS[name])
-        if options.get("num_key_value_heads") is None:
-            options["num_key_value_heads"] = options["num_attention_heads"]
-        if options.get("head_dim") is None:
-            options["head_dim"] = _derived_head_dim(options)
-        if family.derive is not None:
-            options |= _derived(family.derive, raw, family)
-        options |= read_rope(raw, family, options["max_position_embeddings"]) | _layers(raw, family)
-        options["dtype"] = _stored_dtype(raw)
-        parts = {part: _popped(options, f"{part}.") for part in (*PARTS, "encoder")}
-        for part, kind in PARTS.items():
-            # A family may take a part away.
-            if parts[part] and options.get(part, part) is not None:
-                options[part] = kind(**parts[part])
-        if parts["encoder"]:
-            options["encoder"] = _encoder(options, parts["encoder"])
-        return ModelConfig(
-            **options,
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
-            forced_eos_token_id=forced,
-            architecture=family.architecture,
-        )
+        return _built(raw, family)
     except (InvalidInput, Unsupported) as error:
-        name = error.argument or ""
-        raise error.renamed(_key_of(name, family, raw), old=name).under(FILE) from None
-    except (TypeError, ValueError, ArithmeticError, KeyError) as error:
+        raise _by_key(error, family, raw).under(FILE) from None
+    except _OF_ANOTHER_KIND as error:
+        if (name := _first_of_another_kind(raw, family)) is not None:
+            raise InvalidInput(name, value=raw[name], wanted=_ANOTHER_KIND).under(FILE) from error
         raise InvalidInput(f"{FILE}: values of {family.architecture} do not fit each other ({error}).") from None
 
 
@@ -151,11 +127,50 @@ def _render(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
     return written if family.write is None else {**written, **family.write(config)}
 
 
-def _key_of(name: str, family: Family, raw: Mapping[str, Any]) -> str:
-    """Returns the file's name of a field whose value is stored unchanged; otherwise the field's own name."""
+def _built(raw: Raw, family: Family) -> ModelConfig:
+    options = dict(family.options)
+    for name, key in family.all_keys.items():
+        if name in raw:
+            options |= dict.fromkeys(key.fields, _read(name, key, raw[name]))
+    # Before anything is counted out, layer by layer.
+    for name in REQUIRED_FIELDS:
+        check_int(name, options[name], 1, SIZE_LIMITS[name])
+    if options.get("num_key_value_heads") is None:
+        options["num_key_value_heads"] = options["num_attention_heads"]
+    if options.get("head_dim") is None:
+        options["head_dim"] = _derived_head_dim(options)
+    types = _layer_types(raw, family, options["num_hidden_layers"])
+    if family.derive is not None:
+        options |= family.derive(raw)
+    options |= read_rope(raw, family, options["max_position_embeddings"]) | _layers(raw, family, types)
+    options["dtype"] = _stored_dtype(raw)
+    parts = {part: _popped(options, f"{part}.") for part in (*PARTS, "encoder")}
+    for part, kind in PARTS.items():
+        # A family may take a part away.
+        if parts[part] and options.get(part, part) is not None:
+            options[part] = kind(**parts[part])
+    if parts["encoder"]:
+        options["encoder"] = _encoder(options, parts["encoder"])
+    return ModelConfig(
+        **options,
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+        forced_eos_token_id=forced_token(raw.get("forced_eos_token_id"))[0],
+        architecture=family.architecture,
+    )
+
+
+def _by_key(error: ArgumentError, family: Family, raw: Raw) -> ArgumentError:
+    """Returns the error of a field under the file's name of it, and after that name if the file's value is another."""
+    name = error.argument or ""
+    if name == "rope_local_theta" and raw.get("rope_parameters") is not None:
+        return error.renamed(LOCAL_THETA, old=name)
     fields = {name, *(f"{part}.{name}" for part in PARTS)}
-    own = (key for key, entry in family.all_keys.items() if entry.is_plain and fields & {*entry.fields})
-    return next((key for key in own if key in raw), name)
+    own = [key for key, entry in family.all_keys.items() if key in raw and fields & {*entry.fields}]
+    plain = next((key for key in own if family.all_keys[key].is_plain), None)
+    if plain is None and own and name not in own:
+        return error.under(own[0])
+    return error.renamed(plain or name, old=name)
 
 
 def _popped(options: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -174,6 +189,7 @@ def _encoder(options: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
 
 #: The exceptions of a function of a family that meets a value of another kind.
 _OF_ANOTHER_KIND = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_ANOTHER_KIND = "its values here are of another kind"
 
 
 def _read(name: str, key: Key, value: Any) -> Any:
@@ -183,17 +199,19 @@ def _read(name: str, key: Key, value: Any) -> Any:
     except JattnError:
         raise
     except _OF_ANOTHER_KIND as error:
-        raise InvalidInput(name, value=value, wanted="its values here are of another kind").under(FILE) from error
+        raise InvalidInput(name, value=value, wanted=_ANOTHER_KIND) from error
 
 
-def _derived(derive: Callable[[Raw], Raw], raw: Raw, family: Family) -> Raw:
-    try:
-        return derive(raw)
-    except JattnError:
-        raise
-    except _OF_ANOTHER_KIND as error:
-        problem = f"has values that {family.architecture} cannot be derived from ({error})"
-        raise InvalidInput(FILE, problem, "compare it with a published file") from error
+def _first_of_another_kind(raw: Raw, family: Family) -> str | None:
+    """Returns the first key without whose value the rest of the file can be read."""
+    for name in raw:
+        default = family.defaults.get(name)
+        try:
+            _built({**raw, name: None if callable(default) else default}, family)
+        except (JattnError, *_OF_ANOTHER_KIND):
+            continue
+        return name
+    return None
 
 
 def _derived_head_dim(options: Mapping[str, Any]) -> int:
@@ -207,17 +225,15 @@ def _derived_head_dim(options: Mapping[str, Any]) -> int:
     return hidden_size // num_heads
 
 
-def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the types of layers, and the window of all or of each, from the file's keys and the family's pattern."""
+def _layer_types(raw: Raw, family: Family, count: int) -> list[str]:
+    """Returns the file's types of layers, or the family's; empty without these."""
     types = raw.get("layer_types")
     if types is None and family.default_types is not None:
         types = family.default_types(raw)
-    count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
-    is_used = raw.get("use_sliding_window", True)
-    if not isinstance(is_used, bool):
-        raise InvalidInput("use_sliding_window", value=is_used, wanted="it must be true or false")
-    known = {"full_attention": "attention", "sliding_attention": "attention", **family.layer_types}
-    if types is not None and (
+    if types is None:
+        return []
+    known = _types_of(family)
+    if (
         not isinstance(types, list)
         or len(types) != count
         or any(not isinstance(kind, str) or kind not in known for kind in types)
@@ -225,7 +241,20 @@ def _layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
         *names, last = map(repr, known)
         wanted = f"it must have {', '.join(names)} or {last} for each of the {count} layers"
         raise InvalidInput("layer_types", value=types, wanted=wanted)
-    mixed = tuple(known[kind] for kind in types or ())
+    return types
+
+
+def _types_of(family: Family) -> dict[str, str]:
+    return {"full_attention": "attention", "sliding_attention": "attention", **family.layer_types}
+
+
+def _layers(raw: Raw, family: Family, types: list[str]) -> dict[str, Any]:
+    """Returns the types of layers, and the window of all or of each, from the file's keys and the family's pattern."""
+    count = raw[next(name for name, key in family.all_keys.items() if key.field == "num_hidden_layers")]
+    is_used = raw.get("use_sliding_window", True)
+    if not isinstance(is_used, bool):
+        raise InvalidInput("use_sliding_window", value=is_used, wanted="it must be true or false")
+    mixed = tuple(_types_of(family)[kind] for kind in types)
     own: dict[str, Any] = {"layer_types": mixed} if any(kind != "attention" for kind in mixed) else {}
     if (kinds := raw.get("mlp_layer_types")) is not None and family.has_experts:
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
@@ -251,6 +280,8 @@ def _windows(raw: Mapping[str, Any], family: Family, count: int) -> dict[str, An
         return {}
     if window is None or not is_used:
         return {}
+    if not family.two_sided_window:
+        check_int("sliding_window", window, 1, _LONGEST_WINDOW)
     if types is not None and family.windows != "all":
         slides = [kind == "sliding_attention" for kind in types]
     else:

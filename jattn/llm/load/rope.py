@@ -16,6 +16,8 @@ _PARTIAL, _LOCAL = "partial_rotary_factor", "rope_local_base_freq"
 #: Of families whose kinds of layers rotate other shares of a head.
 _PARTIAL_OF_FULL = "full_attention.partial_rotary_factor"
 _BETA, _ALPHA, _MSCALE = "llama_4_scaling_beta", "alpha", "short_mscale"
+#: The file's name of rope_local_theta in newer files.
+LOCAL_THETA = "rope_parameters.sliding_attention.rope_theta"
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 #: The name of longrope in Phi-3's first files.
 _OLD_NAMES = {"su": "longrope"}
@@ -31,9 +33,11 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
         raise InvalidInput(name, value=given, wanted="it must be an object or null")
     given, local = dict(given or {}), {}
     if _LOCAL in family.rope_keys and "full_attention" in given:
-        local, given = given.get("sliding_attention") or {}, given["full_attention"] or {}
-        if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            wanted = "this build has rope_type 'default' there"
+        given, local = (_of_kind(given, name, kind) for kind in ("full_attention", "sliding_attention"))
+        own = {"rope_theta", _PARTIAL} if _PARTIAL_OF_FULL in family.rope_keys else {"rope_theta"}
+        inert = {"rope_type": "default", _PARTIAL: 1}
+        if any(value is not None and inert.get(key) != value for key, value in local.items() if key not in own):
+            wanted = "this build has rope_type 'default' there, and no factors"
             raise Unsupported(f"{name}.sliding_attention", value=local, wanted=wanted)
     # How positions of pictures are dealt out over the pairs; a text has one position for all of them.
     given = {key: value for key, value in given.items() if value is not None and not key.startswith("mrope_")}
@@ -47,9 +51,20 @@ def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str,
     elif partial is not None and _PARTIAL not in family.ignored and (partial != 1 or isinstance(partial, bool)):
         raise Unsupported(_PARTIAL, value=partial, wanted="this build has 1.0")
     if _LOCAL in family.rope_keys:
-        fields["rope_local_theta"] = local.get("rope_theta", _value(raw, family, _LOCAL, 10000.0))
+        place = family.rope_keys[_LOCAL]
+        if place == name and local.get("rope_theta") is None:
+            raise InvalidInput(LOCAL_THETA, "is missing")
+        fields["rope_local_theta"] = local.get("rope_theta", raw.get(place, raw.get(_LOCAL, 10000.0)))
     fields |= _of_some(given, fields, raw, family)
     return fields | {"rope_scaling": _scaling(given, name, raw, context)}
+
+
+def _of_kind(given: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
+    """Returns the object of one kind of layers."""
+    own = given.get(kind)
+    if not isinstance(own, dict | None):
+        raise InvalidInput(f"{name}.{kind}", value=own, wanted="it must be an object or null")
+    return dict(own or {})
 
 
 def _of_some(

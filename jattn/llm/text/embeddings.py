@@ -58,6 +58,7 @@ def embed(
     if modules.unserved:
         wanted = "without them its vectors would be others"
         raise Unsupported("modules.json", f"of the model's folder has {', '.join(modules.unserved)}", wanted)
+    _check_dense(modules, model)
     pooling = (modules.pooling or "mean") if pooling is None else pooling
     if not isinstance(pooling, str):
         raise InvalidInput("pooling", value=pooling, wanted="use 'mean', 'cls' or 'last'")
@@ -118,6 +119,15 @@ def shortened(vectors: Sequence[np.ndarray], dimensions: int, *, normalize: bool
     found = [each[:dimensions] for each in vectors]
     tiny = np.finfo(np.float32).tiny
     return [each / max(np.linalg.norm(each), tiny) for each in found] if normalize else found
+
+
+def _check_dense(modules: SentenceModules, model: Decoder) -> None:
+    size = model.config.hidden_size
+    for index, layer in enumerate(modules.dense):
+        inputs, outputs = layer.kernel.shape
+        if inputs != size:
+            raise InvalidInput(f"modules.dense[{index}]", f"has {inputs} inputs", f"the vectors have {size} elements")
+        size = outputs
 
 
 def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:

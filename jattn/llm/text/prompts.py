@@ -71,7 +71,7 @@ def encoded(
 def with_beginning(text: str, prompt: Prompt) -> Prompt:
     """Returns a prompt whose text begins with another; token ids stay."""
     if isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:
-        prompt = prompt["prompt"]
+        prompt = _unwrapped(prompt)
     return text + prompt if isinstance(prompt, str) else prompt
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jattn.llm.load.families.family import Raw, mlp_layer_types
 from jattn.llm.models.config import ModelConfig
+from torch_core.base.checks import check_int
 
 #: Keys of the file that only functions read.
 DERIVED: dict[str, Any] = {
@@ -20,6 +21,7 @@ DERIVED |= {"layer_group_size": 6, "short_conv_kernel_size": 4}
 def parts(raw: Raw) -> dict[str, Any]:
     """Returns the size of a rotated key, the bound of the decays, and the layers without experts."""
     first = 2 if raw["first_k_dense_replace"] is None else raw["first_k_dense_replace"]
+    check_int("first_k_dense_replace", first, 0, raw["num_hidden_layers"])
     return {
         "head_dim": raw["qk_rope_head_dim"],
         "kimi_delta.lower_bound": raw["kda_lower_bound"] if raw["kda_safe_gate"] else None,

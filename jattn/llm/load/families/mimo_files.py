@@ -6,6 +6,9 @@ from typing import Any
 
 from jattn.llm.load.families.family import Raw, mlp_layer_types
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.config_fields import SIZE_LIMITS
+from jattn.llm.models.parts import MAX_CONTEXT
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 
 _KINDS = {"hybrid_layer_pattern": ("full_attention", "sliding_attention"), "moe_layer_freq": ("dense", "sparse")}
@@ -46,7 +49,7 @@ def respelled(raw: Raw) -> Raw:
     found = {name: value for name, value in raw.items() if name not in _UNUSED}
     for name, kinds in _KINDS.items():
         given = found.pop(name, None)
-        if not isinstance(given, list) or any(each not in (0, 1) for each in given):
+        if not isinstance(given, list) or any(each not in (0, 1) or not isinstance(each, int) for each in given):
             raise InvalidInput(name, value=given, wanted="it must have 0 or 1 for each layer")
         found[_TYPES[name]] = [kinds[each] for each in given]
     for name, own in _SAME.items():
@@ -56,12 +59,15 @@ def respelled(raw: Raw) -> Raw:
         if found.pop(name, value) is not value:
             raise Unsupported(name, value=raw[name], wanted=f"this build has {str(value).lower()}")
     heads, own = found.pop("swa_num_key_value_heads", None), found.get("num_key_value_heads")
+    if own is not None:
+        check_int("num_key_value_heads", own, 1, SIZE_LIMITS["num_key_value_heads"])
     if heads is not None and own is not None and heads != 2 * own:
         raise Unsupported("swa_num_key_value_heads", value=heads, wanted=f"this build has {2 * own}")
     if raw.get("rope_scaling") is not None or found.pop("attention_projection_layout", "split") != "split":
         raise Unsupported("rope_scaling", "or attention_projection_layout is given", "this build has neither")
     share, window = found.pop("partial_rotary_factor", 1.0), found.pop("sliding_window_size", None)
     if window is not None:
+        check_int("sliding_window_size", window, 1, MAX_CONTEXT)
         # Without the token itself.
         found["sliding_window"] = window + 1
     if "layernorm_epsilon" in found:

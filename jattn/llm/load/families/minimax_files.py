@@ -22,7 +22,7 @@ def sizes(raw: Raw) -> dict[str, Any]:
     """Returns the sizes of lightning attention and of experts; refuses factors that differ, and a shared expert."""
     for factor in FACTORS:
         values = [raw[f"{kind}_{factor}_factor"] for kind in KINDS]
-        if len(set(values)) > 1:
+        if any(value != values[0] for value in values):
             name = f"mlp_{factor}_factor"
             raise Unsupported(name, value=raw[name], wanted=f"this build has one for all branches; others are {values}")
     if raw.get("shared_intermediate_size") not in (None, 0, [0]):
