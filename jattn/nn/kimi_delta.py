@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Implementation, Size
+from jattn.nn.options import DType, Epsilon, Implementation, Size
 from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import StateCacheSpec
@@ -54,7 +54,7 @@ class KimiDeltaAttention(nnx.Module):
         conv_size: Size = 4,
         full_rank_gates: bool = False,
         lower_bound: Annotated[float | None, Limits(-1e3, -1e-3, also=", or None")] = None,
-        epsilon: float = 1e-5,
+        epsilon: Epsilon = 1e-5,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008

@@ -13,7 +13,7 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import rotated
-from jattn.nn.options import CacheScale, DType, Implementation, KVChunkSize, Rope, Scale, Size
+from jattn.nn.options import CacheScale, DType, Epsilon, Implementation, KVChunkSize, Rope, Scale, Size
 from jattn.nn.paged import KVRange, KVScales
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
@@ -85,7 +85,7 @@ class MultiHeadLatentAttention(nnx.Module):
         scale: Scale = None,
         use_bias: bool = False,
         head_gate: bool = False,
-        epsilon: float = 1e-6,
+        epsilon: Epsilon = 1e-6,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008

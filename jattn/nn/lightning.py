@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Implementation, Size
+from jattn.nn.options import DType, Epsilon, Implementation, Size
 from jattn.nn.states import linears, packed_sequences
 from torch_core.base.limits import checked
 from torch_core.base.specs import StateCacheSpec
@@ -49,7 +49,7 @@ class LightningAttention(nnx.Module):
         in_features: Size,
         *,
         head_dim: Size,
-        epsilon: float = 1e-6,
+        epsilon: Epsilon = 1e-6,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008

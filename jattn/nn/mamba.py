@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Implementation, Size
+from jattn.nn.options import DType, Epsilon, Implementation, Size
 from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.checks import check_bounds
 from torch_core.base.errors import InvalidInput
@@ -64,7 +64,7 @@ class Mamba2(nnx.Module):
         norm: str | None = "gated",
         dt_limit: Annotated[tuple[float, float], check_bounds] = (0.0, float("inf")),
         multipliers: tuple[float, float, float, float, float] | None = None,
-        epsilon: float = 1e-5,
+        epsilon: Epsilon = 1e-5,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008

@@ -20,6 +20,10 @@ from jattn.nn.segments import positions_in_segments
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import checked
 
+#: Options that the shapes of parameters follow from.
+_OF_PARAMETERS = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
+_OF_PARAMETERS += ("head_dim", "use_bias", "normalize_qk")
+
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` with paged decoding: it trains like flax's module and generates over a paged cache.
@@ -155,6 +159,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             changes: options of the constructor, such as `sliding_window`; they replace those of the module.
 
         Raises:
+            InvalidInput: it is another module, or a change does not fit its parameters.
             Unsupported: the module has an attention_fn other than flax's default and `jattn.attention_fn`.
 
         Example:
@@ -163,6 +168,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             >>> new.query.kernel is old.query.kernel
             True
         """
+        if not isinstance(module, nnx.MultiHeadAttention):
+            wanted = "it must be an nnx.MultiHeadAttention"
+            raise InvalidInput("module", f"is a {type(module).__name__}", wanted)
+        for name in _OF_PARAMETERS:
+            if name in changes and changes[name] != (own := getattr(module, name)):
+                raise InvalidInput(name, value=changes[name], wanted=f"the module's parameters have {own}")
         names = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
         given = {name: getattr(module, name) for name in names if name != "rngs" and hasattr(module, name)}
         given |= {"kernel_init": nnx.initializers.zeros, "keep_rngs": module.rngs is not None}

@@ -50,6 +50,7 @@ def _check_dtype(name: str, value: Any) -> None:
 
 
 Size: TypeAlias = Annotated[int, Limits(1)]
+Epsilon: TypeAlias = Annotated[float, Limits(0.0)]
 Scale: TypeAlias = Annotated[float | None, _check_score_option]
 SlidingWindow: TypeAlias = Annotated[int | tuple[int | None, int | None] | None, _check_score_option]
 AttentionChunk: TypeAlias = Annotated[int | None, _check_score_option]

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Implementation, Size
+from jattn.nn.options import DType, Epsilon, Implementation, Size
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 from torch_core.base.specs import StateCacheSpec
@@ -60,7 +60,7 @@ class GatedDeltaNet(nnx.Module):
         conv_size: Size = 4,
         out_features: Size | None = None,
         allow_neg_eigval: bool = False,
-        epsilon: float = 1e-6,
+        epsilon: Epsilon = 1e-6,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
@@ -271,7 +271,9 @@ def packed_sequences(
         raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(features)}")
     if metadata is not None:
         return metadata.states, metadata.max_query_len
-    length = max(inputs.shape[-2], 1)
+    if inputs.size == 0:
+        raise InvalidInput("inputs", f"has shape {inputs.shape}", "no size may be 0")
+    length = inputs.shape[-2]
     return {"query_start_loc": jnp.arange(0, inputs.size // features + 1, length, dtype=jnp.int32)}, length
 
 

@@ -11,6 +11,7 @@ from jattn.ops.arguments import documented
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.adapters.call import LoraCall
+from torch_core.base.errors import InvalidInput
 
 # Up to this number of slots the rows of each are counted by comparisons, which need no launch of their own.
 _COMPARED_SLOTS = 64
@@ -35,11 +36,16 @@ class AdapterRows(NamedTuple):
             slots: int32[num_rows].
             num_slots: number of slots.
 
+        Raises:
+            InvalidInput: slots are no array of whole numbers with one axis.
+
         Example:
             >>> rows = AdapterRows.of(jnp.array([1, -1, 0, 1]), 2)
             >>> rows.token_indices_sorted_by_lora_ids.tolist(), rows.lora_token_start_loc.tolist()
             ([2, 0, 3, 1], [0, 1, 3])
         """
+        if getattr(slots, "ndim", None) != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
+            raise InvalidInput("slots", value=slots, wanted="it must be an array of int32[num_rows]")
         slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
         if num_slots <= _COMPARED_SLOTS:
             counts = (slots[:, None] == jnp.arange(num_slots)).sum(0, dtype=jnp.int32)
@@ -84,7 +90,6 @@ def add_lora_linear(
         >>> add_lora_linear(x, y, jnp.ones((1, 1, 3)), jnp.ones((1, 4, 1)), *rows).tolist()
         [[0.0, 0.0, 0.0, 0.0], [3.0, 3.0, 3.0, 3.0]]
     """
-    columns = lora_b.shape[1] if y is None else y.shape[1] // num_heads
     call = LoraCall(
         x=x,
         y=y,
@@ -92,11 +97,18 @@ def add_lora_linear(
         lora_b=lora_b,
         token_indices_sorted_by_lora_ids=token_indices_sorted_by_lora_ids,
         lora_token_start_loc=lora_token_start_loc,
-        output_slices=(columns,) if output_slices is None else output_slices,
+        output_slices=_one_slice(y, lora_b, num_heads) if output_slices is None else output_slices,
         num_heads=num_heads,
         activation=activation,
     )
     return run(call, implementation)["y" if call.adds else "out"]
+
+
+def _one_slice(y: Any, lora_b: Any, num_heads: Any) -> tuple[int]:
+    """Returns the columns of a single layer; the call's checks refuse operands that have none."""
+    shape = getattr(lora_b if y is None else y, "shape", ())
+    parts = num_heads if y is not None and isinstance(num_heads, int) and num_heads > 0 else 1
+    return (shape[1] // parts if len(shape) > 1 else 1,)
 
 
 def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:

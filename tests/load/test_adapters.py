@@ -369,3 +369,20 @@ def test_an_adapter_of_a_wider_model_is_refused(tmp_path, seed):
     folder = peft_folder(tmp_path, peft_tensors(tiny_config(hidden_size=64, num_hidden_layers=1), seed))
     with pytest.raises(jattn.InvalidInput, match=r"has shape .*; the model and r = 4 ask for"):
         load_adapter(folder, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda name: name.replace("base_model.model.", ""), lambda name: f"{name[:-7]}.default.weight"]
+)
+def test_a_matrix_that_occurs_under_two_names_is_refused(other, tmp_path, seed):
+    tensors = peft_tensors(CONFIG, seed, modules=("o_proj",))
+    both = tensors | {other(name): tensor for name, tensor in tensors.items()}
+    with pytest.raises(jattn.InvalidInput, match=r"tensors .* and .* are one layer's; leave one out"):
+        load_adapter(peft_folder(tmp_path, both), CONFIG)
+
+
+def test_quantised_numbers_without_scales_are_no_adapter(tmp_path, seed):
+    tensors = peft_tensors(CONFIG, seed, modules=("o_proj",))
+    codes = {name: np.ones(tensor.shape, np.uint8) for name, tensor in tensors.items()}
+    with pytest.raises(jattn.Unsupported, match=r"has dtype 'U8'; matrices of adapters may be F32, BF16, F16"):
+        load_adapter(peft_folder(tmp_path, codes), CONFIG)

@@ -164,3 +164,12 @@ def test_the_state_of_flaxs_cache_is_refused_with_the_filter_that_leaves_it_out(
     ours.init_cache((BATCH, LENGTH, FEATURES))
     nnx.update(ours, nnx.state(theirs, nnx.Not(nnx.Cache)))
     ours(jnp.ones((BATCH, 1, FEATURES)), decode=True)
+
+
+def test_parameters_are_taken_from_a_module_that_has_them_alone():
+    with pytest.raises(InvalidInput, match=r"^module is a Linear; it must be an nnx\.MultiHeadAttention\.$"):
+        MultiHeadAttention.from_nnx(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))  # pyright: ignore[reportArgumentType]
+    theirs = nnx.MultiHeadAttention(4, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    for change in ({"num_heads": 2}, {"out_features": 3}, {"use_bias": False}, {"normalize_qk": True}):
+        with pytest.raises(InvalidInput, match=r"^\w+ is \w+; the module's parameters have"):
+            MultiHeadAttention.from_nnx(theirs, **change)

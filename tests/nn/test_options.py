@@ -58,7 +58,7 @@ OF_CORE: dict[str, tuple[Any, str]] = {
 }
 OF_LATENTS: dict[str, tuple[Any, str]] = {
     "scale": ("0.5", "scale is '0.5'; it must be a float."),
-    "epsilon": ("1e-6", "epsilon is '1e-6'; it must be a finite number."),
+    "epsilon": ("1e-6", "epsilon is '1e-6'; it must be a finite number of at least 0."),
     "use_bias": (1, "use_bias is 1; it must be True or False."),
     "rope": ("yarn", "rope is 'yarn'; it must be a function or None."),
     "q_lora_rank": (1.5, "q_lora_rank is 1.5; it must be an int of at least 1"),

@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 
 from jattn import AttentionMetadata
-from jattn.nn import GatedDeltaNet, Mamba2, ShortConv
+from jattn.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, ShortConv
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
@@ -139,3 +139,18 @@ def test_calls_that_do_not_fit_are_refused(layers):
         ours(jnp.ones((2, 3, FEATURES + 1)))
     with pytest.raises(InvalidInput, match="num_heads"):
         GatedDeltaNet(3, 8, num_kv_heads=2, key_dim=4, value_dim=4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 12), (0, 3, 12)])
+def test_inputs_without_a_token_are_refused(shape):
+    for layer in (
+        LightningAttention(2, 12, head_dim=8, rngs=nnx.Rngs(0)),
+        KimiDeltaAttention(2, 12, head_dim=8, rngs=nnx.Rngs(0)),
+    ):
+        with pytest.raises(InvalidInput, match=r"^inputs has shape .*; no size may be 0\.$"):
+            layer(jnp.ones(shape))
+
+
+def test_a_term_of_a_norm_is_not_negative():
+    with pytest.raises(InvalidInput, match=r"^epsilon is -1\.0; it must be at least 0\.$"):
+        KimiDeltaAttention(2, 12, head_dim=8, epsilon=-1.0, rngs=nnx.Rngs(0))

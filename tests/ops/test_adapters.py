@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import jattn
 from jattn.ops import AdapterRows, add_lora_linear
 from tests.support.lora_cases import allowed_error, lora_call
 from torch_core import reference
+from torch_core.base.errors import InvalidInput
 from torch_core.launch.run import run
 
 GATED = {"slices": (7, 7), "activation": "silu"}
@@ -105,3 +108,26 @@ def test_what_does_not_fit_is_refused(changes, text, seed):
     call = lora_call(seed)
     with pytest.raises(jattn.InvalidInput, match=text):
         add_lora_linear(**{**arrays_of(call), "output_slices": call.output_slices, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_heads", 0), ("num_heads", "2"), ("num_heads", None), ("y", jnp.zeros(4)), ("y", [[0.0]]), ("lora_b", None)],
+    ids=str,
+)
+def test_a_wrong_operand_of_one_layer_is_refused_by_its_name(name, value):
+    rows = AdapterRows.of(jnp.array([-1, 0]), 1)
+    operands: Any = {
+        "x": jnp.ones((2, 3)),
+        "y": jnp.zeros((2, 4)),
+        "lora_a": jnp.ones((1, 1, 3)),
+        "lora_b": jnp.ones((1, 4, 1)),
+    }
+    with pytest.raises(InvalidInput, match=f"^(add_lora_linear: )?{name} "):
+        add_lora_linear(**operands | rows._asdict() | {name: value})
+
+
+@pytest.mark.parametrize("slots", [[0, 1], "a", jnp.array([0.5]), jnp.zeros((2, 2), jnp.int32)], ids=str)
+def test_slots_are_whole_numbers_with_one_axis(slots):
+    with pytest.raises(InvalidInput, match=r"(?s)^slots is .*; it must be an array of int32\[num_rows\]"):
+        AdapterRows.of(slots, 2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jattn import ops
+from torch_core.base.errors import InvalidInput
 
 OPERATIONS = {
     "product": lambda x: ops.row_product(x, normal(1, 72, 50, dtype=x.dtype)),
@@ -122,3 +123,16 @@ def test_a_gradient_flows_through_attention_in_order(seed):
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     np.testing.assert_allclose(gradient(query, True), gradient(query, False), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", ["a", None, 10**400, -1, float("nan"), True])
+def test_a_wrong_epsilon_is_refused(epsilon):
+    with pytest.raises(InvalidInput, match=r"^epsilon is .*; it must be finite and not negative\.$"):
+        ops.row_quantize(jnp.ones((2, 8)), weight=jnp.ones(8), epsilon=epsilon)
+    with pytest.raises(InvalidInput, match=r"^epsilon is"):
+        ops.row_norm(jnp.ones((2, 8)), jnp.ones((1, 8)), epsilon=epsilon)
+
+
+def test_rows_without_an_element_are_not_quantised():
+    with pytest.raises(InvalidInput, match=r"^x has rows without an element"):
+        ops.row_quantize(jnp.ones((2, 0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -231,6 +233,8 @@ class RowQuantizeCall(Call[A]):
                 )
             if self.x.shape[1] % 2:
                 raise InvalidInput("x", f"has {self.x.shape[1]} features", "with an activation they are two halves")
+        if self.features == 0:
+            raise InvalidInput("x", "has rows without an element", "there must be at least one")
         wanted = (self.num_rows, self.features)
         if self.residual is not None and tuple(self.residual.shape) != wanted:
             raise InvalidInput("residual", f"has shape {list(self.residual.shape)}", f"it must be {list(wanted)}")
@@ -243,7 +247,8 @@ class RowQuantizeCall(Call[A]):
 
 
 def _check_epsilon(epsilon: float) -> None:
-    if isinstance(epsilon, bool) or not 0 <= epsilon < float("inf"):
+    is_number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
+    if not is_number or not 0 <= epsilon <= sys.float_info.max:
         raise InvalidInput("epsilon", value=epsilon, wanted="it must be finite and not negative")
 
 

@@ -16,7 +16,7 @@ from jattn.llm.load.config import family_of
 from jattn.llm.load.folder import check_folder, member
 from jattn.llm.load.plan import found_name
 from jattn.llm.load.safetensors_file import open_safetensors
-from jattn.llm.load.tensor_file import TensorFile, read_tensor, short_name
+from jattn.llm.load.tensor_file import STORED_DTYPES, TensorFile, read_tensor, short_name
 from jattn.llm.models import ModelConfig, lora_scaling
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -73,7 +73,8 @@ def _paired(file: TensorFile, config: ModelConfig) -> tuple[dict[str, tuple[str,
         if match is None:
             _check_base(file, name, config)
             continue
-        pairs.setdefault(match[1], {})[match[3]] = name
+        if (first := pairs.setdefault(match[1], {}).setdefault(match[3], name)) != name:
+            raise InvalidInput(f"tensors {short_name(first)} and {short_name(name)} are one layer's; leave one out.")
         if match[2]:
             embedding.add(match[1])
     for name, pair in pairs.items():
@@ -127,6 +128,10 @@ def _checked(
         if shape != each and not swapped:
             text = f"tensor {short_name(tensor)} has shape {shape}; the model and r = {rank} ask for {each}."
             raise InvalidInput(text)
+    for tensor in tensors:
+        if (code := file.tensors[tensor].code) not in STORED_DTYPES:
+            wanted = f"matrices of adapters may be {', '.join(STORED_DTYPES)}"
+            raise Unsupported(f"tensor {short_name(tensor)} has dtype {code!r}; {wanted}.")
     return lora_scaling(rank, alpha, use_rslora=peft.use_rslora), swapped
 
 
