@@ -11,9 +11,10 @@ import pytest
 import safetensors.numpy
 
 from jattn.llm.engine import LLM
-from jattn.llm.load import SentenceModules, load_sentence_modules
+from jattn.llm.load import SentenceModules, TextTokenizer, load_sentence_modules
 from jattn.llm.load.sentence import SentenceDense
 from jattn.llm.text.embeddings import embed
+from jattn.llm.text.pairs import as_pieces
 from jattn.llm.text.prompts import with_beginning
 from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import byte_tokenizer, reference_bound, tiny_config, tiny_model
@@ -180,6 +181,19 @@ def test_a_dense_layer_that_does_not_follow_the_vectors_before_it_is_refused(see
 def test_the_name_of_a_prompt_is_a_string(name) -> None:
     with pytest.raises(InvalidInput, match=r"^prompt_name is .*; it must be a string, or None\.$"):
         SentenceModules(prompts=PROMPTS).prompt(name)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, {1: 2}])
+def test_token_ids_that_are_no_list_are_refused(prompt, seed) -> None:
+    model = tiny_model(tiny_config(num_hidden_layers=1), seed)
+    with pytest.raises(InvalidInput, match=r"^prompts\[0\] is .*; it must be a list of token ids\.$"):
+        embed(model, [prompt], pooling=None, normalize=True)
+
+
+@pytest.mark.parametrize("cut", ["x", [], 1.5])
+def test_the_tokens_of_a_cut_prompt_are_a_number(cut) -> None:
+    with pytest.raises(InvalidInput, match=r"^truncate_prompt_tokens is .*; it must be an int"):
+        as_pieces(TextTokenizer(byte_tokenizer()), [("a",)], 8, cut=cut)
 
 
 def test_a_prompt_that_is_no_text_is_refused_after_a_beginning_too() -> None:

@@ -131,6 +131,8 @@ def _check_dense(modules: SentenceModules, model: Decoder) -> None:
 
 
 def _checked(index: int, prompt: Sequence[int], model: Decoder) -> list[int]:
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise InvalidInput(f"prompts[{index}]", value=prompt, wanted="it must be a list of token ids")
     tokens = list(prompt)
     longest, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     if not tokens:

@@ -38,6 +38,8 @@ def as_pieces(
         InvalidInput: a text has lone surrogates; `cut` is out of range, or has no room for a text.
         RequestTooLong: there are more ids than `most`.
     """
+    if not isinstance(cut, int | None):
+        check_int("truncate_prompt_tokens", cut, 1, also=", or -1")
     limit = most if cut in (None, -1) else min(cut, most)
     frame = _Frame(tokenizer, len(texts[0]))
     room = limit - frame.num_special

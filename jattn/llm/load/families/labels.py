@@ -18,13 +18,13 @@ def _read_activation(given: Any) -> str:
     name = given.get("activation_fn") if isinstance(given, Mapping) else given
     if name not in (None, *_ACTIVATIONS):
         wanted = f"this build has {', '.join(_ACTIVATIONS)}"
-        raise Unsupported("activation_fn", value=name, wanted=wanted).under("config.json")
+        raise Unsupported("activation_fn", value=name, wanted=wanted)
     return "sigmoid" if name is None else _ACTIVATIONS[name]
 
 
 def _count(given: Any) -> int:
     if not isinstance(given, Mapping):
-        raise InvalidInput("id2label", value=given, wanted="it must be an object").under("config.json")
+        raise InvalidInput("id2label", value=given, wanted="it must be an object")
     return len(given)
 
 
