@@ -43,8 +43,8 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
 
 def num_groups(module: str, config: ModelConfig) -> int:
     """Returns the groups of heads whose outputs lie together, those of all joined layers; 1 if the layers' do."""
-    is_grouped = config.delta_net is not None and module in (_DELTA_QKVZ, _DELTA_BA)
-    return config.delta_net.num_kv_heads if is_grouped and config.delta_net is not None else 1
+    delta = config.delta_net
+    return delta.num_kv_heads if delta is not None and module in (_DELTA_QKVZ, _DELTA_BA) else 1
 
 
 def by_group(sizes: Sequence[int], groups: int) -> np.ndarray:

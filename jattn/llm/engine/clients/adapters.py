@@ -50,7 +50,6 @@ class AdapterRegistry:
         self._targets: frozenset[AdapterTarget] = frozenset()
         if config.enable_lora and self._model is not None:
             self._targets = frozenset(engine_targets(self._model, config))
-        self._names = {target.module for target in self._targets}
         self._loaded: dict[str, tuple[LoadedAdapter, LoRARequest]] = {}
         self._sources: dict[str, _Source] = {}
         self._num_loaded = 0
@@ -139,7 +138,8 @@ class AdapterRegistry:
             raise InvalidInput(f"the rank of {shown(request.lora_name)}", f"is {found.rank}", wanted)
         for target in found.weights:
             if target not in self._targets:
-                wanted = f"name it in lora_target_modules; the engine's are {', '.join(sorted(self._names))}"
+                own = sorted({each.module for each in self._targets})
+                wanted = f"name it in lora_target_modules; the engine's are {', '.join(own)}"
                 raise InvalidInput(target.name, f"has an adapter in {shown(request.lora_name)}", wanted)
         self._num_loaded += 1
         name = request.lora_name
