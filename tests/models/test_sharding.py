@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn.llm.models import (
     DEFAULT_RULES,
     Decoder,
+    FullAttentionConfig,
     LatentConfig,
     MoEConfig,
+    PerLayerInputConfig,
     TensorParallel,
     logical_axes,
     parameter_shards,
@@ -24,6 +26,7 @@ from jattn.llm.models import (
     put_whole,
     shard_model,
 )
+from jattn.llm.models.parts import ValueHeadConfig
 from jattn.nn import MultiHeadAttention
 from tests.support.devices import WHOLE, collectives, mesh, on_four_devices
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -60,6 +63,34 @@ VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
         5,
     ),
     "latents": ({"head_dim": 4, "num_key_value_heads": 4, "latent": LATENT}, 5),
+    # XLA joins the sums of the two tables; a layer's two feed-forward parts are one sum.
+    "layers with other heads, keys as values, shared keys, two feed-forward parts, an input of each": (
+        {
+            "num_key_value_heads": 4,
+            "full_attention": FullAttentionConfig(head_dim=32, num_key_value_heads=1, attention_k_eq_v=True),
+            "layer_windows": (4, None, 4),
+            "num_hidden_layers": 3,
+            "kv_sharing_targets": (None, None, 0),
+            "double_wide_mlp": True,
+            "norm_placement": "both",
+            "attn_output_gate": True,
+            "moe": MoEConfig(**EXPERTS, with_mlp=True),
+            "per_layer_input": PerLayerInputConfig(hidden_size=6, vocab_size=301, num_layers=3),
+        },
+        7,
+    ),
+    "layers with other queries and sinks, values of another size, a gate of each head": (
+        {
+            "full_attention": FullAttentionConfig(
+                head_dim=16, num_key_value_heads=4, num_attention_heads=8, attention_sinks=True
+            ),
+            "layer_windows": (4, None),
+            "value_head": ValueHeadConfig(head_dim=8, scale=0.7),
+            "attn_head_gate": True,
+            "attention_bias": True,
+        },
+        5,
+    ),
 }
 
 
@@ -171,6 +202,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "shared": (
         {"moe": MoEConfig(**EXPERTS, shared_intermediate_size=16)},
         {"mlp": None},
+        "rules split one of 'mlp' and 'experts'",
+    ),
+    "heads of some layers": (
+        {"layer_windows": (4, None), "full_attention": FullAttentionConfig(head_dim=16, num_key_value_heads=3)}
+        | {"num_attention_heads": 12},
+        {},
+        "num_key_value_heads is 3 and tensor_parallel.size 4; one must be",
+    ),
+    "two feed-forward parts": (
+        {"moe": MoEConfig(**EXPERTS, with_mlp=True), "norm_placement": "both"},
+        {"experts": None},
         "rules split one of 'mlp' and 'experts'",
     ),
     "rules": ({}, {"embed": "tp"}, r"rules\['embed'\] is 'tp'; a decoder is cut along vocab, heads, mlp, experts"),

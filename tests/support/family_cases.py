@@ -147,7 +147,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
             GEMMA4
             | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 6}
             | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-            | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+            | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
             | {"final_logit_softcapping": 3.0, "vocab_size_per_layer_input": 203},
         ],
     ),

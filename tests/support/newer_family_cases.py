@@ -9,6 +9,9 @@ from tests.support.family_cases import ALTERNATING, EXPERTS, GEMMA4, GLM_EXPERTS
 _LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 _MIMO = SMALL_WINDOW | {"head_dim": 12, "v_head_dim": 6, "mlp_layer_types": ["sparse", "dense"]}
 _MIMO |= {name: value for name, value in GLM_EXPERTS.items() if name != "first_k_dense_replace"}
+# Four devices share them.
+_MIMO |= {"n_routed_experts": 8}
+_LAGUNA = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20, "mlp_layer_types": ["sparse", "dense"]}
 _LING = {name: value for name, value in MINI_LATENT.items() if name != "q_lora_rank"}
 _LING |= {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2}
 _LING |= {"head_dim": 8, "first_k_dense_replace": 1}
@@ -25,19 +28,11 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "LagunaForCausalLM": (
         "LagunaConfig",
         [
-            EXPERTS
-            | {"head_dim": 8, "shared_expert_intermediate_size": 20, "gating": "per-element"}
-            | {"mlp_layer_types": ["sparse", "dense"]},
-            EXPERTS
+            _LAGUNA | {"head_dim": 8, "gating": "per-element"},
+            _LAGUNA
             | SMALL_WINDOW
-            | {
-                "head_dim": 16,
-                "attention_bias": True,
-                "shared_expert_intermediate_size": 20,
-                "layer_types": ALTERNATING,
-            }
-            | {"num_attention_heads_per_layer": [2, 6], "moe_routed_scaling_factor": 2.5}
-            | {"mlp_layer_types": ["sparse", "dense"]}
+            | {"head_dim": 16, "attention_bias": True, "layer_types": ALTERNATING}
+            | {"num_attention_heads_per_layer": [4, 8], "moe_routed_scaling_factor": 2.5}
             | {
                 "rope_parameters": {
                     "full_attention": YARN | {"partial_rotary_factor": 0.5},

@@ -84,7 +84,8 @@ class Decoder(nnx.Module):
         self.relative_attention_bias = table(buckets, config.num_attention_heads)
         self.token_type_embedding = table(config.token_types)
         self.embedding_norm = norm(config) if config.embedding_norm else None
-        self.per_layer_inputs = None if config.per_layer_input is None else PerLayerInputs(config, rngs=rngs)
+        has_inputs = config.per_layer_input is not None
+        self.per_layer_inputs = PerLayerInputs(config, rngs=rngs, parallel=parallel) if has_inputs else None
         shared: dict[str, Any] = {"rngs": rngs, "implementation": implementation, "parallel": parallel}
         self.layers = nnx.List([DecoderLayer(local, index, **shared) for index in range(config.num_hidden_layers)])
         self.norm = norm(config) if config.final_norm else None
@@ -104,11 +105,10 @@ class Decoder(nnx.Module):
         config, parallel = self.config, self.parallel
         if config.is_encoder:
             raise InvalidInput("model is an encoder, which generates nothing; its embed gives vectors.")
-        # Heads that several devices have are as many heads of the cache.
-        kv_heads = config.num_key_value_heads
+        own = map(config.of_layer, config.cache_layers)
+        kv_heads, _ = self._heads_of(config)
         states = tuple(spec for layer in self.layers if (spec := layer.state_spec) is not None)
         if parallel is not None:
-            kv_heads = parallel.kv_heads(config) * parallel.parts("heads")
             states = tuple(spec.of_devices(parallel.parts("heads")) for spec in states)
         return PagedSpec(
             vocab_size=config.vocab_size,
@@ -118,7 +118,7 @@ class Decoder(nnx.Module):
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             index_head_dim=config.index_head_dim,
-            layer_heads=() if config.full_attention is None else tuple(map(self._heads_of, config.cache_layers)),
+            layer_heads=() if config.full_attention is None else tuple(self._heads_of(each) for each in own),
             states=states,
             dtype=jnp.dtype(config.dtype).name,
             sliding_window=config.sliding_window,
@@ -127,9 +127,12 @@ class Decoder(nnx.Module):
             forced_eos_token_id=config.forced_eos_token_id,
         )
 
-    def _heads_of(self, layer: int) -> tuple[int, int]:
-        own = self.config.of_layer(layer)
-        return own.num_key_value_heads, own.head_dim
+    def _heads_of(self, config: ModelConfig) -> tuple[int, int]:
+        """Returns the key/value heads in the cache of a layer with these sizes, and the elements of a head."""
+        parallel = self.parallel
+        # Heads that several devices have are as many heads of the cache.
+        heads = config.num_key_value_heads if parallel is None else parallel.kv_heads(config) * parallel.parts("heads")
+        return heads, config.head_dim
 
     def __call__(
         self,
@@ -398,15 +401,9 @@ class Decoder(nnx.Module):
         return rowwise(angles, positions, trailing=0) if self.batch_invariant else angles(positions)
 
     def _embed(self, token_ids: jax.Array, peers: jax.Array | None) -> jax.Array:
-        parallel = self.parallel
-        if parallel is None or parallel.parts("vocab") == 1:
+        if self.parallel is None:
             return self._rows(token_ids)
-        count = self.embed_tokens.num_embeddings
-        local = token_ids - parallel.first("vocab", count)
-        is_own = (local >= 0) & (local < count)
-        # All but one of the sum's terms are 0, so that it rounds nothing.
-        own = self._rows(jnp.where(is_own, local, 0))
-        return parallel.summed(jnp.where(is_own[..., None], own, 0), "vocab", peers)
+        return self.parallel.looked_up(self._rows, token_ids, self.embed_tokens.num_embeddings, peers)
 
     def _rows(self, token_ids: jax.Array) -> jax.Array:
         if not self.batch_invariant:

@@ -258,7 +258,7 @@ class DecoderLayer(nnx.Module):
             # same memory.
             peers = None
         after = seen if self.norm_placement == "stream" else after
-        branch, axis, experts = self._feed_forward(seen, routed_experts, after)
+        branch, axis, experts = self._feed_forward(seen, routed_experts, after, peers)
         return *self._add_branch(after, branch, axis, self.mlp_output_norm, following, dropout, peers), experts
 
     def _add_branch(
@@ -299,7 +299,7 @@ class DecoderLayer(nnx.Module):
         return scaled(x, self.config.stream_multiplier) + scaled(branch, scale)
 
     def _feed_forward(
-        self, x: Any, forced: jax.Array | None, stream: jax.Array | None = None
+        self, x: Any, forced: jax.Array | None, stream: jax.Array | None = None, peers: jax.Array | None = None
     ) -> tuple[Any, str, jax.Array | None]:
         """Returns this device's share, the axis along which it is one, and each token's experts.
 
@@ -309,7 +309,11 @@ class DecoderLayer(nnx.Module):
             return self.mlp(x), "mlp", None
         if self.has_both_parts and stream is not None:
             out, experts = self.moe.with_experts(self.moe_input_norm(stream), forced, stream)
-            return self.mlp_norm(self.mlp(x)) + self.moe_norm(out), "experts", experts
+            parts = self.mlp(x), out
+            if self.parallel is not None:
+                # One sum over devices for both. What is split no more has the axis "embed".
+                parts = jnp.split(self._summed(jnp.concatenate(parts, axis=-1), "experts", peers), 2, axis=-1)
+            return self.mlp_norm(parts[0]) + self.moe_norm(parts[1]), "embed", experts
         out, experts = self.moe.with_experts(x, forced)
         return out, "experts", experts
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.layers import INITIALIZER, linear, norm
 from jattn.llm.models.parts import PerLayerInputConfig
+from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.ops.activations import activated
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -19,10 +20,12 @@ class PerLayerInputs(nnx.Module):
     The method is that of Gemma 3n (per-layer embeddings).
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, parallel: TensorParallel | None = None) -> None:
         self.sizes = sizes = _sizes(config)
+        self.parallel = TensorParallel(size=1) if parallel is None else parallel
+        rows = self.parallel.vocab(sizes.vocab_size)
         width, dtype = sizes.num_layers * sizes.hidden_size, jnp.dtype(config.dtype)
-        self.embed_tokens = nnx.Embed(sizes.vocab_size, width, embedding_init=INITIALIZER, param_dtype=dtype, rngs=rngs)
+        self.embed_tokens = nnx.Embed(rows, width, embedding_init=INITIALIZER, param_dtype=dtype, rngs=rngs)
         self.projection = linear(config.hidden_size, width, use_bias=False, param_dtype=dtype, rngs=rngs)
         self.norm = norm(config, sizes.hidden_size)
 
@@ -31,8 +34,10 @@ class PerLayerInputs(nnx.Module):
         if jnp.issubdtype(token_ids.dtype, jnp.floating):
             wanted = "each layer of this model has an input from the token's id: give ids"
             raise Unsupported("token_ids", "are embeddings", wanted)
-        split = (*token_ids.shape, self.sizes.num_layers, self.sizes.hidden_size)
-        own = (self.embed_tokens(token_ids) * self.sizes.hidden_size**0.5).reshape(split)
+        split, table = (*token_ids.shape, self.sizes.num_layers, self.sizes.hidden_size), self.embed_tokens
+        # Without peers: this sum does not depend on that of the embedding.
+        rows = self.parallel.looked_up(table, token_ids, table.num_embeddings)
+        own = (rows * self.sizes.hidden_size**0.5).reshape(split)
         projected = self.norm((self.projection(x) * x.shape[-1] ** -0.5).reshape(split))
         joined = (projected + own) * 2.0**-0.5
         return [joined[..., layer, :] for layer in range(self.sizes.num_layers)]

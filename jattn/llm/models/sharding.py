@@ -170,8 +170,12 @@ def parameter_shards(config: ModelConfig, parallel: TensorParallel) -> dict[Para
         ((64, 96), (64, 128), (None, 'tp'))
     """
     parallel.check(config)
-    cutter = _Cutter(config, parallel)
-    return {path: cutter.shards(path, shape) for path, shape in parameter_shapes(config).items()}
+    cutters = [_Cutter(config.of_layer(layer), parallel) for layer in range(config.num_hidden_layers)]
+    outside = _Cutter(config, parallel)
+    return {
+        path: (cutters[cast(int, path[1])] if path[0] == "layers" else outside).shards(path, shape)
+        for path, shape in parameter_shapes(config).items()
+    }
 
 
 def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = None) -> Decoder:
@@ -294,18 +298,17 @@ class _Cutter:
     def _order(self, path: ParameterPath, name: str, length: int) -> np.ndarray | None:
         (*_, module, _), config = path, self._config
         if module == "qkv_proj":
-            query, key = config.query_size, config.key_value_size
-            columns = np.arange(length)
-            by_head = np.split(columns, [query, query + key, query + 2 * key])
-            owners = (self._heads, self._kv_heads, self._kv_heads, self._heads)
+            gates = config.query_size * config.attn_output_gate
+            # None of keys and values of another layer, and none of values that are projected apart or not at all.
+            count = (length - config.query_size - gates) // config.key_value_size
+            owners = (self._heads, *[self._kv_heads] * count, *[self._heads] * config.attn_output_gate)
+            ends = config.query_size + config.key_value_size * np.arange(count + 1)
+            by_head = np.split(np.arange(length), ends[: len(owners) - 1])
             return _dealt(
-                (part.reshape(-1, config.head_dim), heads)
-                for part, heads in zip(by_head, owners, strict=True)
-                if part.size
+                (part.reshape(-1, config.head_dim), heads) for part, heads in zip(by_head, owners, strict=True)
             )
-        if module == "k_norm":
-            per_head = length // config.num_key_value_heads
-            return np.arange(length).reshape(-1, per_head)[self._kv_heads].ravel()
+        if module in ("k_norm", "v_proj"):
+            return np.arange(length).reshape(config.num_key_value_heads, -1)[self._kv_heads].ravel()
         if module == "gate_up_proj" and name == "mlp":
             return np.arange(length).reshape(2, self._parallel.parts(name), -1).swapaxes(0, 1).ravel()
         if name == "vocab":

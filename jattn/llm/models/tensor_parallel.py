@@ -7,16 +7,18 @@ metadata.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.parts import FullAttentionConfig
 from jattn.parallel import all_reduce, sum_in_order
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -180,6 +182,24 @@ class TensorParallel:
             return None
         return norm.of_sum(x, residual, self.axis, peers)
 
+    def looked_up(
+        self, rows: Callable[[jax.Array], jax.Array], ids: jax.Array, count: int, peers: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the rows of a table that is split along "vocab".
+
+        Args:
+            rows: returns those of this device's part, of ids in it.
+            ids: int32[...], in the whole table.
+            count: rows of this device's part.
+            peers: as in `summed`.
+        """
+        if self.parts("vocab") == 1:
+            return rows(ids)
+        local = ids - self.first("vocab", count)
+        is_own = (local >= 0) & (local < count)
+        # All but one of the sum's terms are 0, so that it rounds nothing.
+        return self.summed(jnp.where(is_own[..., None], rows(jnp.where(is_own, local, 0)), 0), "vocab", peers)
+
     def first(self, name: str, count: int) -> jax.Array | int:
         """Returns the index of this device's first entry of an axis, of which each device has `count`."""
         return jax.lax.axis_index(self.axis) * count if self.parts(name) > 1 else 0
@@ -188,53 +208,61 @@ class TensorParallel:
         """Raises InvalidInput or Unsupported for a decoder that cannot be cut so; the message has the size."""
         if config.encoder is not None or config.position_embedding == "relative" or config.logits_bias:
             raise Unsupported("an encoder-decoder is not cut over devices; give each copy a device of its own.")
-        own = {"full_attention": config.full_attention, "per_layer_input": config.per_layer_input}
-        own["value_head"] = config.value_head
-        own["moe.with_mlp"] = config.moe if config.moe is not None and config.moe.with_mlp else None
-        for name in (name for name, part in own.items() if part is not None):
-            raise Unsupported(name, "is given", "such layers are not cut over devices")
-        self._check_divides(config, "num_attention_heads", config.num_attention_heads, "heads")
+        if self.context_size > 1 and (config.latent is not None or config.full_attention is not None):
+            which = "attends to latents" if config.full_attention is None else "has layers with other heads"
+            raise Unsupported(
+                f"{_CONTEXT} is {self.context_size} and the model {which}, whose cache is not spread over devices; "
+                "leave it at 1."
+            )
+        for own in dict.fromkeys(map(config.of_layer, range(config.num_hidden_layers))):
+            self._check_layer(own)
+        parts = self.parts("heads")
+        for name, size in _state_heads(config).items():
+            self._check_divides(name, size, "heads")
+        if config.mamba is not None and (groups := config.mamba.num_groups) % parts and parts % groups:
+            problem = f"is {groups} and tensor_parallel.size {parts}"
+            raise InvalidInput("mamba.num_groups", problem, "one must be a multiple of the other")
+        moe = config.moe
+        if moe is None or moe.dense_layers or moe.with_mlp:
+            self._check_divides("intermediate_size", config.intermediate_size, "mlp")
+        if moe is None:
+            return
+        self._check_divides("moe.num_experts", moe.num_experts, "experts")
+        if moe.shared_width:
+            self._check_divides("the shared expert's width", moe.shared_width, "mlp")
+        if (moe.shared_width or moe.with_mlp) and self.parts("mlp") != self.parts("experts"):
+            raise InvalidInput("rules", "split one of 'mlp' and 'experts'", "with shared experts they go together")
+
+    def _check_layer(self, config: ModelConfig) -> None:
+        """Checks the heads of a layer with these sizes."""
+        self._check_divides("num_attention_heads", config.num_attention_heads, "heads")
         heads, parts = config.num_key_value_heads, self.parts("heads")
         if heads % parts and parts % heads:
             raise InvalidInput(
                 f"num_key_value_heads is {heads} and tensor_parallel.size {parts}; one must be a multiple of the other."
             )
-        for name, size in _state_heads(config).items():
-            self._check_divides(config, name, size, "heads")
-        if config.mamba is not None and (groups := config.mamba.num_groups) % parts and parts % groups:
-            problem = f"is {groups} and tensor_parallel.size {parts}"
-            raise InvalidInput("mamba.num_groups", problem, "one must be a multiple of the other")
         copies = max(parts // heads, 1)
-        if self.context_size > 1 and config.latent is not None:
-            raise Unsupported(
-                f"{_CONTEXT} is {self.context_size} and the model attends to latents, which are not spread over "
-                "devices; leave it at 1."
-            )
         if copies % self.context_size:
             raise InvalidInput(
                 f"{_CONTEXT} is {self.context_size}; {heads} key/value heads on {parts} devices have {copies} copies "
                 "each, and it must divide them. Heads that are dealt out already take no more memory on more devices."
             )
-        if config.moe is None or len(config.moe.dense_layers):
-            self._check_divides(config, "intermediate_size", config.intermediate_size, "mlp")
-        if config.moe is None:
-            return
-        self._check_divides(config, "moe.num_experts", config.moe.num_experts, "experts")
-        if config.moe.shared_width:
-            self._check_divides(config, "the shared expert's width", config.moe.shared_width, "mlp")
-            if self.parts("mlp") != self.parts("experts"):
-                raise InvalidInput("rules", "split one of 'mlp' and 'experts'", "with shared experts they go together")
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Returns the config of one device's part of each layer."""
-        heads, kv_heads = config.num_attention_heads // self.parts("heads"), self.kv_heads(config)
+        full = config.full_attention
         return replace(
             config,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
+            **self._local_heads(config),
+            full_attention=None if full is None else replace(full, **self._local_heads(full)),
             intermediate_size=max(config.intermediate_size // self.parts("mlp"), 1),
             **self._local_states(config),
         )
+
+    def _local_heads(self, sizes: ModelConfig | FullAttentionConfig) -> dict[str, Any]:
+        heads = sizes.num_attention_heads
+        own = None if heads is None else heads // self.parts("heads")
+        return {"num_attention_heads": own, "num_key_value_heads": self.kv_heads(sizes)}
 
     def _local_states(self, config: ModelConfig) -> dict[str, Any]:
         """Returns the configs of one device's part of the mixers that keep a state."""
@@ -253,7 +281,7 @@ class TensorParallel:
             local["mamba"] = replace(mamba, num_heads=mamba.num_heads // parts, num_groups=groups, group_parts=each)
         return local
 
-    def kv_heads(self, config: ModelConfig) -> int:
+    def kv_heads(self, config: ModelConfig | FullAttentionConfig) -> int:
         """Returns the key/value heads that one device has."""
         return max(config.num_key_value_heads // self.parts("heads"), 1)
 
@@ -261,7 +289,7 @@ class TensorParallel:
         """Returns the rows of the vocabulary that one device has, the last of which may be padding."""
         return -(-vocab_size // self.parts("vocab"))
 
-    def _check_divides(self, config: ModelConfig, name: str, size: int, axis: str) -> None:
+    def _check_divides(self, name: str, size: int, axis: str) -> None:
         if size % self.parts(axis):
             raise InvalidInput(
                 f"{name} is {size}; it must be a multiple of tensor_parallel.size ({self.parts(axis)}). Keep it whole "
