@@ -37,7 +37,7 @@ TOKENS = jnp.arange(1, 9, dtype=jnp.int32)[None]
 def logits_with(model, found):
     """The logits of a batch of one sequence with an adapter."""
     layers, outside = tuple({} for _ in range(model.config.num_hidden_layers)), {}
-    for target, (first, second) in found.weights.items():
+    for target, (first, second, *_) in found.weights.items():
         weights = LoraWeights(jnp.asarray(first)[None], jnp.asarray(second)[None])
         (outside if target.layer is None else layers[target.layer])[target.module] = weights
     adapters = BatchAdapters.of(layers, outside, jnp.zeros(TOKENS.size, jnp.int32), 1)
@@ -113,7 +113,7 @@ def test_joined_layers_have_the_matrices_of_each_in_their_kernels_order(architec
     folder = peft_folder(tmp_path, {name: tensors[own] for name, own in spelt.items()}, lora_alpha=4)
     found = load_adapter(folder, config).weights
     assert {target.name for target in found} == {target.name for target in adapter_targets(config)}
-    for target, (first, second) in found.items():
+    for target, (first, second, *_) in found.items():
         if target.is_embedding or target.num_experts:
             continue
         parts = zip(np.split(first, target.num_slices), np.split(second, np.cumsum(target.slices)[:-1]), strict=True)
@@ -281,7 +281,19 @@ def test_states_have_experts_and_embeddings(seed):
         ({"bias": "all"}, "bias is 'all'"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; it changes the base"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; it may change the base"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'; it may change the base"),
+        ({"ensure_weight_tying": True}, "ensure_weight_tying is True"),
+        ({"newer": 3}, "adapter_config.json: newer is 3; this build does not know the key"),
+        (
+            {"target_modules": ["k_proj", "proj"]},
+            r"target_modules leaves out 'model\.layers\.0\.self_attn\.q_proj', of",
+        ),
+        ({"target_modules": [3]}, r"target_modules is \[3\]; it must be a list of names"),
+        ({"exclude_modules": ["q_proj"]}, r"exclude_modules has 'model\.layers\.0\.self_attn\.q_proj', of"),
+        ({"layers_to_transform": [1, 2]}, r"layers_to_transform leaves out 'model\.layers\.0\.self_attn\.q_proj', of"),
+        ({"layers_to_transform": [0], "layers_pattern": "h"}, "layers_pattern is 'h'"),
+        ({"layers_to_transform": -1}, r"layers_to_transform\[0\] is -1"),
         ({"rank_pattern": {"(a+)+$": 3}}, "rank_pattern has "),
         ({"r": 0}, "adapter_config.json: r is 0; it must be"),
         ({"r": 257}, "r is 257"),
@@ -295,6 +307,17 @@ def test_configs_that_are_not_computed_are_refused_by_name(changes, text, tmp_pa
     folder = peft_folder(tmp_path, peft_tensors(CONFIG, seed, modules=("q_proj",)), **changes)
     with pytest.raises((jattn.InvalidInput, jattn.Unsupported), match=text):
         load_adapter(folder, CONFIG)
+
+
+def test_keys_that_change_nothing_are_read_over(tmp_path, seed):
+    """What PEFT 0.21 writes, and keys of other versions without a value."""
+    inert = {
+        "fan_in_fan_out": True, "qalora_group_size": 16, "megatron_core": "megatron.core", "lora_dropout": 0.1,
+        "loftq_config": {}, "init_lora_weights": "gaussian", "newer": None, "later": False, "layers_pattern": None,
+        "target_modules": ["q_proj", "self_attn.o_proj"], "layers_to_transform": [0, 5], "exclude_modules": ["lm_head"],
+    }  # fmt: skip
+    folder = peft_folder(tmp_path, peft_tensors(CONFIG, seed, modules=("q_proj", "o_proj")), **inert)
+    assert len(load_adapter(folder, CONFIG).weights) == 2
 
 
 ROW = np.zeros((4, 48), np.float32)

@@ -370,6 +370,7 @@ def test_a_combination_without_an_architecture_cannot_be_rendered():
             {"no_rope_layer_interval": ""},
             "config.json: no_rope_layer_interval is ''; it must be an int from 1 to 512.",
         ),
+        ("FalconForCausalLM", {"n_layer": 7}, "config.json: n_layer is 7; num_hidden_layers is 2. Leave one out."),
         ("FalconForCausalLM", {"alibi": "no"}, "config.json: alibi is 'no'; it must be true or false."),
         ("LlamaForCausalLM", {"attention_bias": "x" * 10**5}, "; it must be true or false."),
         ("T5ForConditionalGeneration", {"feed_forward_proj": []}, "config.json: of the encoder, hidden_act is []; "),

@@ -148,6 +148,21 @@ def test_without_labels_a_score_is_the_cosine_of_two_vectors() -> None:
     assert llm.score("abc", "de")[0].outputs.score == float(first @ second)
 
 
+@pytest.mark.parametrize(
+    ("text_1", "text_2", "message"),
+    [
+        (None, "a", "text_1 is a NoneType; pass a text or a list of them"),
+        ("b", 3, "text_2 is a int; pass a text or a list of them"),
+        (b"ab", "a", "text_1 is a bytes; pass"),
+        ({"a": 1}, "a", "text_1 is a dict; pass"),
+        ("a", ["b", 3], r"text_2\[1\] is 3; it must be a text"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(scorer, text_1, text_2, message) -> None:
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        scorer.score(text_1, text_2)
+
+
 def test_texts_of_other_numbers_and_models_of_several_labels_are_refused(scorer) -> None:
     with pytest.raises(
         InvalidInput, match=r"^text_1 has 2 texts and text_2 3; pass one text, or as many as text_2 has"

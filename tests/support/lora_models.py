@@ -155,7 +155,7 @@ def fused_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray], *, swa
 def peft_folder(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:
     """Writes a folder as PEFT does, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", **changes}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", "bias": "none", **changes}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,23 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_bdlora": (None, False),
+    "ensure_weight_tying": (False, None),
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None, {})),
 }
-# Ways to initialise that also change the base's weights.
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+# Keys of PEFT 0.21 of training, of the writer's machine, or without an effect on an adapter's own products.
+_IGNORED = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode",
+    "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+)  # fmt: skip
+# Keys that are read here.
+_READ = (
+    "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
+)  # fmt: skip
+# Ways to initialise that leave the base's weights as they are; others change them.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_LAYER = re.compile(r".*?\.(\d{1,9})\.")
 # A name, all of it, or as PEFT writes the joined kernel of experts: ".*\.gate_up_proj".
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?[\w.]+")
 _ANY_FRONT = ".*\\."
@@ -44,6 +57,10 @@ class PeftConfig:
         use_rslora: by lora_alpha / sqrt(r) instead.
         rank_pattern, alpha_pattern: other values by the last parts of modules' names.
         target_parameters: names of parameters that have adapters, such as "mlp.experts.down_proj".
+        target_modules: last parts of the names of modules that have adapters; None for a regular expression, which is
+            not checked.
+        exclude_modules: those that have none.
+        layers: the layers that have adapters; None for all.
     """
 
     r: int
@@ -52,6 +69,28 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_parameters: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+
+    def check_module(self, name: str) -> None:
+        """Refuses the matrices of a module that PEFT would not apply, by this file.
+
+        Raises:
+            InvalidInput: it is none of the modules, or it is excluded.
+        """
+        parameters = (parameter.rpartition(".")[0] for parameter in self.target_parameters)
+        if _ends_with(name.replace(".base_layer", ""), (*self.target_parameters, *parameters)):
+            return
+        text = f"leaves out {shown(name)}, of which the adapter has matrices"
+        if self.target_modules is not None and not _ends_with(name, self.target_modules):
+            raise InvalidInput("target_modules", text).under(_NAME)
+        if _ends_with(name, self.exclude_modules):
+            raise InvalidInput("exclude_modules", f"has {shown(name)}, of which the adapter has matrices").under(_NAME)
+        if self.layers is not None:
+            layer = _LAYER.match(name)
+            if layer is None or int(layer[1]) not in self.layers:
+                raise InvalidInput("layers_to_transform", text).under(_NAME)
 
     def of_module(self, name: str) -> tuple[int, float]:
         """Returns rank and alpha of a module."""
@@ -72,9 +111,13 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if key in raw and raw[key] not in values:
             wanted = f"this build reads adapters with {shown(values[0])} there"
             raise Unsupported(key, value=raw[key], wanted=wanted).under(_NAME)
+    for key, value in raw.items():
+        # What an unknown key with a value asks for would be missing.
+        if key not in (*_INERT, *_IGNORED, *_READ) and value not in (None, False, [], {}):
+            raise Unsupported(key, value=value, wanted="this build does not know the key. Leave it out").under(_NAME)
     start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
-        wanted = "it changes the base's weights. Convert the adapter as PEFT's documentation of it says"
+    if (start.lower() if isinstance(start, str) else start) not in _STARTS:
+        wanted = "it may change the base's weights. Convert the adapter as PEFT's documentation of it says"
         raise Unsupported("init_lora_weights", value=start, wanted=wanted).under(_NAME)
     rank, alpha, use_rslora = raw.get("r", 8), raw.get("lora_alpha", 8), raw.get("use_rslora", False)
     try:
@@ -83,16 +126,42 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if not isinstance(use_rslora, bool):
             raise InvalidInput("use_rslora", value=use_rslora, wanted="it must be true or false")
         ranks, alphas = _pattern(raw, "rank_pattern"), _pattern(raw, "alpha_pattern")
-        parameters = raw.get("target_parameters") or []
-        if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
-            raise InvalidInput("target_parameters", value=parameters, wanted="it must be a list of names")
+        targets = raw.get("target_modules")
+        modules = None if targets is None or isinstance(targets, str) else _names(raw, "target_modules")
+        excluded = () if isinstance(raw.get("exclude_modules"), str) else _names(raw, "exclude_modules")
+        parameters, layers = _names(raw, "target_parameters"), _layers(raw)
         for name, value in ranks.items():
             check_int(f"rank_pattern[{name!r}]", value, 1, MAX_RANK)
         for name, value in alphas.items():
             _check_alpha(f"alpha_pattern[{name!r}]", value)
     except InvalidInput as error:
         raise error.under(_NAME) from None
-    return PeftConfig(rank, alpha, use_rslora, ranks, alphas, tuple(parameters))
+    return PeftConfig(rank, alpha, use_rslora, ranks, alphas, parameters, modules, excluded, layers)
+
+
+def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    names = raw.get(name) or []
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise InvalidInput(name, value=names, wanted="it must be a list of names")
+    return tuple(names)
+
+
+def _layers(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    layers = raw.get("layers_to_transform")
+    if layers is None or layers == []:
+        return None
+    layers = layers if isinstance(layers, list) else [layers]
+    for index, layer in enumerate(layers):
+        check_int(f"layers_to_transform[{index}]", layer, 0)
+    if raw.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
+        wanted = "this build reads layers by the first number in a module's name"
+        raise Unsupported("layers_pattern", value=raw["layers_pattern"], wanted=wanted)
+    return tuple(layers)
+
+
+def _ends_with(name: str, ends: Collection[str]) -> bool:
+    """Returns whether a module has one of the names, as a whole or at its end."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -61,6 +61,8 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
         checked = {name: _checked(file, name, named[name], piece, peft) for name, piece in pieces.items()}
     except (InvalidInput, Unsupported) as error:
         raise error.under(_FILE) from None
+    for name in pieces:
+        peft.check_module(name)
     return joined([_read(file, named[name], piece, *checked[name]) for name, piece in pieces.items()], config)
 
 

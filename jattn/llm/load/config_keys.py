@@ -149,8 +149,11 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         raise InvalidInput(FILE, f"has the unknown key {key}{more}", wanted)
     given = {key: value for key, value in raw.items() if key in allowed and key not in family.inert}
     for alias, key in family.aliases.items():
-        if alias in given:
-            given.setdefault(key, given.pop(alias))
+        value = given.pop(alias, None)
+        if value is not None and given.get(key) not in (None, value):
+            raise InvalidInput(alias, value=value, wanted=f"{key} is {shown(given[key])}. Leave one out").under(FILE)
+        if value is not None:
+            given[key] = value
     required = [
         name
         for name, key in family.all_keys.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class ScoringRequestOutput:
 def score(
     model: object,
     tokenizer: TextTokenizer | None,
-    firsts: Sequence[str],
-    seconds: Sequence[str],
+    text_1: str | Sequence[str],
+    text_2: str | Sequence[str],
     *,
     cut: int | None,
     use_activation: bool,
@@ -52,13 +52,10 @@ def score(
     check_bool("use_activation", use_activation)
     if tokenizer is None:
         raise InvalidInput("the model has no tokenizer, which texts to score need.")
+    firsts, seconds = _texts("text_1", text_1), _texts("text_2", text_2)
     if len(firsts) not in (1, len(seconds)) or not seconds:
         wanted = "pass one text, or as many as text_2 has, which has at least one"
         raise InvalidInput("text_1", f"has {len(firsts)} texts and text_2 {len(seconds)}", wanted)
-    for name, texts in (("text_1", firsts), ("text_2", seconds)):
-        for index, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise InvalidInput(f"{name}[{index}]", value=text, wanted="it must be a text")
     longest, num_labels = whole.config.max_position_embeddings, whole.config.num_labels
     if num_labels == 0:
         parts = [as_pieces(tokenizer, [(text,) for text in texts], longest, cut=cut) for texts in (firsts, seconds)]
@@ -74,6 +71,18 @@ def score(
     return [
         _output(index, value, each.token_ids) for index, (value, each) in enumerate(zip(logits, pieces, strict=True))
     ]
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | Mapping):
+        raise InvalidInput(name, f"is a {type(given).__name__}", "pass a text or a list of them")
+    texts = list(given)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidInput(f"{name}[{index}]", value=text, wanted="it must be a text")
+    return texts
 
 
 def _cosines(model: Decoder, firsts: list[Pieces], seconds: list[Pieces], **options: Any) -> list[ScoringRequestOutput]:

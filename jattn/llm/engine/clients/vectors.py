@@ -96,7 +96,6 @@ class VectorsOfTexts:
             RequestTooLong: a pair is longer than the model's context, and is not cut.
             Unsupported: as `embed`; the model has several labels.
         """
-        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         options: dict[str, Any] = {"use_activation": use_activation, "pooling": pooling, "cut": truncate_prompt_tokens}
         options["modules"] = self.sentence_modules
-        return score(self.model, self.tokenizer, firsts, seconds, **options)
+        return score(self.model, self.tokenizer, text_1, text_2, **options)
