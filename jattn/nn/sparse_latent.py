@@ -149,7 +149,8 @@ class SparseLatentAttention(MultiHeadLatentAttention):
 
     Args:
         num_heads, in_features: as in `MultiHeadLatentAttention`.
-        indexer: the module that chooses the tokens.
+        indexer: the module that chooses the tokens; None for a layer that is given the choice of an earlier one
+            (IndexCache, arXiv:2603.12201), and whose cache has latents alone.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, out_features, rope, scale, use_bias, head_gate,
             epsilon, dtype, param_dtype, kernel_init, k_scale, kv_chunk_size, deterministic_gradients, implementation,
             rngs: as in `MultiHeadLatentAttention`.
@@ -168,7 +169,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
 
     @checked
     def __init__(
-        self, num_heads: Size, in_features: Size, *, indexer: LatentIndexer, **options: Unpack[LatentOptions]
+        self, num_heads: Size, in_features: Size, *, indexer: LatentIndexer | None, **options: Unpack[LatentOptions]
     ) -> None:
         if options.get("q_lora_rank") is None:
             raise InvalidInput("q_lora_rank", value=None, wanted="the indexer's queries come from the compressed query")
@@ -179,33 +180,63 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         self,
         inputs: jax.Array,
         *,
-        cache: tuple[jax.Array, jax.Array] | None = None,
+        cache: tuple[jax.Array, jax.Array] | jax.Array | None = None,
         metadata: AttentionMetadata | None = None,
         input_positions: jax.Array | None = None,
+        chosen: jax.Array | None = None,
     ) -> Any:
-        """Attends within each row, or to a pair of caches; see `MultiHeadLatentAttention.__call__`."""
+        """Attends within each row, or to the caches; see `MultiHeadLatentAttention.__call__`.
+
+        `chosen` is the choice that `with_choice` of an earlier layer returned, for a layer without an indexer.
+        """
+        out, caches, _ = self.with_choice(inputs, cache, metadata, input_positions, chosen)
+        return out if cache is None else (out, caches)
+
+    def with_choice(
+        self,
+        inputs: jax.Array,
+        cache: Any = None,
+        metadata: AttentionMetadata | None = None,
+        input_positions: jax.Array | None = None,
+        chosen: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Returns the output of a call, the caches, and the tokens' positions that were chosen, int32[tokens, topk].
+
+        Args:
+            inputs, cache, metadata, input_positions, chosen: as in a call.
+
+        Raises:
+            InvalidInput: as a call does, or a choice for a layer with an indexer, or none for a layer without.
+        """
+        if (chosen is None) == (self.indexer is None):
+            problem = (
+                "is None and the layer has no indexer" if chosen is None else "is given and the layer has an indexer"
+            )
+            raise InvalidInput("chosen", problem, "an indexer or an earlier layer chooses the tokens")
         input_positions = self._checked(inputs, cache, metadata, input_positions)
         query, latent, k_pe = self._projected(inputs, input_positions)
-        index_keys = self.indexer.keys(inputs, input_positions)
+        old_keys = None
         if metadata is None or cache is None:
-            length = max(inputs.shape[-2], 1)
             # The batch serves as its own cache, with one token in each block.
-            caches = (jnp.concatenate([latent, k_pe], axis=-1)[:, None], index_keys[:, None])
-            batch = _own_metadata(latent.shape[0], length)
+            batch = _own_metadata(latent.shape[0], max(inputs.shape[-2], 1))
+            latents = jnp.concatenate([latent, k_pe], axis=-1)[:, None]
         else:
-            batch, slots, rope_dim = metadata, metadata.slot_mapping, self.indexer.rope_dim
-            caches = (
-                self._write(latent, k_pe, cache[0], slots),
-                ops.write_latent_cache(
-                    index_keys[:, :rope_dim], index_keys[:, rope_dim:], cache[1], slots,
-                    implementation=self.implementation,
-                ),
-            )  # fmt: skip
-        compressed = self.q_a_layernorm(self.q_a_proj(inputs))
-        chosen = self.indexer.choose(inputs, compressed, input_positions, caches[1], batch)
-        out = self._absorbed(query, caches[0], batch.sequences, chosen)
-        out = self.o_proj(self._joined(out, inputs))
-        return out if cache is None else (out, caches)
+            batch = metadata
+            old, old_keys = (cache, None) if self.indexer is None else cache
+            latents = self._write(latent, k_pe, old, batch.slot_mapping)
+        caches: Any = latents
+        if self.indexer is not None:
+            index_keys = self.indexer.keys(inputs, input_positions)
+            first, rest = jnp.split(index_keys, [self.indexer.rope_dim], axis=-1)
+            index_keys = index_keys[:, None]
+            if old_keys is not None:
+                index_keys = ops.write_latent_cache(
+                    first, rest, old_keys, batch.slot_mapping, implementation=self.implementation
+                )
+            compressed, caches = self.q_a_layernorm(self.q_a_proj(inputs)), (latents, index_keys)
+            chosen = self.indexer.choose(inputs, compressed, input_positions, index_keys, batch)
+        out = self._absorbed(query, latents, batch.sequences, chosen)
+        return self.o_proj(self._joined(out, inputs)), caches, chosen
 
 
 def _own_metadata(num_tokens: int, length: int) -> AttentionMetadata:

@@ -14,14 +14,14 @@ from tests.support.tiny_models import tiny_config, tiny_model
 
 LATENT = LatentConfig(
     kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, index_n_heads=8,
-    index_head_dim=8, index_topk=12,
+    index_head_dim=8, index_topk=12, index_shared_layers=(1,),
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return tiny_model(tiny_config(num_hidden_layers=1, num_key_value_heads=4, head_dim=4, latent=LATENT), 1)
+    return tiny_model(tiny_config(num_key_value_heads=4, head_dim=4, latent=LATENT), 1)
 
 
 @pytest.fixture(scope="module")

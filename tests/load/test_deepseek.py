@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jattn.llm.load import load_model, parse_config, save_model
+from jattn.llm.load import load_model, parse_config, render_config, save_model
 from jattn.llm.models import num_parameters
 from tests.support.family_models import reference_logits, write_checkpoint
 from tests.support.tiny_models import dense_logits, reference_bound
@@ -53,10 +53,52 @@ def test_an_indexer_is_what_v32_has_more_than_v3():
     assert num_parameters(parse_config(raw)) == num_parameters(parse_config(V3)) + 61 * layer
     for kind in ("indexed_attention", "deepseek_sparse_attention"):
         assert parse_config(raw | {"layer_types": [kind] * 61}) == parse_config(raw)
-    with pytest.raises(Unsupported, match=r"mlp_layer_types is .'sparse'"):
-        parse_config(raw | {"mlp_layer_types": ["sparse"] * 61})
+    assert parse_config(raw | {"mlp_layer_types": ["sparse"] * 61}).is_sparse(0)
     with pytest.raises(InvalidInput, match="q_lora_rank is None; an indexer's queries"):
         parse_config(raw | {"q_lora_rank": None})
+
+
+GLM5 = {name: value for name, value in V3.items() if name not in ("auto_map", "quantization_config")}
+GLM5 |= {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ({}, ()),
+        ({"index_topk_freq": 0, "index_skip_topk_offset": 0}, ()),
+        ({"index_topk_freq": 3}, (2, 3, 5)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 4}, (4,)),
+        ({"index_topk_freq": 3, "index_topk_pattern": "FFSFSS"}, (2, 4, 5)),
+        ({"index_topk_pattern": "FFFFFF", "indexer_types": ["full", *["shared"] * 5]}, (1, 2, 3, 4, 5)),
+    ],
+    ids=str,
+)
+def test_glm5s_layers_share_the_choice_of_an_indexer_as_transformers_reads_it(keys, shared):
+    transformers = pytest.importorskip("transformers")
+    config = parse_config(GLM5 | keys)
+    assert set(range(6)) - {*config.index_layers} == {*shared}
+    assert parse_config(render_config(config, dtype="bfloat16")) == config
+    kinds = transformers.GlmMoeDsaConfig(num_hidden_layers=6, **keys).indexer_types
+    assert tuple(layer for layer, kind in enumerate(kinds) if kind == "shared") == shared
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"index_topk_pattern": "FFFFF"}, "index_topk_pattern is 'FFFFF'; it must have 'full' or 'shared' for each"),
+        ({"index_topk_pattern": 3}, "index_topk_pattern is 3; "),
+        ({"indexer_types": "full"}, "indexer_types is 'full'; it must have"),
+        ({"indexer_types": [["full"]] * 6}, "indexer_types is "),
+        ({"index_topk_pattern": "SFFFFF"}, "index_topk_pattern is 'SFFFFF'; the first layer has an indexer"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 0}, "index_skip_topk_offset is 0; the first layer has an"),
+        ({"index_topk_freq": "x"}, "index_topk_freq is 'x'; it must be an int"),
+    ],
+    ids=str,
+)
+def test_layers_without_a_choice_and_other_kinds_are_refused_by_their_key(keys, message):
+    with pytest.raises(InvalidInput, match=f"^config.json: {message}"):
+        parse_config(GLM5 | keys)
 
 
 def test_groups_mean_nothing_where_experts_are_chosen_greedily():

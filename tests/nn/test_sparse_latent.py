@@ -82,6 +82,7 @@ def test_it_computes_what_transformers_does(seed):
 
 def test_prompts_in_chunks_and_decodes_equal_the_dense_form(seed):
     ours, x = module(), inputs(seed)
+    assert ours.indexer is not None
     run = jitted(ours)
     expected, found = np.array(run(x)), np.zeros(x.shape, np.float32)
     specs = (
@@ -112,3 +113,16 @@ def test_what_an_indexer_needs_is_asked_for():
         SparseLatentAttention(3, 12, indexer=module().indexer, **sizes, rngs=nnx.Rngs(0))
     with pytest.raises(InvalidInput, match="rope_dim is 8; it must be"):
         LatentIndexer(12, 10, num_heads=3, head_dim=8, topk=4, rope_dim=8, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_without_an_indexer_is_given_the_choice_of_an_earlier_one(seed):
+    own = module()
+    given = nnx.clone(own)
+    given.indexer = None
+    x = jax.random.normal(jax.random.key(seed), (2, LENGTH, 12))
+
+    out, _, chosen = own.with_choice(x)
+    np.testing.assert_array_equal(given(x, chosen=chosen), out)
+    for layer, choice in ((given, None), (own, chosen)):
+        with pytest.raises(InvalidInput, match=r"^chosen is .*; an indexer or an earlier layer chooses the tokens"):
+            layer(x, chosen=choice)

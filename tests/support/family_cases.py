@@ -407,8 +407,8 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "GlmMoeDsaConfig",
         # Of 5 tokens the last ones may be as good as others.
         [
-            _LATENT | _INDEXER | {"first_k_dense_replace": 1},
-            _LATENT | _INDEXER | {"first_k_dense_replace": 0, "index_topk": 200, "norm_topk_prob": False},
+            _LATENT | _INDEXER | {"first_k_dense_replace": 1, "indexer_types": ["full", "shared"]},
+            _LATENT | _INDEXER | {"mlp_layer_types": ["sparse", "dense"], "index_topk": 200, "norm_topk_prob": False},
         ],
     ),
 }

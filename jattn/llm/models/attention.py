@@ -27,8 +27,9 @@ from torch_core.base.errors import InvalidInput
 #: window, then the factors of queries, if there are some; or the bias of `relative_bias`.
 Angles = tuple[Any, ...] | jax.Array
 
-#: Keys and values of dense sequences that later layers read, by the index of their layer.
-KeysValues = dict[int | None, tuple[jax.Array, jax.Array]]
+#: Keys and values of dense sequences that later layers read, by the index of their layer; and the last choice of an
+#: indexer, by None.
+KeysValues = dict[int | None, tuple[jax.Array, ...]]
 
 
 class Attention(nnx.Module):

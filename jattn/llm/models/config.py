@@ -362,12 +362,10 @@ class ModelConfig:
             raise Unsupported("layer_types", value=self.layer_types, wanted="a layer of this build's decoders attends")
 
     def _check_latent(self) -> None:
-        latent, scaling = self.latent, self.rope_scaling
+        latent = self.latent
         if latent is None:
             return
-        if self.head_dim != latent.qk_rope_head_dim:
-            wanted = f"with latents it is qk_rope_head_dim ({latent.qk_rope_head_dim})"
-            raise InvalidInput("head_dim", value=self.head_dim, wanted=wanted)
+        latent.check(self.head_dim, self.num_hidden_layers, self.rope_scaling)
         same = {"num_key_value_heads": self.num_attention_heads, "attention_output_bias": self.attention_bias}
         if self.position_embedding not in ("rope", "none"):
             wanted = "attention over latents has 'rope' or 'none'"
@@ -375,10 +373,6 @@ class ModelConfig:
         for name, value in (_NOT_LATENT | same).items():
             if (found := getattr(self, name)) != value:
                 raise Unsupported(name, value=found, wanted=f"attention over latents has {value!r}")
-        if scaling is not None and scaling.rope_type == "yarn":
-            for name, value in {"attention_factor": None, "truncate": True}.items():
-                if (found := getattr(scaling, name)) != value:
-                    raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
 
     def _check_layer_sizes(self) -> None:
         full, given = self.full_attention, self.per_layer_input
@@ -430,6 +424,12 @@ class ModelConfig:
     def index_head_dim(self) -> int | None:
         """Elements of a token's index key, of attention over latents that an indexer chooses; None of all other."""
         return None if self.latent is None else self.latent.index_head_dim
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """The layers that have an indexer, in order."""
+        shared = () if self.latent is None else self.latent.index_shared_layers
+        return () if self.index_head_dim is None else tuple(each for each in self.cache_layers if each not in shared)
 
     @property
     def query_size(self) -> int:

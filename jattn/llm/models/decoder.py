@@ -118,6 +118,7 @@ class Decoder(nnx.Module):
             head_dim=config.head_dim,
             kv_lora_rank=None if config.latent is None else config.latent.kv_lora_rank,
             index_head_dim=config.index_head_dim,
+            num_indexers=len(config.index_layers) or None,
             layer_heads=() if config.full_attention is None else tuple(self._heads_of(each) for each in own),
             states=states,
             dtype=jnp.dtype(config.dtype).name,
@@ -191,18 +192,24 @@ class Decoder(nnx.Module):
             raise Unsupported("this model is an encoder, which has no cache and generates nothing; use embed.")
         peers, adapters = metadata.of_layer(0)[0].peers, metadata.of_layer(0)[0].adapters
         x, angles = self.embedded(token_ids, positions, peers, adapters=adapters)
-        layer_inputs, caches = self._layer_inputs(token_ids, x), list(kv_caches)
-        yield x, tuple(caches), None
+        layer_inputs, count, latent = self._layer_inputs(token_ids, x), len(kv_caches), self.config.latent
+        shares = latent is not None and len(latent.index_shared_layers) > 0
+        # The last choice of an indexer goes from layer to layer as a cache does.
+        caches = [*kv_caches, *[jnp.zeros(0, jnp.int32)] * shares]
+        yield x, kv_caches, None
         # Adapters read rows as they are.
         quantizes = adapters is None
         normed = through(self.layers[0].input_norm(quantizes=quantizes), x)
-        first_state = len(caches) - sum(layer.num_states for layer in self.layers)
+        first_state = count - sum(layer.num_states for layer in self.layers)
+        indexers = self.config.index_layers
         for index, modules in enumerate(self.layers_and_norms(quantizes=quantizes)):
             (own, array), places = metadata.of_layer(0), []
             if self.config.attends(index):
                 own, array = metadata.of_layer(self.config.cache_of(index))
-                second = () if self.config.index_head_dim is None else (len(self.config.cache_layers) + array,)
-                places += (array, *second)
+                places.append(array)
+                if index in indexers:
+                    places.append(len(self.config.cache_layers) + indexers.index(index))
+                places += [count] * shares
             places += range(first_state, first_state := first_state + modules[0].num_states)
             given = tuple(caches[place] for place in places)
             own_adapters = None if adapters is None else adapters.of_layer(index)
@@ -211,8 +218,8 @@ class Decoder(nnx.Module):
             )
             for place, cache in zip(places, updated, strict=True):
                 caches[place] = cache
-            yield x, tuple(caches), experts
-        yield normed, tuple(caches), None
+            yield x, tuple(caches[:count]), experts
+        yield normed, tuple(caches[:count]), None
 
     def layers_and_norms(self, *, quantizes: bool = False) -> Iterator[tuple[DecoderLayer, Any]]:
         """Yields each layer and the norm after it (the next layer's first or the model's last); None for none."""

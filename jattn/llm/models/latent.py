@@ -32,7 +32,7 @@ class _Layer:
         parallel: TensorParallel | None = None,
     ) -> None:
         self.temperature = config.temperature
-        options = self._options(config, rngs=rngs, implementation=implementation)
+        options = self._options(config, layer, rngs=rngs, implementation=implementation)
         super().__init__(config.num_attention_heads, config.hidden_size, **options)  # type: ignore[call-arg]
 
     def _projected(self, inputs: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -44,7 +44,7 @@ class _Layer:
         return query, *rest
 
     @classmethod
-    def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
+    def _options(cls, config: ModelConfig, layer: int, **shared: Any) -> dict[str, Any]:
         """Returns the layer's arguments from a config; its parts take their own."""
         latent = config.latent
         if latent is None:
@@ -83,11 +83,36 @@ class LatentAttention(_Layer, MultiHeadLatentAttention):
 
 
 class SparseAttention(_Layer, SparseLatentAttention):
-    """Latent attention of one layer to the tokens that an indexer chooses; its cache is a pair."""
+    """Latent attention of one layer to the tokens that an indexer chooses.
+
+    Its caches are latents, keys if it has an indexer, and the choice if some layer has none.
+    """
+
+    def forward_paged(
+        self, x: jax.Array, angles: Angles | None, kv_cache: Any, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, Any]:
+        """See `LatentAttention`."""
+        if self.indexer is None:
+            latents, chosen = kv_cache
+            out, latents, _ = self.with_choice(x, latents, metadata, chosen=chosen)
+            return out, (latents, chosen)
+        out, caches, chosen = self.with_choice(x, kv_cache[:2], metadata)
+        return out, (*caches, chosen)[: len(kv_cache)]
+
+    def forward_dense(
+        self, x: jax.Array, angles: Angles | None, lengths: jax.Array | None = None, shared: KeysValues | None = None
+    ) -> jax.Array:
+        """See `LatentAttention`; layers exchange the choice through `shared`."""
+        shared = {} if shared is None else shared
+        out, _, chosen = self.with_choice(x, chosen=None if self.indexer is not None else shared[None][0])
+        shared[None] = (chosen,)
+        return out
 
     @classmethod
-    def _options(cls, config: ModelConfig, **shared: Any) -> dict[str, Any]:
-        options, latent = super()._options(config, **shared), config.latent
+    def _options(cls, config: ModelConfig, layer: int, **shared: Any) -> dict[str, Any]:
+        options, latent = super()._options(config, layer, **shared), config.latent
+        if layer not in config.index_layers:
+            return {"indexer": None, **options}
         if latent is None or not (
             latent.q_lora_rank and latent.index_n_heads and latent.index_head_dim and latent.index_topk
         ):

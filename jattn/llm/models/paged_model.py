@@ -34,6 +34,7 @@ class PagedSpec:
         index_head_dim: number of elements of an indexer's key, in layers of `jattn.nn.SparseLatentAttention`. Each
             layer has a second cache for these keys; the second caches come after the first caches of all layers. None
             without.
+        num_indexers: number of layers with an indexer, if not all have one.
         states: layouts of the layers with a recurrent state, such as `jattn.nn.ShortConv.state_spec()`. Their arrays
             come after all caches, those of a layer one after the other.
         dtype: dtype of the keys and values that the layers write, by name.
@@ -68,6 +69,7 @@ class PagedSpec:
     layer_heads: tuple[tuple[int, int], ...] = ()
     kv_lora_rank: int | None = None
     index_head_dim: int | None = None
+    num_indexers: Annotated[int | None, Limits(1, INT32_MAX)] = None
     states: tuple[StateCacheSpec, ...] = ()
     dtype: str = "float32"
     sliding_window: Window = None
@@ -149,7 +151,7 @@ class PagedSpec:
             return []
         rest = self.index_head_dim - self.head_dim
         spec = LatentCacheSpec(kv_lora_rank=self.head_dim, rope_dim=rest, block_size=block_size, dtype=self.dtype)
-        return [spec] * self.num_layers
+        return [spec] * (self.num_indexers or self.num_layers)
 
 
 class PagedModel(Protocol):

@@ -130,6 +130,8 @@ class LatentConfig:
         index_topk: most tokens that a query attends to.
         rope_interleave: pairs of the rotary embedding are neighbours; False for (element i, element i + half).
         index_rope_interleave: likewise in the indexer.
+        index_shared_layers: indices of layers without an indexer, which attend to the tokens that the last indexer
+            before them chose (IndexCache, arXiv:2603.12201).
         head_gate: each head's results are multiplied by the sigmoid of a gate, which has a projection of its own.
 
     Raises:
@@ -146,20 +148,33 @@ class LatentConfig:
     index_topk: Annotated[int | None, Limits(1, 1 << 24, also="")] = None
     rope_interleave: Flag = True
     index_rope_interleave: Flag = False
+    index_shared_layers: tuple[int, ...] = ()
     head_gate: Flag = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         names = ("index_n_heads", "index_head_dim", "index_topk")
         given = [name for name in names if getattr(self, name) is not None]
-        if not given:
+        if not given and not self.index_shared_layers:
             return
         if len(given) < len(names):
-            raise InvalidInput(f"{', '.join(given)} of {', '.join(names)} given; an indexer has all three.")
+            raise InvalidInput(f"{', '.join(given) or 'none'} of {', '.join(names)} given; an indexer has all three.")
         if self.q_lora_rank is None:
             raise InvalidInput("q_lora_rank", value=None, wanted="an indexer's queries come from the compressed query")
         # The rest of a key is not rotated.
         check_int("index_head_dim", self.index_head_dim, self.qk_rope_head_dim + 1, MAX_HEAD_DIM)
+
+    def check(self, head_dim: int, num_hidden_layers: int, scaling: RopeScaling | None) -> None:
+        """Raises InvalidInput or Unsupported unless a model's heads, layers and scaled frequencies fit."""
+        if head_dim != self.qk_rope_head_dim:
+            wanted = f"with latents it is qk_rope_head_dim ({self.qk_rope_head_dim})"
+            raise InvalidInput("head_dim", value=head_dim, wanted=wanted)
+        for index, layer in enumerate(self.index_shared_layers):
+            check_int(f"latent.index_shared_layers[{index}]", layer, 1, num_hidden_layers - 1)
+        if scaling is not None and scaling.rope_type == "yarn":
+            for name, value in {"attention_factor": None, "truncate": True}.items():
+                if (found := getattr(scaling, name)) != value:
+                    raise Unsupported(f"rope_scaling.{name}", value=found, wanted=f"attention over latents has {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

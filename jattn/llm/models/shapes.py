@@ -52,7 +52,7 @@ def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...
     for index in range(config.num_hidden_layers):
         has_norm = index > 0 or config.first_layer_norm
         facts = has_norm, config.kv_sharing_target(index) is None, config.is_sparse(index), config.mixers(index)
-        kind = (*facts, config.of_layer(index))
+        kind = (*facts, index in config.index_layers, config.of_layer(index))
         if kind not in kinds:
             kinds[kind] = _traced(lambda index=index: DecoderLayer(config, index, rngs=nnx.Rngs(0)))
         for path, shape in kinds[kind].items():
@@ -61,8 +61,11 @@ def _layers(config: ModelConfig) -> Iterator[tuple[ParameterPath, tuple[int, ...
 
 def _with_one_layer(config: ModelConfig) -> ModelConfig:
     moe = None if config.moe is None else replace(config.moe, dense_layers=())
+    latent = None if config.latent is None else replace(config.latent, index_shared_layers=())
     alike = dict.fromkeys(("layer_windows", "kv_sharing_targets", "layer_types"), ())
-    return replace(config, num_hidden_layers=1, moe=moe, sliding_window=None, single_branch=False, **alike)
+    return replace(
+        config, num_hidden_layers=1, moe=moe, latent=latent, sliding_window=None, single_branch=False, **alike
+    )
 
 
 def _traced(build: Callable[[], nnx.Module]) -> _Shapes:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jattn.llm.load.families.deepseek_v2 import DEFAULTS, KEYS, LATENT_KEYS, NAMES
-from jattn.llm.load.families.family import Family, Raw
+from jattn.llm.load.families.family import Family, Raw, mlp_layer_types
 from torch_core.base.checks import shown
 from torch_core.base.errors import Unsupported
 
@@ -51,15 +51,10 @@ _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def checked_layers(raw: Raw) -> dict[str, Any]:
-    """Refuses layers of experts in another order, and layers without an indexer."""
-    dense, count = raw["first_k_dense_replace"], raw["num_hidden_layers"]
-    served = {
-        "mlp_layer_types": [["dense" if layer < dense else "sparse" for layer in range(count)]],
-        "layer_types": [[kind] * count for kind in _INDEXED],
-    }
-    for name, types in served.items():
-        if raw.get(name) not in (None, *types):
-            raise Unsupported(name, value=raw[name], wanted=f"this build has {shown(types[0])}")
+    """Refuses layers of other types."""
+    types = [[kind] * raw["num_hidden_layers"] for kind in _INDEXED]
+    if raw.get("layer_types") not in (None, *types):
+        raise Unsupported("layer_types", value=raw["layer_types"], wanted=f"this build has {shown(types[0])}")
     return {}
 
 
@@ -71,5 +66,6 @@ DEEPSEEK_V32 = dataclasses.replace(
     keys={**DEEPSEEK_V3.keys, **{name: f"latent.{name}" for name in ("index_n_heads", "index_head_dim", "index_topk")}},
     defaults={**DEEPSEEK_V3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
     derive=checked_layers,
+    write=mlp_layer_types,
     layer_types=dict.fromkeys(_INDEXED, "attention"),
 )
