@@ -6,7 +6,6 @@ for the prompts'. A row therefore compiles only the programs that it measures.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -21,55 +20,20 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 
-from jattn.bench.measure import profiled
+from jattn.bench.measure import jax_copy_bytes_per_second, profiled
 from jattn.bench.report import HIDDEN
 from jattn.bench.runner import Benchmark, sizes
+from jattn.bench.shapes import normal, random_decoder, shape_config, step_bytes
 from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.request.lora import prefix_salt
-from jattn.llm.models import (
-    Adapters,
-    Decoder,
-    ModelConfig,
-    TensorParallel,
-    decoder_of,
-    parameter_shards,
-    quantize_fp8,
-    tensor_parallel_of,
-)
+from jattn.llm.load.kv_scales import cached_spec
+from jattn.llm.models import Adapters, Decoder, ModelConfig, quantize_fp8
 from torch_core.base.errors import JattnError
 
-_LARGE = ModelConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=16384,
-    dtype="bfloat16",
-)
-#: Llama 3.1's shapes of 8B and 70B, and one for trying this out on a CPU.
-SHAPES = {
-    "70b": _LARGE,
-    "8b": replace(_LARGE, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
-    "tiny": ModelConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        dtype="float32",
-    ),
-}
 _BLOCK_SIZE = 16
 # Runs of a program until its time is stable: the first compiles it, in the second XLA builds its graph (8 ms).
 _UNCOUNTED = 2
@@ -80,13 +44,15 @@ class EngineRow:
     """One load under one group of settings; `details` are times by kernel of three steps, if they were profiled.
 
     `compile_seconds` are those before the measured part, `late_seconds` those within it, which should be 0. `error` is
-    the reason why the load was refused; there are no numbers then.
+    the reason why the load was refused; there are no numbers then. `bytes_ms` are the milliseconds that a large copy
+    takes for the bytes of a decode step.
     """
 
     load: str
     median: float
     unit: str
     rounds: tuple[float, ...]
+    bytes_ms: float | None
     compile_seconds: float
     late_seconds: float
     settings: str
@@ -96,7 +62,7 @@ class EngineRow:
 
 def run(
     *,
-    shape: Literal["70b", "8b", "tiny"] = "8b",
+    shape: Literal["70b", "8b", "nemotron-h-8b", "qwen3.5-9b", "falcon-h1-7b", "tiny", "tiny-hybrid"] = "8b",
     decode: Sequence[str] = ("1x1024", "64x2048", "256x512"),
     prompt: Sequence[int] = (8192,),
     hits: Sequence[str] = ("7168x64",),
@@ -116,7 +82,7 @@ def run(
     """Yields a row for each load and each group of settings, with random weights.
 
     Args:
-        shape: shape of the model.
+        shape: shape of the model: Llama 3.1's of 70B and 8B, or one whose layers keep a state.
         decode: SEQUENCESxCONTEXT of each row: milliseconds of a decode step.
         prompt: tokens of a prompt that is alone: milliseconds to its first token.
         hits: CACHEDxNEW tokens of a prompt that is alone: milliseconds to its first token.
@@ -136,7 +102,9 @@ def run(
     """
     fields_of = {text: _fields(text) for text in settings}
     mesh = jax.make_mesh((cut,), ("tp",)) if cut > 1 else None
-    model = random_decoder(SHAPES[shape], mesh)
+    # Before the model fills the memory.
+    copied = jax_copy_bytes_per_second() if mesh is None and jax.default_backend() == "gpu" else None
+    model = random_decoder(shape_config(shape), mesh)
     if fp8_weights:
         quantize_fp8(model)
     batched_tokens = batched_tokens or default_config().max_num_batched_tokens
@@ -169,31 +137,17 @@ def run(
             except JattnError as error:
                 # Such as a pool that does not fit into memory: the rows before and after it have numbers.
                 nan = math.nan
-                yield EngineRow(load, nan, "-", (), nan, nan, name, error=f"{load} with {name}: {error}")
+                yield EngineRow(load, nan, "-", (), None, nan, nan, name, error=f"{load} with {name}: {error}")
                 continue
             details = None if details is None else f"{load}: {details}"
-            yield EngineRow(load, statistics.median(values), unit, tuple(values), before, late, name, details)
+            moved = (
+                bench.bytes_ms(copied, chosen, *numbers) if copied is not None and measured == bench.decode else None
+            )
+            yield EngineRow(load, statistics.median(values), unit, tuple(values), moved, before, late, name, details)
 
 
 def _fields(text: str) -> dict[str, Any]:
     return engine_fields("{" + re.sub(r"(\w+)=", r'"\1":', text) + "}", "--settings")
-
-
-def random_decoder(config: ModelConfig, mesh: Mesh | None = None) -> Decoder:
-    """Returns a decoder with random weights, each made where it stays: on one device, or cut over a mesh axis "tp"."""
-    parallel = None if mesh is None else tensor_parallel_of(mesh)
-    shards = parameter_shards(config, parallel or TensorParallel(size=1))
-    keys = jax.random.split(jax.random.key(0), len(shards))
-    values = {
-        path: _normal(each.cut_shape, config.dtype, None if mesh is None else NamedSharding(mesh, each.spec))(key)
-        for key, (path, each) in zip(keys, shards.items(), strict=True)
-    }
-    return decoder_of(config, values, None, parallel)
-
-
-@functools.lru_cache
-def _normal(shape: tuple[int, ...], dtype: str, sharding: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * 0.02, out_shardings=sharding)
 
 
 #: The values of the rounds, their unit, seconds of compilation before and within them, and text below the table.
@@ -226,6 +180,12 @@ class _Bench:
         blocks = batch * _blocks(context + 1 + self.new_tokens)
         return self._decode(self._prompts(batch, context + 1), blocks, settings, _greedy(self.new_tokens))
 
+    def bytes_ms(self, bytes_per_second: float, settings: dict[str, Any], batch: int, context: int) -> float:
+        """Returns the milliseconds of a decode step's bytes at a speed."""
+        spec = cached_spec(self.model.paged_spec, settings.get("kv_cache_dtype", "auto"))
+        length = context + self.new_tokens // 2
+        return step_bytes(self.model, spec, batch, _blocks(length), block_size=_BLOCK_SIZE) / bytes_per_second * 1e3
+
     def groups(self, settings: dict[str, Any], groups: int, samples: int, context: int) -> _Measured:
         """Returns those of a step in which samples share a prompt."""
         # A sample has the blocks that it writes for itself, and a copy of the one that the prompt ends in.
@@ -253,6 +213,9 @@ class _Bench:
             # Steps of prompts are full until the last ones, and requests end one after the other.
             params, decodes = _greedy(outputs), _names(r"\d+", "greedy", shared=False)
             engine.warmup(lambda *_: None, wanted=lambda name: decodes(name) or _prompt_tokens(name) >= requests)
+            if self.model.paged_spec.states:
+                # Steps also end where a snapshot is due, so that their sizes are known only when they have been run.
+                _run(engine, self._prompts(requests + 1, inputs)[1:], params)
             before, started = engine.compile_seconds, time.perf_counter()
             _run(engine, self._prompts(requests, inputs), params)
             seconds, late = time.perf_counter() - started, engine.compile_seconds - before
@@ -321,7 +284,7 @@ def random_adapters(config: ModelConfig, rank: int) -> Adapters:
     adapters = Adapters(config, rank=rank, rngs=nnx.Rngs(0))
     for layer in adapters.layers:
         for module in layer.values():
-            module["lora_b"][...] = _normal(module["lora_b"].shape, config.dtype, None)(jax.random.key(0))
+            module["lora_b"][...] = normal(module["lora_b"].shape, config.dtype, None)(jax.random.key(0))
     return adapters
 
 

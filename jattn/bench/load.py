@@ -15,8 +15,8 @@ from typing import Literal
 import jax
 from flax import nnx
 
-from jattn.bench.engine import SHAPES, random_decoder
 from jattn.bench.runner import Benchmark
+from jattn.bench.shapes import SHAPES, random_decoder
 from jattn.llm.load import load_model, save_model
 from jattn.llm.models import ModelConfig
 

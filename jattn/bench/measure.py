@@ -250,6 +250,12 @@ def copy_bytes_per_second() -> float:
     return 2 * source.numel() / eager_us(lambda: target.copy_(source)) * 1e6
 
 
+def jax_copy_bytes_per_second() -> float:
+    """Measures the same of a JAX program, in a process whose memory JAX manages."""
+    source = jnp.ones(1 << 28, jnp.int32)
+    return 2 * source.nbytes / jax_us(jax.jit(lambda x: x + 1), (source,), calls=1) * 1e6
+
+
 def matmul_flops(size: int = 8192) -> float:
     """Measures a large bfloat16 matrix product on random data; operations per second."""
     left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)

@@ -11,10 +11,14 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 
 from jattn.bench import engine
-from jattn.bench.engine import BENCHMARK, SHAPES, random_decoder
+from jattn.bench.engine import BENCHMARK
 from jattn.bench.runner import main
+from jattn.bench.shapes import SHAPES, random_decoder, shape_config, step_bytes
+from jattn.llm.models import Decoder
+from jattn.llm.models.shapes import num_parameters
 from tests.support.devices import on_four_devices
 from torch_core.base.errors import InvalidInput
 
@@ -52,6 +56,20 @@ def test_a_model_that_was_made_cut_has_rows_like_others() -> None:
     with contextlib.redirect_stdout(out):
         main(BENCHMARK, ["--shape", "tiny", "--cut", "2", *NOTHING, "--decode", "1x16", *SIZES[:-2]])
     assert out.getvalue().splitlines()[2].startswith("decode 1x16  ")
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "qwen3.5-9b", "falcon-h1-7b"])
+def test_a_shape_whose_layers_keep_a_state_is_one_of_8b(name: str) -> None:
+    assert 7.5e9 < num_parameters(shape_config(name)) < 9.1e9
+
+
+def test_a_step_reads_weights_and_caches_once_and_replaces_states() -> None:
+    config = shape_config("tiny-hybrid")
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    weights = 4 * (num_parameters(config) - config.vocab_size * config.hidden_size)
+    # Two rows of keys and values in a block of 16 tokens; a convolution's state and four heads'.
+    cache, states = 4 * 16 * 2 * 8, 4 * (3 * 64 + 4 * 8 * 8)
+    assert step_bytes(model, model.paged_spec, 3, 2, block_size=16) == weights + 3 * (2 * cache + 2 * states)
 
 
 @pytest.mark.nightly

@@ -13,6 +13,9 @@ import pytest
 from flax import nnx
 
 from jattn import ops
+from jattn.bench.shapes import shape_config
+from jattn.llm.engine.device.programs import PRODUCT_OPTIONS
+from jattn.llm.models import Decoder
 from jattn.metadata import AttentionMetadata
 from tests.ops import test_sliced_caches as sliced
 from tests.support.for_cuda import compiled_for_cuda, computations, why_not
@@ -94,6 +97,45 @@ def test_steps_of_a_decoder_copy_no_cache_that_was_donated(num_steps: int, num_s
     shape = ",".join(map(str, CACHE))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
     assert misdirected(text) == []
+
+
+def two_products() -> tuple[Any, ...]:
+    """Products of the same rows with two weights, of which one is small."""
+    weights = (np.zeros((64, size), np.float32) for size in (256, 8))
+    return lambda x, large, small: (x @ large, x @ small), np.zeros((16, 64), np.float32), *weights
+
+
+def test_weights_of_two_products_are_not_copied_together() -> None:
+    copied = "f32[64,264]"
+    assert copied in compiled_for_cuda(two_products), "XLA has stopped doing it: the option is no longer needed"
+    assert copied not in compiled_for_cuda(two_products, options=PRODUCT_OPTIONS)
+
+
+def hybrid_step() -> tuple[Any, ...]:
+    """A decode step of a small model of Mamba-2 and attention."""
+    model = Decoder(shape_config("tiny-hybrid"), rngs=nnx.Rngs(0), implementation="triton")
+    graph, state = nnx.split(model)
+    spec = model.paged_spec
+    caches = [np.zeros((9, 2, 16, spec.num_kv_heads, spec.head_dim), np.float32)]
+    caches += [np.zeros((7, *shape), np.float32) for each in spec.states for shape in each.shapes]
+    metadata = AttentionMetadata(
+        block_tables=jnp.ones((4, 2), jnp.int32), seq_lens=jnp.full(4, 5, jnp.int32), max_query_len=1,
+        query_start_loc=jnp.arange(5, dtype=jnp.int32), slot_mapping=jnp.arange(16, 20, dtype=jnp.int32),
+        state_slots=jnp.arange(1, 5, dtype=jnp.int32),
+    )  # fmt: skip
+
+    def step(caches: Any, tokens: Any, state: Any) -> Any:
+        return nnx.merge(graph, state)(tokens, tokens, tuple(caches), metadata)
+
+    return step, caches, np.zeros(4, np.int32), state
+
+
+def test_a_decode_step_replaces_states_where_they_are() -> None:
+    text = compiled_for_cuda(hybrid_step, donate=(0,))
+    assert text.count("output_to_operand_aliasing") >= 3
+    for shape in ("7,3,64", "7,4,8,8"):
+        assert f"f32[{shape}]" in text
+        assert not re.findall(rf"= f32\[{shape}\]\S* (copy|fusion)\(", text)
 
 
 def reshaped_caches() -> tuple[Any, ...]:

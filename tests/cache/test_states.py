@@ -53,9 +53,20 @@ def test_blocks_without_a_snapshot_at_their_end_are_no_prefix():
 def test_a_snapshot_at_every_second_block_is_found_by_a_shorter_prefix():
     cache = make(snapshot_blocks=2)
     cache.add("a", [*PROMPT, 8, 9])
-    assert [step.rows[0].num_new_tokens for step in compute(cache, "a", 9)] == [4, 4, 1]
+    cache.retire(cache.step([("a", cache.until_snapshot("a", 6))]).step_id)
+    assert [step.rows[0].num_new_tokens for step in compute(cache, "a", 5)] == [4, 1]
     assert cache.add("b", [*PROMPT[:5], 9]) == 4
     assert cache.stats().snapshots == 2
+
+
+def test_where_a_prompt_leaves_another_a_step_ends_and_the_next_prompt_finds_a_snapshot():
+    cache = make()
+    cache.add("a", [*PROMPT, 8, 9])
+    assert [step.rows[0].num_new_tokens for step in compute(cache, "a", 9)] == [8, 1]
+    other = [*PROMPT[:5], 11, 12, 13, 14]
+    assert cache.add("b", other) == 0
+    assert [step.rows[0].num_new_tokens for step in compute(cache, "b", 9)] == [4, 4, 1]
+    assert cache.add("c", [*PROMPT[:4], 21, 22]) == 4
 
 
 def test_a_step_writes_the_slot_of_the_last_one_in_place():

@@ -108,6 +108,13 @@ def test_a_prefix_continues_from_a_snapshot(engine, hybrid, seed) -> None:
     assert request.output_token_ids == expected(hybrid, longer)
 
 
+def test_slots_take_half_of_the_memory_at_most(hybrid) -> None:
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 64, "max_num_batched_tokens": 64}
+    num_slots = (1 << 16) // 2 // sum(spec.bytes_per_slot for spec in hybrid.paged_spec.states)
+    with Engine(hybrid, EngineConfig(**sizes, kv_cache_bytes=1 << 16)) as engine:
+        assert engine.cache_stats().slots_free == num_slots - 1, "all but the null slot"
+
+
 def test_a_snapshot_of_other_weights_is_no_prefix(engine, hybrid, seed) -> None:
     (prompt,) = prompts_of(seed, 21)
     run(engine, [prompt], GREEDY)

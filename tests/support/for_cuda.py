@@ -14,9 +14,10 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["compiled_for_cuda", "computations", "why_not"]
@@ -48,16 +49,22 @@ def why_not() -> str | None:
     return None
 
 
-def compiled_for_cuda(make: Callable[..., tuple[Any, ...]], *args: Any, donate: tuple[int, ...] = ()) -> str:
+def compiled_for_cuda(
+    make: Callable[..., tuple[Any, ...]],
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Returns the text of a program; it is made in a process of its own, where JAX has an H200 to compile for.
 
     Args:
         make: a module's function that returns the function and its arguments, arrays or their specs.
         *args: for it.
         donate: numbers of the function's arguments.
+        options: XLA's, of this program.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start) as process:
-        return process.submit(_compile, make, args, donate).result()
+        return process.submit(_compile, make, args, donate, dict(options)).result()
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -86,7 +93,9 @@ def _start() -> None:
     os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
 
 
-def _compile(make: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], donate: tuple[int, ...]) -> str:
+def _compile(
+    make: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], donate: tuple[int, ...], options: dict[str, Any]
+) -> str:
     import jax
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
@@ -98,7 +107,7 @@ def _compile(make: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], donate
     function, *operands = make(*args)
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), operands)
     traced = jax.jit(function, donate_argnums=donate).trace(*specs)
-    return str(traced.lower(lowering_platforms=("cuda",)).compile().as_text())
+    return str(traced.lower(lowering_platforms=("cuda",)).compile(options).as_text())
 
 
 def _take_cuda_for_granted() -> None:

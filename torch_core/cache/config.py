@@ -101,8 +101,9 @@ class StateConfig:
 
     Attributes:
         num_slots: number of slots, including the null slot 0. One sequence may need three for a moment.
-        snapshot_blocks: a snapshot is kept at every boundary of this many blocks, and at the last boundary before the
-            end of a prompt, if a step ends there (`CacheManager.until_snapshot`).
+        snapshot_blocks: a snapshot is kept at every boundary of this many blocks, at the last boundary before the end
+            of a prompt, and at the one where a prompt leaves blocks that are cached (Marconi's branch points,
+            arXiv:2411.19379), if a step ends there (`CacheManager.until_snapshot`).
         num_host_slots: number of slots of host memory for `swap_out`; 0 for none.
 
     Example:

@@ -132,7 +132,7 @@ def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
         swaps += [BlockSwap(block, slot, True, number) for block, slot in pairs if slot is not None]
     state_slot = None if state_slots is None else state_slots.pop()
     sequence.swapped = SwappedTable(
-        slots, table.scheduled, table.retired, table.dropped.copy(), step_id, state_slot, table.last_boundary
+        slots, table.scheduled, table.retired, table.dropped.copy(), step_id, state_slot, table.boundaries
     )
     sequence.table = None
     table.leave()
@@ -179,7 +179,7 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     table.dropped = swapped.dropped.copy()
     table.published = swapped.dropped.copy()
     table.limit = min(len(column) * group.block_size for column, group in zip(blocks, state.groups, strict=True))
-    table.last_boundary = swapped.last_boundary
+    table.boundaries = swapped.boundaries
     step_id, record = state.open_step()
     state_swaps: tuple[StateSwap, ...] = ()
     if slot_pool is not None and swapped.state_slot is not None:
@@ -249,7 +249,7 @@ def _share_table(state: CacheState, table: SequenceTable, child: SequenceState) 
     for column in blocks:
         state.pool.hold(column)
     if state.slots is not None:
-        twin.slot, twin.last_boundary = table.slot, table.last_boundary
+        twin.slot, twin.boundaries = table.slot, table.boundaries
         state.slots.pool.hold((twin.slot,))
     child.table = twin
     return length

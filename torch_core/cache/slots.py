@@ -49,29 +49,34 @@ class StateSlots:
             length -= self.block_size
         return length
 
-    def attach(self, table: SequenceTable) -> None:
-        """Gives a new table the snapshot after its cached prefix."""
-        table.last_boundary = (len(table.sequence.tokens) - 1) // self.block_size * self.block_size
+    def attach(self, table: SequenceTable, shared: int) -> None:
+        """Gives a new table the snapshot after its cached prefix; other sequences share `shared` of its tokens."""
+        last = (len(table.sequence.tokens) - 1) // self.block_size * self.block_size
+        table.boundaries = (min(shared, last), last)
         if table.scheduled:
             table.slot = self.find(table.sequence.chains[0], table.scheduled) or NULL_BLOCK
             self.pool.hold((table.slot,))
 
     def until_snapshot(self, table: SequenceTable, count: int) -> int:
-        """Returns how many of the next `count` tokens a step should take, to end where the next snapshot is due."""
+        """Returns how many of the next `count` tokens a step should take, to end where a snapshot is due.
+
+        Every end of a step costs time, so it is the next of the table's boundaries, or the last regular one.
+        """
         if not self.publishing:
             return count
-        every = self.block_size * self.config.snapshot_blocks
-        due = [(table.scheduled // every + 1) * every]
-        if table.last_boundary > table.scheduled:
-            due.append(table.last_boundary)
-        return min(count, min(due) - table.scheduled)
+        first, every = table.scheduled, self.block_size * self.config.snapshot_blocks
+        due = [each for each in table.boundaries if first < each <= first + count]
+        if due:
+            return min(due) - first
+        regular = (first + count) // every * every
+        return regular - first if regular > first else count
 
     def is_due(self, table: SequenceTable) -> bool:
         """Says whether the state of a table is to become a snapshot, if it is not one."""
         tokens = table.scheduled
         if not self.publishing or not tokens or table.slot in self.index.keys:
             return False
-        return tokens == table.last_boundary or tokens % (self.block_size * self.config.snapshot_blocks) == 0
+        return tokens in table.boundaries or tokens % (self.block_size * self.config.snapshot_blocks) == 0
 
     def plan(self, tables: Sequence[SequenceTable]) -> dict[int, bool]:
         """Returns which rows of a step get a new slot, and whether their old one stays until its key is known.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.cache.config import CacheConfig
+from torch_core.cache.keys import KeyChain
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
 from torch_core.cache.slots import StateSlots
@@ -152,11 +153,19 @@ class CacheState:
 
         At least one token is left to compute, because a step without a new token has no output.
         """
-        length, blocks = 0, [[] for _ in self.groups]
+        length, shared, blocks = 0, 0, [[] for _ in self.groups]
+        slots = self.slots
+
+        def shorten(chain: KeyChain, limit: int) -> int:
+            nonlocal shared
+            shared = max(shared, limit)
+            return limit if slots is None else slots.longest(chain, limit)
+
         if self.config.enable_prefix_caching:
             limit = len(sequence.tokens) - 1
-            shorten = None if self.slots is None else self.slots.longest
-            length, blocks = self.index.match(self.groups, sequence.chains, sequence.tokens, limit, shorten)
+            length, blocks = self.index.match(
+                self.groups, sequence.chains, sequence.tokens, limit, None if slots is None else shorten
+            )
             self.counters["queried_tokens"] += len(sequence.tokens)
             self.counters["hit_tokens"] += length
             for held in blocks:
@@ -166,8 +175,8 @@ class CacheState:
             table.published[number] = len(blocks[number])
             table.dropped[number] = group.first_needed_token(length) // group.block_size
         table.limit = length
-        if self.slots is not None:
-            self.slots.attach(table)
+        if slots is not None:
+            slots.attach(table, shared)
         sequence.table = table
         return length
 

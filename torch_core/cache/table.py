@@ -35,7 +35,8 @@ class SequenceTable:
         rows: the tables as tuples, or None after a change.
         slot: slot of the state after `scheduled` tokens; the null slot before the first step, or without states.
         snapshots: earlier states whose keys are not yet known: number of tokens and slot, each with a hold.
-        last_boundary: the last block boundary before the end of the tokens that the table started with.
+        boundaries: numbers of tokens after which a snapshot is due: where the tokens that the table started with leave
+            those of other sequences, and their last block boundary.
     """
 
     sequence: SequenceState
@@ -52,7 +53,7 @@ class SequenceTable:
     rows: tuple[tuple[int, ...], ...] | None = None
     slot: int = NULL_BLOCK
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    last_boundary: int = 0
+    boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.seq_id, self.retired = self.sequence.seq_id, self.scheduled
@@ -144,7 +145,7 @@ class SwappedTable:
         dropped: for each group, its leading null blocks.
         step_id: the step that copies the blocks to the host.
         state_slot: host slot of the state; None if there is none.
-        last_boundary: that of the table.
+        boundaries: those of the table.
     """
 
     slots: list[list[int | None]]
@@ -153,7 +154,7 @@ class SwappedTable:
     dropped: list[int]
     step_id: int
     state_slot: int | None = None
-    last_boundary: int = 0
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

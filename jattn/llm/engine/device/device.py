@@ -37,6 +37,8 @@ CacheSpec = KVCacheSpec | LatentCacheSpec
 # between arrays, and for the kernels that XLA compares while it compiles.
 _SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
+# The null slot and those that one sequence may need for a moment.
+_LEAST_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +318,14 @@ def _plan_cache(
     longest = max_model_len + num_encoder_blocks * size
     states = None
     if shape.states:
-        num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
-        states = StateConfig(num_slots=num_slots, num_host_slots=config.max_num_seqs * (config.num_host_blocks > 0))
         of_devices = mesh.shape["tp"] if mesh is not None and placed.placement.splits_heads else 1
-        num_bytes = max(1, num_bytes - num_slots * sum(spec.bytes_per_slot for spec in shape.states) // of_devices)
+        slot_bytes = sum(spec.bytes_per_slot for spec in shape.states) // of_devices
+        num_slots = config.num_state_slots or 2 * config.max_num_seqs + 4
+        if config.num_state_slots is None and config.num_blocks is None:
+            # Sequences then wait for slots as they do for blocks.
+            num_slots = min(num_slots, max(_LEAST_SLOTS, num_bytes // 2 // slot_bytes))
+        states = StateConfig(num_slots=num_slots, num_host_slots=config.max_num_seqs * (config.num_host_blocks > 0))
+        num_bytes = max(1, num_bytes - num_slots * slot_bytes)
     plan = pool_plan(config, [*arrays, *further], layers, num_bytes * parts, max_model_len=longest)
     return _CachePlan(plan, layers, -(-max_model_len // config.tokens_per_block), num_encoder_blocks, parts, states)
 

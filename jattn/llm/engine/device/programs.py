@@ -9,8 +9,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ _CUBLAS_ROWS = range(64, 257)
 # Bytes of a device that compiling one program takes, as a multiple of the largest weight: to choose the kernel of a
 # product XLA runs the candidates on operands and results of their own, the pool being allocated already.
 _TUNING_SHARE = 1.25
+#: XLA makes one product of two that read the same rows, if one of the weights is small, and then copies both weights
+#: together in every step.
+PRODUCT_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_dot_merger_threshold_mb": 0})
 _MAX_COMPILERS = 16
 # Compiled programs of one kind of model and one set of shapes, by bucket.
 _Compiled = dict[Bucket, Any]
@@ -209,7 +213,7 @@ class Programs:
     def step_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
         # To choose among kernels takes most of a compilation's time and does not change the large arrays.
-        options = {"xla_gpu_autotune_level": 0} if self._on_gpu else None
+        options = {"xla_gpu_autotune_level": 0, **PRODUCT_OPTIONS} if self._on_gpu else None
         sizes = self._lowered(bucket).compile(compiler_options=options).memory_analysis()
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
@@ -231,7 +235,8 @@ class Programs:
         # To try Triton's products of E4M3 for 2,048 rows XLA took minutes (jaxlib 0.11.2 on an H200).
         prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS.start
         prefers_cublas &= self._has_cublas
-        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False} if prefers_cublas else None)
+        options = {"xla_gpu_enable_triton_gemm": False} if prefers_cublas else {}
+        return lowered.compile(compiler_options={**options, **PRODUCT_OPTIONS} if self._on_gpu else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         with self._lock:

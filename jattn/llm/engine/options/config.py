@@ -48,7 +48,8 @@ class EngineConfig:
         num_host_blocks: blocks of host memory for preempted requests, which then continue where they stopped; without
             free host blocks, or with 0, they are computed again.
         num_state_slots: number of slots for states of models with recurrent layers, including the null slot: one for
-            each running sequence and for each shared prefix that is kept. None for 2 * max_num_seqs + 4.
+            each running sequence and for each shared prefix that is kept. None for 2 * max_num_seqs + 4, or as many as
+            half of the pool's memory holds if num_blocks is None.
         disable_hybrid_kv_cache_manager: keep every token for every layer, also in models in which only some layers have
             a window. Otherwise layers with the same window form a group, whose blocks are freed as soon as the window
             has passed them.
