@@ -40,8 +40,15 @@ def test_the_gated_delta_rule_of_prompts_and_of_slots(seed):
     slots, states = call.cache_indices, call.states.clone()
     again, _ = ops.fused_recurrent_gated_delta_rule(*arrays, initial_state=states, ssm_state_indices=slots, **given)
 
+    padded = torch.where(slots == 1, 0, slots), call.states.clone()
+    ops.fused_recurrent_gated_delta_rule(*arrays, initial_state=padded[1], ssm_state_indices=padded[0], **given)
+    assert_close(padded[1][:2], call.states[:2])
+    written = torch.empty(call.value.shape)
+    ops.chunk_gated_delta_rule(*arrays, initial_state=first, core_attn_out=written, **given)
+
     expected = run(call)["out"]
 
+    assert_close(written, expected)
     assert_close(out[0], expected)
     assert_close(last, call.states[slots])
     assert_close(again[0], expected)
@@ -80,11 +87,17 @@ def test_convolutions_of_prompts_and_of_decoded_tokens(seed):
     )
     assert_close(out.T, run(call)["out"])
     assert_close(states.mT, call.conv_states)
+    before, nowhere = states.clone(), torch.tensor([0, -1, -7], dtype=torch.int32)
+    ops.causal_conv1d_fn(call.x.T, call.weight, None, states, call.query_start_loc, nowhere, None, True, -7)
+    assert_close(states, before)
 
     one = call.with_arrays({"x": call.x[:3], "query_start_loc": torch.arange(4).int(), "has_initial_state": None})
     found = ops.causal_conv1d_update(one.x, states, one.weight, one.bias, "silu", one.cache_indices)
     assert_close(found, run(one)["out"])
     assert_close(states.mT, one.conv_states)
+    out = torch.empty_like(one.x)
+    assert ops.causal_conv1d_update(one.x, states, one.weight, one.bias, True, one.cache_indices, out=out) is out
+    assert_close(out, run(one)["out"])
 
 
 def test_a_convolution_of_drafts_starts_after_the_accepted_ones(seed):
@@ -114,19 +127,31 @@ def test_mamba2_of_prompts_and_of_decoded_tokens(seed):
     out, z = torch.empty_like(call.x), torch.randn(call.x.shape)
     unused = torch.empty(0)
     given = {"D": call.D, "dt_bias": call.dt_bias, "dt_softplus": call.dt_softplus}
-    last = ops.mamba_chunk_scan_combined_varlen(
+    last: Any = ops.mamba_chunk_scan_combined_varlen(
         call.x, call.dt, call.A, call.B, call.C, 4, call.query_start_loc, unused, unused, unused, out, z=z,
         initial_states=call.states.clone(), **given,
     )  # fmt: skip
     assert_close(out, run(call)["out"] * functional.silu(z))
     assert_close(last, call.states)
+    slots, kept = torch.tensor([4, 1, 3]), torch.full((5, *call.states.shape[1:]), torch.nan)
+    again = torch.empty_like(out)
+    assert None is ops.mamba_chunk_scan_combined_varlen(
+        call.x, call.dt, call.A, call.B, call.C, 4, call.query_start_loc, unused, unused, unused, again, **given,
+        final_states_out=kept, final_state_indices=slots,
+    )  # fmt: skip
+    wanted: Any = ops.mamba_chunk_scan_combined_varlen(
+        call.x, call.dt, call.A, call.B, call.C, 4, call.query_start_loc, unused, unused, unused, again, **given,
+        state_dtype=torch.float32,
+    )  # fmt: skip
+    assert_close(kept[slots], wanted)
+    assert kept[[0, 2]].isnan().all()
 
     rows = {name: getattr(call, name)[:3] for name in ("x", "dt", "B", "C")}
     one = call.with_arrays({**rows, "query_start_loc": torch.arange(4).int()})
     states, wide = one.states.clone(), (1, one.x.shape[2])
     found = ops.selective_state_update(
         states, one.x, one.dt[..., None].expand(-1, -1, wide[1]), one.A[:, None, None].expand(-1, wide[1], 5), one.B,
-        one.C, one.D[:, None].expand(-1, wide[1]), None, one.dt_bias, one.dt_softplus,
+        one.C, one.D[:, None].expand(-1, wide[1]), one.dt_bias, None, one.dt_softplus,
     )  # fmt: skip
     assert_close(found, run(one)["out"])
     assert_close(states, one.states)
@@ -143,4 +168,7 @@ def test_what_has_no_counterpart_is_refused(seed):
         ops.chunk_gated_delta_rule(*twice, cu_seqlens=call.query_start_loc)
     x, state, weights = torch.ones(2, 3, 4), torch.zeros(2, 3, 4, 5), torch.ones(2, 1, 5)
     with pytest.raises(Unsupported, match="dt differs within a head"):
-        ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), weights, weights)
+        ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), weights, weights, None, None)
+    unused = torch.empty(0)
+    with pytest.raises(InvalidInput, match="final_state_indices is None; final_states_out and"):
+        ops.mamba_chunk_scan_combined_varlen(*[unused] * 11, final_states_out=state)  # type: ignore[arg-type]

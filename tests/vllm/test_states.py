@@ -41,6 +41,29 @@ def test_gdn_has_a_slot_and_a_start_for_each_sequence():
     assert (found.num_actual_tokens, found.num_spec_decodes, found.spec_state_indices_tensor) == (9, 0, None)
 
 
+def test_gdns_prefills_are_counted_from_the_first_one():
+    found = build("GDNAttention", [DECODE, CHUNK, PROMPT])
+    assert (found.prefill_query_start_loc.tolist(), found.prefill_state_indices.tolist()) == ([0, 6, 8], [7, 2])
+    assert found.prefill_has_initial_state.tolist() == [True, False]
+    assert build("GDNAttention", [DECODE]).prefill_state_indices is None
+
+
+@pytest.mark.parametrize("name", ["GDNAttention", "ShortConvAttention", "LinearAttention", "Mamba2Attention"])
+def test_a_prompt_of_one_token_is_a_prefill_whose_slot_has_anothers_state(name):
+    found = build(name, [DECODE, SequenceRow([6], 0, 1, "prompt", 6), SequenceRow([7], 1, 1, "late", 7)])
+    assert (found.num_decodes, found.num_decode_tokens, found.num_prefills, found.num_prefill_tokens) == (1, 1, 2, 2)
+    if name.startswith("ShortConv"):
+        assert found.has_initial_states_p.tolist() == [False, True]
+
+
+def test_a_graph_is_captured_with_decodes_also_of_rows_without_a_past():
+    builder = vllm.ShortConvAttentionMetadataBuilder(STATES, ["layer"], BuilderConfig(num_heads=1), "cpu")
+    common = build_common_metadata([SequenceRow([6], 0, 1, "prompt", 6)], **POOL)
+    assert builder.build(0, common).num_prefills == 1
+    found = builder.build_for_cudagraph_capture(common)
+    assert (found.num_decodes, found.num_prefills, found.state_indices_tensor_p) == (4, 0, None)
+
+
 def test_padding_belongs_to_decodes_without_prefills():
     found = build("LinearAttention", [DECODE])
     assert (found.num_decodes, found.num_decode_tokens, found.num_prefills) == (4, 16, 0)
@@ -49,7 +72,7 @@ def test_padding_belongs_to_decodes_without_prefills():
 
 def test_a_convolution_has_its_decodes_and_prefills_apart():
     found = build("ShortConvAttention", [DECODE, CHUNK, PROMPT])
-    assert (found.state_indices_tensor_d.tolist(), found.query_start_loc_d.tolist()) == ([5], [0, 1])
+    assert (found.state_indices_tensor_d.tolist(), found.query_start_loc_d.tolist()) == ([[5]], [0, 1])
     assert (found.state_indices_tensor_p.tolist(), found.query_start_loc_p.tolist()) == ([7, 2], [0, 6, 8])
     assert found.has_initial_states_p.tolist() == [True, False]
     alone = build("ShortConvAttention", [DECODE])
@@ -74,7 +97,10 @@ VERIFY = SequenceRow([6, 7], 3, 3, "verify", 6)
 
 def test_gdn_has_spec_decodes_with_a_slot_for_each_token_apart():
     found = build("GDNAttention", [DECODE, VERIFY, PROMPT], **DRAFTS)
-    assert (found.num_decodes, found.num_prefills, found.num_prefill_tokens) == (1, 1, 2)
+    # Kernels of prefills take the decode too.
+    assert (found.num_decodes, found.num_prefills, found.num_prefill_tokens) == (0, 2, 3)
+    assert (found.uniform_spec_sequence_length, found.spec_sequence_masks_cpu.tolist()) == (3, [False, True, False])
+    assert found.prefill_state_indices is found.non_spec_state_indices_tensor
     assert (found.num_spec_decodes, found.num_spec_decode_tokens) == (1, 3)
     assert found.spec_state_indices_tensor.tolist() == [[6, 7, 8]]
     assert (found.spec_query_start_loc.tolist(), found.num_accepted_tokens.tolist()) == ([0, 3], [2])
@@ -82,6 +108,30 @@ def test_gdn_has_spec_decodes_with_a_slot_for_each_token_apart():
     assert found.non_spec_query_start_loc.tolist() == [0, 1, 3]
     assert found.non_spec_state_indices_tensor.tolist() == [5, 2]
     assert found.has_initial_state.tolist() == [True, False]
+
+
+def test_gdn_takes_its_arguments_in_vllms_order_and_rows_in_any():
+    builder = vllm.GDNAttentionMetadataBuilder(
+        STATES, ["layer"], BuilderConfig(num_heads=1, num_speculative_tokens=2), "cpu"
+    )
+    common = build_common_metadata([VERIFY, DECODE], **POOL)
+    slots = DRAFTS["spec_state_indices"][[1, 0]]
+    found: Any = builder.build(0, common, torch.tensor([2, 1]), torch.tensor([2, -1]), spec_state_indices=slots)
+    assert (found.spec_state_indices_tensor.tolist(), found.prefill_state_indices.tolist()) == ([[6, 7, 8]], [5])
+    alone = builder.build(
+        0, build_common_metadata([VERIFY], **POOL), torch.tensor([2]), torch.tensor([2]), spec_state_indices=slots[:1]
+    )
+    assert (alone.num_prefills, alone.non_spec_query_start_loc, alone.prefill_query_start_loc) == (0, None, None)
+
+
+def test_a_short_chunk_of_a_prompt_is_no_row_with_drafts():
+    chunk = SequenceRow([2, 3, 4], 3, 2, "chunk", 7)
+    found = build(
+        "ShortConvAttention",
+        [VERIFY, DECODE, chunk],
+        **(DRAFTS | {"num_decode_draft_tokens_cpu": torch.tensor([2, -1, -1])}),
+    )
+    assert (found.num_decodes, found.num_prefills, found.state_indices_tensor_p.tolist()) == (2, 1, [7])
 
 
 @pytest.mark.parametrize("name", ["Mamba1Attention", "ShortConvAttention"])

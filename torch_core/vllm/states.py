@@ -1,4 +1,8 @@
-"""The metadata of layers with a recurrent state, by the names of vLLM's builders for them, and these builders."""
+"""The metadata of layers with a recurrent state, by the names of vLLM's builders for them, and these builders.
+
+They follow vLLM 0.33, without the plans of its kernels. A row without earlier tokens is a prefill, also of one token:
+its slot has the state of another sequence. Slots of padding are -1, where vLLM has 0 or -1.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +56,23 @@ class GDNAttentionMetadata:
     which state is kept.
 
     Attributes:
-        num_prefills, num_prefill_tokens: other rows with several new tokens.
-        num_decodes, num_decode_tokens: other rows with one new token; padding too, without prefills and spec decodes.
+        num_prefills, num_prefill_tokens: other rows; with spec decodes all of them.
+        num_decodes, num_decode_tokens: other rows with one new token and a state; padding too, without prefills.
         num_actual_tokens: new tokens without padding.
         has_initial_state: bool[other rows]; whether a sequence continues from the state in its slot.
-        non_spec_query_start_loc: int32[other rows + 1].
+        non_spec_query_start_loc: int32[other rows + 1]; None if all are spec decodes, and so is the next field.
         non_spec_state_indices_tensor: int32[other rows]; slot of each sequence, -1 for padding.
+        prefill_query_start_loc: int32[num_prefills + 1], counted from the first prefill; None without prefills, and so
+            are the next two fields.
+        prefill_state_indices: int32[num_prefills]; slots.
+        prefill_has_initial_state: bool[num_prefills].
         num_spec_decodes, num_spec_decode_tokens: spec decodes and their tokens.
         spec_query_start_loc: int32[num_spec_decodes + 1]; None without spec decodes, and so are all further fields.
         spec_state_indices_tensor: int32[num_spec_decodes, 1 + num_speculative_tokens]; slots.
-        spec_sequence_masks: bool[num_reqs].
+        spec_sequence_masks: bool[num_reqs]; on the host as spec_sequence_masks_cpu.
         spec_token_indx, non_spec_token_indx: int64; places of the tokens of spec decodes, and of the others.
         num_accepted_tokens: int32[num_spec_decodes]; those of the last step.
+        uniform_spec_sequence_length: tokens of each spec decode; None if they differ.
     """
 
     num_prefills: int
@@ -72,16 +81,21 @@ class GDNAttentionMetadata:
     num_decode_tokens: int
     num_actual_tokens: int
     has_initial_state: Tensor
-    non_spec_query_start_loc: Tensor
-    non_spec_state_indices_tensor: Tensor
+    non_spec_query_start_loc: Tensor | None
+    non_spec_state_indices_tensor: Tensor | None
+    prefill_query_start_loc: Tensor | None = None
+    prefill_state_indices: Tensor | None = None
+    prefill_has_initial_state: Tensor | None = None
     num_spec_decodes: int = 0
     num_spec_decode_tokens: int = 0
     spec_query_start_loc: Tensor | None = None
     spec_state_indices_tensor: Tensor | None = None
     spec_sequence_masks: Tensor | None = None
+    spec_sequence_masks_cpu: Tensor | None = None
     spec_token_indx: Tensor | None = None
     non_spec_token_indx: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    uniform_spec_sequence_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,18 +105,20 @@ class ShortConvAttentionMetadata:
     The fields that end in `_d` are of decodes, those in `_p` of prefills; None if there are none.
 
     Attributes:
-        num_prefills, num_prefill_tokens: rows with several new tokens, and their tokens.
+        num_prefills, num_prefill_tokens: rows with several new tokens or without a state, all rows after the first such
+            one, and their tokens.
         num_decodes, num_decode_tokens: rows with one new token, or with drafts that have a slot for each token, and
             their tokens; padding too, without prefills.
         num_reqs: rows without padding.
         seq_lens: int32[num_seqs].
         query_start_loc_d: int32[num_decodes + 1].
-        state_indices_tensor_d: int32[num_decodes]; slots, -1 for padding. With drafts int32[num_decodes, 1 +
+        state_indices_tensor_d: int32[num_decodes, 1]; slots, -1 for padding. With drafts int32[num_decodes, 1 +
             num_speculative_tokens].
         query_start_loc_p: int32[num_prefills + 1], counted from the first prefill.
         state_indices_tensor_p: int32[num_prefills]; slots.
         has_initial_states_p: bool[num_prefills]; whether a sequence continues from the state in its slot.
         num_accepted_tokens: int32[num_decodes]; those of the last step. None without slots of drafts.
+        cu_chunk_seqlen_p, last_chunk_indices_p: Mamba-2's chunks; None of other layers.
     """
 
     num_prefills: int
@@ -117,6 +133,8 @@ class ShortConvAttentionMetadata:
     state_indices_tensor_p: Tensor | None
     has_initial_states_p: Tensor | None
     num_accepted_tokens: Tensor | None = None
+    cu_chunk_seqlen_p: Tensor | None = None
+    last_chunk_indices_p: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,9 +156,7 @@ class Mamba2AttentionMetadata(ShortConvAttentionMetadata):
 
     chunk_size: int
     prep_initial_states: bool
-    cu_chunk_seqlen_p: Tensor | None
     seq_idx_p: Tensor | None
-    last_chunk_indices_p: Tensor | None
 
 
 class _Drafts(NamedTuple):
@@ -207,7 +223,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
             wanted = f"{self._layers()} need them: build it with num_slots, from rows that have a state_slot"
             raise InvalidInput("common_attn_metadata", "has no state_slots", wanted)
         if spec_state_indices is None:
-            return self._made(common, *self._counted(common, arrays, 1))
+            return self._made(common, self._counts(common), self._on_device(common, arrays))
         shapes = (common.num_reqs,), (common.num_reqs,), (common.num_reqs, 1 + self.vllm_config.num_speculative_tokens)
         given = num_accepted_tokens, num_decode_draft_tokens_cpu, spec_state_indices
         for name, array, shape in zip(_Drafts._fields, given, shapes, strict=True):
@@ -216,15 +232,40 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
                 raise InvalidInput(name, problem, f"with spec_state_indices it must be {list(shape)}")
         return self._made_with_drafts(common, _Drafts(*given), arrays)  # type: ignore[arg-type]
 
-    def _counted(
-        self, common: CommonAttentionMetadata, arrays: Mapping[str, Tensor] | None, threshold: int
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the counts of decodes and prefills, and the batch on the device."""
-        split = split_decodes_and_prefills(common, threshold)
-        counts: dict[str, Any] = split._asdict()
-        if not split.num_prefills:
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata, *, arrays: Mapping[str, Tensor] | None = None
+    ) -> M:
+        """Returns the metadata to capture a CUDA graph with: of decodes, also if the rows have no earlier tokens."""
+        counts = self._counts(common_attn_metadata, decodes_have_states=False)
+        return self._made(common_attn_metadata, counts, self._on_device(common_attn_metadata, arrays))
+
+    def _counts(
+        self, common: CommonAttentionMetadata, num_drafts: Tensor | None = None, *, decodes_have_states: bool = True
+    ) -> dict[str, int]:
+        """Returns the numbers of decodes and prefills; rows that verify drafts are decodes if these are given."""
+        # It refuses decodes after prefills.
+        split_decodes_and_prefills(common, 1 + (num_drafts is not None) * self.vllm_config.num_speculative_tokens)
+        count = common.num_reqs
+        is_decode = common.query_lens[:count] <= 1
+        if num_drafts is not None:
+            is_decode |= num_drafts.cpu().numpy() >= 0
+        if decodes_have_states:
+            is_decode &= common.compute_num_computed_tokens()[:count] > 0
+        if is_decode.all():
             # Padding belongs to the decodes then: graphs are captured and replayed with it.
-            counts |= {"num_decodes": common.num_seqs, "num_decode_tokens": common.num_tokens}
+            rows, tokens, count, end = common.num_seqs, common.num_tokens, common.num_seqs, common.num_tokens
+        else:
+            rows, end = int(is_decode.argmin()), common.num_actual_tokens
+            tokens = int(common.query_start_loc[rows])
+        return {
+            "num_decodes": rows,
+            "num_prefills": count - rows,
+            "num_decode_tokens": tokens,
+            "num_prefill_tokens": end - tokens,
+        }
+
+    def _on_device(self, common: CommonAttentionMetadata, arrays: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Returns the batch on the device, and the rows that have a state."""
         on_device = dict(upload(common, self.device) if arrays is None else arrays)
         if self._continues.numel() < common.num_seqs:
             self._continues = torch.zeros(common.num_seqs, dtype=torch.bool, device=self.device)
@@ -232,7 +273,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         on_device["has_initial_state"] = torch.gt(
             on_device["seq_lens"], query_lens, out=self._continues[: common.num_seqs]
         )
-        return counts, on_device
+        return on_device
 
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> M:
         raise NotImplementedError
@@ -241,7 +282,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         self, common: CommonAttentionMetadata, drafts: _Drafts, arrays: Mapping[str, Tensor] | None
     ) -> M:
         """Rows with drafts are decodes of several tokens."""
-        counts, on_device = self._counted(common, arrays, 1 + self.vllm_config.num_speculative_tokens)
+        counts, on_device = self._counts(common, drafts.num_decode_draft_tokens_cpu), self._on_device(common, arrays)
         rows = min(counts["num_decodes"], common.num_reqs)
         found: Any = self._made(common, counts, on_device)
         return replace(
@@ -273,47 +314,78 @@ class LinearAttentionMetadataBuilder(StateMetadataBuilder[LinearAttentionMetadat
 class GDNAttentionMetadataBuilder(StateMetadataBuilder[GDNAttentionMetadata]):
     """Builds `GDNAttentionMetadata`."""
 
+    def build(  # type: ignore[override]
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
+        fast_build: bool = False,
+        **options: Any,
+    ) -> GDNAttentionMetadata:
+        """See `StateMetadataBuilder.build`; the order of the arguments is that of vLLM's builder of this name."""
+        options |= {"num_accepted_tokens": num_accepted_tokens}
+        options |= {"num_decode_draft_tokens_cpu": num_decode_draft_tokens_cpu}
+        return super().build(common_prefix_len, common_attn_metadata, fast_build, **options)
+
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
+        starts, slots, continues = (arrays[name] for name in ("query_start_loc", "state_slots", "has_initial_state"))
+        prefills: dict[str, Any] = {}
+        if counts["num_prefills"]:
+            first, end = counts["num_decodes"], common.num_reqs
+            prefills["prefill_query_start_loc"] = starts[first : end + 1] - counts["num_decode_tokens"]
+            prefills["prefill_state_indices"] = slots[first:end]
+            prefills["prefill_has_initial_state"] = continues[first:end]
         return GDNAttentionMetadata(
             **counts,
             num_actual_tokens=common.num_actual_tokens,
-            has_initial_state=arrays["has_initial_state"],
-            non_spec_query_start_loc=arrays["query_start_loc"],
-            non_spec_state_indices_tensor=arrays["state_slots"],
+            has_initial_state=continues,
+            non_spec_query_start_loc=starts,
+            non_spec_state_indices_tensor=slots,
+            **prefills,
         )
 
     def _made_with_drafts(
         self, common: CommonAttentionMetadata, drafts: _Drafts, arrays: Mapping[str, Tensor] | None
     ) -> Any:
-        counts, on_device = self._counted(common, arrays, 1)
+        on_device = self._on_device(common, arrays)
         num_reqs, lens = common.num_reqs, torch.from_numpy(common.query_lens[: common.num_reqs]).long()
         is_spec = drafts.num_decode_draft_tokens_cpu.cpu() >= 0
         if not is_spec.any():
-            return self._made(common, counts, on_device)
+            return self._made(common, self._counts(common), on_device)
         of_tokens = torch.repeat_interleave(is_spec, lens)
-        num_decodes, num_spec_tokens = int((lens[~is_spec] == 1).sum()), int(of_tokens.sum())
+        num_prefills, num_spec_tokens, spec_lens = int((~is_spec).sum()), int(of_tokens.sum()), lens[is_spec]
         spec, other = is_spec.to(self.device), (~is_spec).to(self.device)
 
         def starts(lens: Tensor) -> Tensor:
             return torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(self.device, torch.int32)
 
+        continues = on_device["has_initial_state"][:num_reqs][other]
+        # A prefill's kernels take one token with a state too.
+        prefills = starts(lens[~is_spec]), on_device["state_slots"][:num_reqs][other], continues
+        prefill_starts, slots, prefill_continues = prefills if num_prefills else (None, None, None)
         return GDNAttentionMetadata(
-            num_prefills=int((~is_spec).sum()) - num_decodes,
-            num_prefill_tokens=len(of_tokens) - num_spec_tokens - num_decodes,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
+            num_prefills=num_prefills,
+            num_prefill_tokens=len(of_tokens) - num_spec_tokens,
+            num_decodes=0,
+            num_decode_tokens=0,
             num_actual_tokens=common.num_actual_tokens,
-            has_initial_state=on_device["has_initial_state"][:num_reqs][other],
-            non_spec_query_start_loc=starts(lens[~is_spec]),
-            non_spec_state_indices_tensor=on_device["state_slots"][:num_reqs][other],
+            has_initial_state=continues,
+            non_spec_query_start_loc=prefill_starts,
+            non_spec_state_indices_tensor=slots,
+            prefill_query_start_loc=prefill_starts,
+            prefill_state_indices=slots,
+            prefill_has_initial_state=prefill_continues,
             num_spec_decodes=int(is_spec.sum()),
             num_spec_decode_tokens=num_spec_tokens,
-            spec_query_start_loc=starts(lens[is_spec]),
+            spec_query_start_loc=starts(spec_lens),
             spec_state_indices_tensor=drafts.spec_state_indices[spec],
             spec_sequence_masks=spec,
+            spec_sequence_masks_cpu=is_spec,
             spec_token_indx=of_tokens.nonzero()[:, 0].to(self.device),
             non_spec_token_indx=(~of_tokens).nonzero()[:, 0].to(self.device),
             num_accepted_tokens=drafts.num_accepted_tokens[spec],
+            uniform_spec_sequence_length=int(spec_lens[0]) if bool((spec_lens == spec_lens[0]).all()) else None,
         )
 
 
@@ -400,7 +472,7 @@ def _parts(common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapp
         "num_reqs": common.num_reqs,
         "seq_lens": arrays["seq_lens"],
         "query_start_loc_d": starts[: rows + 1] if rows else None,
-        "state_indices_tensor_d": slots[:rows] if rows else None,
+        "state_indices_tensor_d": slots[:rows, None] if rows else None,
         "query_start_loc_p": starts[rows : end + 1] - counts["num_decode_tokens"] if prefills else None,
         "state_indices_tensor_p": slots[rows:end] if prefills else None,
         "has_initial_states_p": arrays["has_initial_state"][rows:end] if prefills else None,

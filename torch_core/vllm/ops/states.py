@@ -4,6 +4,8 @@ With a slot for each drafted token (`ssm_state_indices`, `conv_state_indices` or
 sequence starts from the state after its accepted tokens of the last step, and the state after each of its tokens is
 kept. The kernels keep one state of a sequence, so that each token of such a step is a launch. `num_kept_tokens` of
 this project's own operations verifies drafts with one slot and two launches.
+
+Signatures are those of vLLM 0.33. Some arrays there are plans of its kernels, which these operations do not use.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 from torch_core.vllm.ops.arguments import as_int32, refuse_option
 
-#: vLLM's `NULL_BLOCK_ID`: the slot of padding.
+#: vLLM's `NULL_BLOCK_ID` and `PAD_SLOT_ID`: slots of padding.
 NULL_BLOCK_ID = 0
+PAD_SLOT_ID = -1
 
 
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
+    chunk_indices: Tensor | None = None, chunk_offsets: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
+    core_attn_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the results [batch, tokens, heads, value_size], and the state after each sequence or None.
+
+    Not used: chunk_indices, chunk_offsets.
 
     Args:
         q, k: [batch, tokens, key heads, key_size]; one batch with cu_seqlens.
@@ -41,6 +47,7 @@ def chunk_gated_delta_rule(
         output_final_state: return the states, in float32.
         cu_seqlens: integers [num_seqs + 1]; None for sequences of equal length.
         use_qk_l2norm_in_kernel: divide queries and keys by their norms.
+        core_attn_out: as many elements as the results, which are written there too.
     """
     call = _delta_call(q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel)
     shape = (call.num_seqs, call.num_heads, v.shape[3], k.shape[3])
@@ -48,8 +55,10 @@ def chunk_gated_delta_rule(
     if initial_state is not None:
         _check_shape("initial_state", initial_state, shape)
         states.copy_(initial_state)
-    out = run(call.with_arrays({"states": states}))["out"]
-    return out.view(v.shape), states if output_final_state else None
+    out = run(call.with_arrays({"states": states}))["out"].view(v.shape)
+    if core_attn_out is not None:
+        core_attn_out.view(v.shape).copy_(out)
+    return out, states if output_final_state else None
 
 
 def fused_recurrent_gated_delta_rule(
@@ -64,7 +73,8 @@ def fused_recurrent_gated_delta_rule(
         beta: ones when None.
         initial_state: [num_slots, heads, value_size, key_size]; written.
         inplace_final_state: True.
-        ssm_state_indices: integers [num_seqs], the slots; or [num_seqs, tokens], that of each drafted token.
+        ssm_state_indices: integers [num_seqs], the slots; or [num_seqs, tokens], that of each drafted token. Those
+            below 1 are padding.
         num_accepted_tokens: integers [num_seqs]; those of the last step, the sampled one included.
     """
     refuse_option("inplace_final_state", inplace_final_state, True, "states are updated in place")
@@ -73,14 +83,16 @@ def fused_recurrent_gated_delta_rule(
     beta = torch.ones_like(g) if beta is None else beta
     call = _delta_call(q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel)
     names = ("query", "key", "value", "beta", "g")
-    out = _with_slots(call.with_arrays({"states": initial_state}), names, ssm_state_indices, num_accepted_tokens)
+    slots = _slots("ssm_state_indices", ssm_state_indices, NULL_BLOCK_ID)
+    out = _with_slots(call.with_arrays({"states": initial_state}), names, slots, num_accepted_tokens)
     return out.view(v.shape), initial_state
 
 
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, query_start_loc: Tensor,
-    cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None, activation: str | None = "silu",
-    null_block_id: int = NULL_BLOCK_ID, metadata: Any = None, validate_data: bool = False,
+    cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
+    activation: bool | str | None = "silu", pad_slot_id: int = PAD_SLOT_ID, null_block_id: int = NULL_BLOCK_ID,
+    metadata: Any = None, validate_data: bool = False,
 ) -> Tensor:  # fmt: skip
     """Returns the convolution of sequences side by side, [channels, tokens]. Not used: metadata, validate_data.
 
@@ -92,8 +104,8 @@ def causal_conv1d_fn(
         query_start_loc: integers [num_seqs + 1].
         cache_indices: integers [num_seqs], the slots.
         has_initial_state: bool [num_seqs].
-        activation: "silu", "swish" or None.
-        null_block_id: slot of padding.
+        activation: "silu", "swish", True for silu, or None.
+        pad_slot_id, null_block_id: slots of padding.
     """
     call = CausalConvCall(
         x=x.mT.contiguous(),
@@ -101,7 +113,7 @@ def causal_conv1d_fn(
         bias=bias,
         query_start_loc=as_int32("query_start_loc", query_start_loc),
         conv_states=conv_states.mT,
-        cache_indices=_slots("cache_indices", cache_indices, null_block_id),
+        cache_indices=_slots("cache_indices", cache_indices, null_block_id, pad_slot_id),
         has_initial_state=has_initial_state,
         activation=_activation(activation),
     )
@@ -112,9 +124,11 @@ def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: bool | str | None = None,
     conv_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
     query_start_loc: Tensor | None = None, max_query_len: int = -1, null_block_id: int = NULL_BLOCK_ID,
-    validate_data: bool = False,
+    validate_data: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the convolution of the next tokens of each sequence, as `x`. Not used: max_query_len, validate_data.
+
+    Without `out` vLLM overwrites `x`; here it stays.
 
     Args:
         x: [num_seqs, channels], [num_seqs, channels, tokens], or [tokens, channels] with query_start_loc.
@@ -127,6 +141,7 @@ def causal_conv1d_update(
         num_accepted_tokens: integers [num_seqs]; those of the last step, the sampled one included.
         query_start_loc: integers [num_seqs + 1].
         null_block_id: slot of padding.
+        out: like x; written.
     """
     rows = x.mT.reshape(-1, x.shape[1]) if x.ndim == 3 else x
     if query_start_loc is None:
@@ -142,12 +157,12 @@ def causal_conv1d_update(
         query_start_loc=as_int32("query_start_loc", query_start_loc),
         conv_states=conv_state.mT,
         cache_indices=slots,
-        activation=_activation("silu" if activation is True else activation or None),
+        activation=_activation(activation),
     )
     if num_accepted_tokens is not None:
         starts = call.query_start_loc.long()
         held, places = _last_inputs(call, conv_state, num_accepted_tokens)
-        out = run(call.with_arrays({"conv_states": held.clone(), "cache_indices": None}))["out"]
+        found = run(call.with_arrays({"conv_states": held.clone(), "cache_indices": None}))["out"]
         # The inputs before the new ones, and these, as many as the state has places for.
         tokens = starts[:-1, None] + torch.arange(conv_state.shape[2] - past + 1, device=x.device)
         new = rows[tokens.clamp(max=len(rows) - 1)].to(conv_state.dtype)
@@ -155,8 +170,9 @@ def causal_conv1d_update(
     else:
         if conv_state.shape[2] != past:
             raise InvalidInput("conv_state", f"holds {conv_state.shape[2]} inputs", f"{past} are needed")
-        out = run(call)["out"]
-    return out.view(x.shape[0], -1, x.shape[1]).mT if x.ndim == 3 else out
+        found = run(call)["out"]
+    found = found.view(x.shape[0], -1, x.shape[1]).mT if x.ndim == 3 else found
+    return found if out is None else out.copy_(found)
 
 
 def mamba_chunk_scan_combined_varlen(
@@ -165,7 +181,8 @@ def mamba_chunk_scan_combined_varlen(
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_intermediate_states: bool = False, state_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    final_states_out: Tensor | None = None, final_state_indices: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Writes `out` and returns the state after each sequence, [num_seqs, heads, head_dim, state_size].
 
     Not used: chunk_size, cu_chunk_seqlens, last_chunk_indices, seq_idx.
@@ -183,7 +200,12 @@ def mamba_chunk_scan_combined_varlen(
         dt_softplus, dt_limit: as in `torch_core.state.mamba_call.MambaChunkScanCall`.
         return_intermediate_states: False.
         state_dtype: dtype of the states that are returned; that of x when None.
+        final_states_out: [num_slots, heads, head_dim, state_size]; the states are written there, and None is returned.
+        final_state_indices: integers [num_seqs], the slots of these states.
     """
+    if (final_states_out is None) != (final_state_indices is None):
+        name = "final_states_out" if final_states_out is None else "final_state_indices"
+        raise InvalidInput(name, value=None, wanted="final_states_out and final_state_indices come together")
     refuse_option(
         "return_intermediate_states", return_intermediate_states, False, "states within a prompt are not kept"
     )
@@ -210,22 +232,29 @@ def mamba_chunk_scan_combined_varlen(
     run(call)
     if z is not None:
         out.copy_(out.float() * functional.silu(z.float()))
-    return states.to(state_dtype or x.dtype)
+    if final_states_out is None or final_state_indices is None:
+        return states.to(state_dtype or x.dtype)
+    final_states_out[final_state_indices.long()] = states.to(final_states_out.dtype)
+    return None
 
 
 def selective_state_update(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    z: Tensor | None = None, dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None, dst_state_batch_indices: Tensor | None = None,
     null_block_id: int = NULL_BLOCK_ID, out: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, is_blackwell: bool = False, enable_stochastic_rounding: bool = False,
+    cache_philox_rounds: int = 0,
 ) -> Tensor:  # fmt: skip
     """Returns the results of Mamba-2's next tokens, one of each sequence without cu_seqlens.
+
+    Not used: is_blackwell, cache_philox_rounds.
 
     Args:
         state: [num_slots, heads, head_dim, state_size]; written.
         x: [tokens, heads, head_dim].
-        dt, dt_bias, A, D: numbers of heads, as views that repeat them along head_dim and state_size.
+        dt, dt_bias, A, D: numbers of heads, as views that repeat them along head_dim and state_size; dt_bias and D may
+            be None.
         B, C: [tokens, groups, state_size].
         z: like x; the results are multiplied by its silu.
         dt_softplus: the step size is the softplus of `dt + dt_bias`.
@@ -235,10 +264,12 @@ def selective_state_update(
         out: like x; written.
         num_accepted_tokens: integers [num_seqs]; those of the last step, the sampled one included.
         cu_seqlens: integers [num_seqs + 1].
+        enable_stochastic_rounding: False.
 
     Raises:
         Unsupported: numbers that differ within a head, as Mamba-1's.
     """
+    refuse_option("enable_stochastic_rounding", enable_stochastic_rounding, False, "states are rounded to the nearest")
     if dst_state_batch_indices is not None and dst_state_batch_indices is not state_batch_indices:
         raise Unsupported("dst_state_batch_indices", "is another array", "a state is replaced in its own slot")
     heads = x.shape[1]
@@ -288,7 +319,7 @@ def _delta_call(
 
 def _with_slots(call: Any, names: tuple[str, ...], slots: Tensor | None, num_accepted: Tensor | None) -> Tensor:
     """Runs a call with states in slots, or in a slot of each token; `names` are its arrays of tokens."""
-    slots = None if slots is None else as_int32("slots", slots)
+    slots = slots[:, 0] if slots is not None and slots.ndim == 2 and slots.shape[1] == 1 else slots
     if slots is None or slots.ndim == 1:
         return run(call.with_arrays({"cache_indices": slots}))["out"]
     states, starts, last = call.states, call.query_start_loc.long(), slots.shape[1] - 1
@@ -321,16 +352,16 @@ def _last_inputs(call: CausalConvCall[Tensor], conv_state: Tensor, num_accepted:
     return held.gather(1, columns[..., None].expand(-1, -1, held.shape[2])), places
 
 
-def _slots(name: str, slots: Tensor | None, null: int) -> Tensor | None:
-    """Returns slots as int32, -1 for padding; the null slot is never written."""
-    if slots is None:
-        return None
-    found = as_int32(name, slots)
-    return torch.where(found == null, -1, found)
+def _slots(name: str, slots: Tensor | None, *padding: int) -> Tensor | None:
+    """Returns slots as int32, -1 for those of padding, which are never written."""
+    found = None if slots is None else as_int32(name, slots)
+    for each in padding:
+        found = None if found is None else torch.where(found == each, -1, found)
+    return found
 
 
 def _activation(activation: str | bool | None) -> str | None:
-    return "silu" if activation == "swish" else activation or None  # type: ignore[return-value]
+    return "silu" if activation in (True, "swish") else activation or None  # type: ignore[return-value]
 
 
 def _repeated(name: str, array: Tensor) -> Tensor:
