@@ -2,7 +2,7 @@
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
 
-Names of groups (forward, backward, dropout, latent, state, adapters) after it run those alone.
+Names of groups (forward, backward, dropout, latent, state, adapters, quantized) after it run those alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,23 @@ from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.lora_cases import lora_call
 from tests.support.mamba_cases import mamba_backward_call, mamba_call
+from tests.support.rotary_writes import quarter_turns
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.call import Call
+from torch_core.rowwise.call import RowQuantizeCall
 
-__all__ = ["adapter_calls", "backward_shapes", "dropout_shapes", "latent_shapes", "shapes", "state_calls"]
+__all__ = [
+    "adapter_calls",
+    "backward_shapes",
+    "dropout_shapes",
+    "latent_shapes",
+    "quantized_calls",
+    "shapes",
+    "state_calls",
+]
 
 _INDEXED: dict[str, Any] = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 9], "num_heads": 64, "head_size": 128}
 _LENGTHS = (
@@ -109,7 +119,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4, 7)]
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
-    deltas.append(delta_backward_call(deltas[0]))
+    deltas += [delta_backward_call(each) for each in deltas]
     # In spans and token by token.
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
@@ -123,6 +133,18 @@ def adapter_calls() -> list[Call[torch.Tensor]]:
     slots = ((1, 0), (0, 2, -1, 2, 1), (0,) * 150 + (2,) * 70)
     sizes: dict[str, Any] = {"num_slots": 3, "in_size": 300, "slices": (130, 20, 7), "rank": 5}
     return [lora_call(1, each, dtype=dtype, **sizes) for each in slots for dtype in ("bfloat16", "float32")]
+
+
+def quantized_calls() -> list[Call[torch.Tensor]]:
+    """Returns calls whose results are e4m3: rows that fill no chunk, activations, sums and norms, rotated products."""
+    generator, calls = torch.Generator().manual_seed(1), list[Call[torch.Tensor]]()
+    for features in (70, 2048, 14336):
+        x, residual = (torch.randn(5, width, generator=generator).bfloat16() for width in (2 * features, features))
+        scales: dict[str, Any] = {"row_scale": torch.rand(5), "column_scale": torch.rand(2 * features)}
+        calls.append(RowQuantizeCall(x=x, activation="silu", **scales))
+        calls.append(RowQuantizeCall(x=residual, residual=residual, weight=residual[0], epsilon=1e-5))
+        calls.append(RowQuantizeCall(x=x[:, :features]))
+    return [*calls, *(quarter_turns(1, torch.float8_e4m3fn, tokens=n, scaled=True) for n in (5, 600))]
 
 
 def _long_shapes() -> list[AttentionCase]:
@@ -213,6 +235,7 @@ _GROUPS: dict[str, Callable[[], Sequence[AttentionCase | Call[torch.Tensor]]]] =
     "latent": latent_shapes,
     "state": state_calls,
     "adapters": adapter_calls,
+    "quantized": quantized_calls,
 }
 
 

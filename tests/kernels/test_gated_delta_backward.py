@@ -16,7 +16,10 @@ from torch_core.launch.tensors import array_spec
 @pytest.mark.parametrize(
     ("lens", "options"),
     [
-        ((66, 1, 0), {"dtype": "bfloat16", "heads": (2, 1)}),
+        ((66, 1, 0), {"dtype": "bfloat16", "heads": (4, 2)}),
+        ((66,), {"dtype": "bfloat16", "heads": (2, 1), "gates": "gk"}),
+        ((9, 2), {"gates": "gk", "sizes": (8, 20)}),
+        ((9, 2), {"dtype": "bfloat16", "sizes": (130, 4)}),
         ((9,), {"dtype": "float16", "gates": None, "states": False, "use_qk_l2norm_in_kernel": False}),
     ],
     ids=str,
@@ -32,7 +35,7 @@ def test_the_specification_is_the_slope_of_the_forward_one(seed):
     assert_is_the_slope(reference.gated_delta_rule, reference.gated_delta_backward, delta_backward_call(call), call)
 
 
-@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"gates": "gk"}, {"sizes": (130, 4)}], ids=str)
+@pytest.mark.parametrize("change", [{"dtype": "float32", "sizes": (130, 4)}, {"sizes": (4, 260)}], ids=str)
 def test_what_the_kernels_do_not_differentiate_is_refused(change, seed):
     call = delta_backward_call(delta_call(seed, (4,), **{"dtype": "bfloat16", **change}))
     with pytest.raises(Unsupported, match="which implementation 'triton' does not serve; implementation 'torch' or"):

@@ -207,7 +207,13 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"dtype": "float16", "sizes": (128, 40)}],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "gates": "gk"},
+        {"dtype": "float16", "sizes": (256, 200)},
+        {"gates": "gk", "sizes": (128, 40)},
+        {"heads": (2, 1)},
+    ],
     ids=str,
 )
 def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(options, seed):

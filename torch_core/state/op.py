@@ -16,20 +16,22 @@ from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _SLOTS = ("query_start_loc", "cache_indices", "has_initial_state", "num_kept_tokens")
-_LARGEST_BACKWARD_HEAD, _LARGEST_STATE = 128, 256
+# Keys of more elements do not fit shared memory in float32.
+_LARGEST_HEAD, _LARGEST_WIDE_HEAD = 256, 128
 
 
 def _backward_limit(call: Any, implementation: str) -> str | None:
     if implementation != "triton":
         return None
-    for name in ("gk", "num_kept_tokens"):
-        if getattr(call, name) is not None:
-            return f"{name} has a derivative"
-    largest = max(call.state_shape[1:])
-    if largest > _LARGEST_BACKWARD_HEAD:
-        return f"heads have {largest} elements"
+    if call.num_kept_tokens is not None:
+        return "num_kept_tokens has a derivative"
     dtypes = {dtype_name(x) for x in (call.query, call.key, call.value)}
-    return None if len(dtypes) == 1 and "float32" not in dtypes else f"the derivative of {', '.join(sorted(dtypes))}"
+    if len(dtypes) > 1:
+        return f"the derivative of {', '.join(sorted(dtypes))}"
+    largest = max(call.state_shape[1:])
+    if largest > (_LARGEST_WIDE_HEAD if dtypes == {"float32"} else _LARGEST_HEAD):
+        return f"heads have {largest} elements"
+    return None
 
 
 def _mamba_backward_limit(call: Any, implementation: str) -> str | None:
@@ -37,7 +39,7 @@ def _mamba_backward_limit(call: Any, implementation: str) -> str | None:
         return None
     if call.num_kept_tokens is not None:
         return "num_kept_tokens has a derivative"
-    if max(call.state_shape[1:]) > _LARGEST_STATE:
+    if max(call.state_shape[1:]) > _LARGEST_HEAD:
         return f"states are {call.state_shape[1]} x {call.state_shape[2]}"
     dtypes = {dtype_name(x) for x in (call.x, call.B, call.C)}
     return None if len(dtypes) == 1 else f"the derivative of {', '.join(sorted(dtypes))}"
@@ -76,7 +78,7 @@ register(
             strides(contiguous=(*_SLOTS, "d_last")),
             Served(
                 "gated delta rule's derivative (gated_delta_backward)",
-                {**ALL, "triton": "bfloat16 and float16, gates of heads, heads up to 128"},
+                {**ALL, "triton": "query, key and value of one dtype; heads up to 256, in float32 up to 128"},
                 _backward_limit,
             ),
         ),
@@ -127,6 +129,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta in segments": _delta(1, 8192, g=ArraySpec((8192, 32), "float32")),
         "gated delta by channel": _delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32")),
         "gated delta backward": _backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
+        "gated delta backward by channel": _backward(_delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32"))),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
         "gated delta verifying": _delta(64, 256, g=ArraySpec((256, 32), "float32"), num_kept_tokens=kept),
         "mamba decode": _mamba(64, 64),

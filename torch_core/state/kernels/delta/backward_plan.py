@@ -8,13 +8,20 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, strides
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
-from torch_core.state.kernels.delta.backward import (
-    gated_delta_gradients_kernel,
-    gated_delta_kept_states_kernel,
-    gated_delta_state_gradients_kernel,
+from torch_core.state.kernels.delta.backward import gated_delta_both_states_kernel
+from torch_core.state.kernels.delta.channels_backward import (
+    gated_delta_channel_gradients_kernel,
+    gated_delta_parts_kernel,
+)
+from torch_core.state.kernels.delta.gradients import (
+    gated_delta_key_gradients_kernel,
+    gated_delta_product_gradients_kernel,
+    gated_delta_value_gradients_kernel,
 )
 from torch_core.state.kernels.delta.parts import (
+    CHUNK,
     LEAST_TILE,
+    SMALL_KEY,
     arguments_of,
     chunk_tiles,
     constexprs_of,
@@ -22,11 +29,16 @@ from torch_core.state.kernels.delta.parts import (
     system_launches,
 )
 
-# Rows of a state in a program that goes through chunks, and columns of values at a time in one that does not.
-_ROWS = 64
-_COLUMNS = 32
-# Three chunks need 173 KB; smaller devices load a chunk when they need it.
-_LARGE_SHARED_MEMORY = 174 * 1024
+# Rows of a state in a program that goes through chunks, and columns of values at a time in one that does not; of
+# float32 and of heads over 128 fewer fit registers and memory.
+_ROWS, _WIDE_ROWS = 64, 32
+_COLUMNS, _WIDE_COLUMNS = 32, 16
+# Channels of a program of gates of channels, and tokens of one of keys and products: rows of their products.
+_CHANNELS, _TOKENS = 32, 32
+# ptxas spills much more if it may choose fewer registers.
+_MOST_REGISTERS = 255
+# Three chunks need 173 KB, with gates of channels 224 KB; smaller devices load a chunk when they need it.
+_LARGE_SHARED_MEMORY, _LARGE_BY_CHANNEL = 174 * 1024, 226 * 1024
 
 
 def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -35,29 +47,54 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     chunks, sizes = chunk_tiles(call, 1), (call.value.shape[2], call.key.shape[2])
     for name in ("befores", "d_afters"):
         scratch[name] = ArraySpec((chunks, call.num_heads, *sizes), call.key.dtype)
+    for name, height in (("corrections", sizes[0]), ("d_rights", sizes[0])):
+        scratch[name] = ArraySpec((chunks, call.num_heads, height, CHUNK), call.key.dtype)
+    for name in ("d_overlaps", "d_products", "lowers"):
+        scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, CHUNK), call.key.dtype)
+    if call.gk is None:
+        scratch["norms"] = ArraySpec((chunks, call.num_heads, 3, CHUNK), "float32")
+    else:
+        for name in ("query_parts", "key_parts"):
+            scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, sizes[1]), call.key.dtype)
     arguments = {
         **dict.fromkeys(("d_last", "d_g", "d_initial"), ABSENT),
         **arguments_of(call, arrays, {**outputs, **scratch}),
         **strides("d_out", ("token", "head"), call.d_out),
     }
     constexprs = constexprs_of(call, LEAST_TILE)
-    columns = min(_COLUMNS, constexprs["VALUE_PADDED"])
-    constexprs["BLOCK_V"] = min(_ROWS, constexprs["VALUE_PADDED"])
-    stages = 3 if limits.shared_memory >= _LARGE_SHARED_MEMORY else 1
-    tiles = (call.num_seqs, call.num_heads, ceil_div(sizes[0], constexprs["BLOCK_V"]))
+    padded = constexprs["VALUE_PADDED"]
+    is_wide = call.key.dtype == "float32" or max(padded, constexprs["KEY_PADDED"]) > SMALL_KEY
+    columns = min(_WIDE_COLUMNS if is_wide else _COLUMNS, padded)
+    constexprs["BLOCK_V"] = min(_WIDE_ROWS if is_wide else _ROWS, padded)
+    is_large = limits.shared_memory >= (_LARGE_SHARED_MEMORY if call.gk is None else _LARGE_BY_CHANNEL)
+    stages = 3 if is_large and not is_wide else 1
+    tiles = (call.num_seqs, call.num_heads, 2 * ceil_div(sizes[0], constexprs["BLOCK_V"]))
 
     def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **options: Any) -> LaunchPlan:
         return named_launch(kernel, grid, arguments, constexprs, writes=writes, **options)
 
-    through: dict[str, Any] = {"num_stages": stages, "hot": True}
+    through: dict[str, Any] = {"num_stages": stages, "hot": not is_wide}
     initial = tuple(name for name in outputs if name == "d_initial")
     launches = [
         *system_launches(call, arguments, constexprs),
-        launch(gated_delta_kept_states_kernel, tiles, "befores", **through),
-        launch(gated_delta_state_gradients_kernel, tiles, "d_afters", *initial, **through),
+        launch(gated_delta_both_states_kernel, tiles, "befores", "d_afters", *initial, **through),
     ]
-    constexprs = {**constexprs, "BLOCK_V": columns}
-    gradients = tuple(name for name in outputs if name not in initial)
-    grid = (chunks, call.num_kv_heads)
-    launches.append(launch(gated_delta_gradients_kernel, grid, *gradients, num_stages=1, num_warps=8))
+    constexprs |= {"BLOCK_V": columns, "BLOCK_C": _TOKENS, "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"])}
+    once: dict[str, Any] = {"num_stages": 1, "num_warps": 8 if is_wide else 4, "maxnreg": _MOST_REGISTERS}
+    values = tuple(name for name in outputs if name in ("d_value", "d_beta", "d_g"))
+    grid, tiles = (chunks, call.num_heads), CHUNK // _TOKENS
+    launches += [
+        launch(gated_delta_value_gradients_kernel, grid, *values, "corrections", "d_rights", **once),
+        launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
+    ]
+    if call.gk is None:
+        grid = (chunks, call.num_kv_heads, tiles)
+        twice = once if is_wide or not is_large else {"num_stages": 2, "num_warps": 8, "maxnreg": 128, "hot": True}
+        launches.append(launch(gated_delta_key_gradients_kernel, grid, "d_query", "d_key", **twice))
+    else:
+        grid = (*grid, ceil_div(sizes[1], constexprs["BLOCK_K"]))
+        launches += [
+            launch(gated_delta_channel_gradients_kernel, grid, "d_gk", "query_parts", "key_parts", **once),
+            launch(gated_delta_parts_kernel, (chunks, call.num_kv_heads), "d_query", "d_key"),
+        ]
     return OperationPlan.of(call.name, arrays, tuple(launches), outputs, scratch)

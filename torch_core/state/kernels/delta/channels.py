@@ -103,6 +103,7 @@ def gated_delta_pairs_kernel(
     decays,
     overlaps,
     products,
+    lowers,
     num_seqs,
     query_token_stride,
     query_head_stride,
@@ -117,7 +118,7 @@ def gated_delta_pairs_kernel(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks, heads). Writes `overlaps` and `products`, as `gated_delta_overlaps_kernel` does."""
+    """Grid: (chunks, heads). Writes `overlaps`, `products` and `lowers`, as `gated_delta_overlaps_kernel` does."""
     dtype: tl.constexpr = key.dtype.element_ty
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -156,9 +157,12 @@ def gated_delta_pairs_kernel(
             by_query += tl.where(is_pair, tl.dot(y, tl.trans(x), input_precision=PRECISION), 0.0)
     factor = factors + chunk * 5 * CHUNK + step
     k_norm = tl.load(factor)
-    by_key = tl.where(row > column, by_key, 0.0) * (k_norm * tl.load(factor + 4 * CHUNK))[:, None] * k_norm[None, :]
+    by_key = tl.where(row > column, by_key, 0.0) * k_norm[:, None] * k_norm[None, :]
     by_query = tl.where(row > column, by_query, 0.0) * tl.load(factor + CHUNK)[:, None] * k_norm[None, :]
     by_query += tl.where(row == column, tl.load(factor + 2 * CHUNK)[:, None], 0.0)
     square = row * CHUNK + column
     tl.store(products + chunk * CHUNK * CHUNK + square, by_query.to(dtype))
+    if lowers is not None:
+        tl.store(lowers + chunk * CHUNK * CHUNK + square, by_key.to(dtype))
+    by_key *= tl.load(factor + 4 * CHUNK)[:, None]
     tl.store(overlaps + chunk * CHUNK * CHUNK + square, by_key, mask=row // 16 >= column // 16)

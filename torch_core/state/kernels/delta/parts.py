@@ -36,16 +36,19 @@ def system_launches(
     def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **options: Any) -> LaunchPlan:
         return named_launch(kernel, grid, arguments, constexprs, writes=writes, **once, **options)
 
+    is_derivative = arguments["lowers"] is not ABSENT
+    lowers = ("lowers",) if is_derivative else ()
+    norms = ("norms",) if is_derivative else ()
     if call.gk is None:
         members = constexprs["MEMBERS"]
-        registers = 128 if members == 1 and is_small else None
-        written = ("overlaps", "products", "factors")
+        registers = 128 if members == 1 and is_small and not is_derivative else None
+        written = ("overlaps", "products", "factors", *lowers, *norms)
         launches = [launch(gated_delta_overlaps_kernel, (chunks, heads // members), *written, maxnreg=registers)]
     else:
         written = ("factors", "decays", *_BY_CHANNEL)
         launches = [
             launch(gated_delta_channels_kernel, (chunks, heads), *written, num_warps=8),
-            launch(gated_delta_pairs_kernel, (chunks, heads), "overlaps", "products"),
+            launch(gated_delta_pairs_kernel, (chunks, heads), "overlaps", "products", *lowers),
         ]
     # A warp for each chunk: its blocks of 16 then need no barrier.
     return [*launches, launch(gated_delta_inverses_kernel, (chunks, heads), "inverses", num_warps=1)]
@@ -104,7 +107,7 @@ def arguments_of(
     """Returns the arguments by name; `made` are the buffers that the launches write, besides the states."""
     absent = ArraySpec((1, 1, 1, 1), "float32")
     slots = ("cache_indices", "has_initial_state", "num_kept_tokens", "states")
-    optional = ("g", "gk", *slots, "summaries", *_BY_CHANNEL)
+    optional = ("g", "gk", *slots, "summaries", "lowers", "norms", *_BY_CHANNEL)
     return {
         **dict.fromkeys(optional, ABSENT),
         **{name: Pointer(name) for name in (*arrays, *made)},

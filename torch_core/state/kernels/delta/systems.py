@@ -22,6 +22,8 @@ def gated_delta_overlaps_kernel(
     overlaps,
     products,
     factors,
+    lowers,
+    norms,
     num_seqs,
     scale,
     epsilon,
@@ -45,7 +47,9 @@ def gated_delta_overlaps_kernel(
 
     Writes for each chunk and head: its system's blocks of 16 below the diagonal as `overlaps`, in float32; the decayed
     products of queries and keys as `products`; and as `factors`, in float32, those of each token's key before the
-    state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta.
+    state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For the
+    derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries for
+    their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32.
     """
     tile = tl.program_id(0)
     key_head = tl.program_id(1) * MEMBERS // GROUP
@@ -91,6 +95,12 @@ def gated_delta_overlaps_kernel(
         tl.store(products + number * CHUNK + square, (by_query * weights).to(products.dtype.element_ty))
         lower = tl.where(row > column, by_key * weights * rate[:, None], 0.0)
         tl.store(overlaps + number * CHUNK + square, lower, mask=row // 16 >= column // 16)
+        if lowers is not None:
+            lower = tl.where(row > column, by_key * weights, 0.0)
+            tl.store(lowers + number * CHUNK + square, lower.to(lowers.dtype.element_ty))
+            tl.store(norms + number * 3 + step, k_norm)
+            tl.store(norms + number * 3 + CHUNK + step, q_norm)
+            tl.store(norms + number * 3 + 2 * CHUNK + step, decay)
 
 
 @triton.jit
