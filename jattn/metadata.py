@@ -323,7 +323,9 @@ class AttentionMetadata:
 
     def _sequence_of(self, num_tokens: int) -> jax.Array:
         starts, tokens = self.query_start_loc, jnp.arange(num_tokens, dtype=jnp.int32)
-        return jnp.minimum(jnp.searchsorted(starts, tokens, side="right") - 1, starts.size - 2)
+        # A loop would be three launches for each of its turns on a GPU.
+        found = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
+        return jnp.minimum(found - 1, starts.size - 2)
 
 
 @jax.tree_util.register_dataclass

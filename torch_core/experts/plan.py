@@ -115,13 +115,15 @@ def _align(
         "BLOCK_R": max(1, min(power_of_two(num_shares), _COMPARED // block_e)),
         "CHUNK": max(16, min(_CHUNK, _COMPARED // block_e)),
     }
-    grid, options = (num_shares,), {"num_warps": 8, "num_stages": 1}
+    options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+    # To fill up an expert's last tile takes a program a microsecond.
+    programs = max(num_shares, min(call.num_experts, _MOST_SHARES))
     counting = {name: arguments[name] for name in ("topk_ids", "counts", "num_pairs", "share")}
     counted = {name: constants[name] for name in ("NUM_EXPERTS", "BLOCK_E", "CHUNK")}
     written = (*names[2:], "slots") if has_slots else names[2:]
     return (
-        named_launch(count_experts_kernel, grid, counting, counted, writes=("counts",), **options),
-        named_launch(align_experts_kernel, grid, arguments, constants, writes=written, **options),
+        named_launch(count_experts_kernel, (num_shares,), counting, counted, writes=("counts",), **options),
+        named_launch(align_experts_kernel, (programs,), arguments, constants, writes=written, **options),
     )
 
 

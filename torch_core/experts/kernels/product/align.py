@@ -37,7 +37,8 @@ def align_experts_kernel(
     BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (shares of pairs,). Each program finds by the counts of all where its pairs belong, and writes them there.
+    """Grid: (shares of pairs, or more programs, which have none). Each program finds by the counts of all where its
+    pairs belong, and writes them there.
 
     `sorted_ids` gets the pairs of an expert in their own order, filled up to whole tiles of BLOCK_M with -1, and
     `tile_experts` the expert of each tile, -1 behind the last one, and then how many tiles there are. `slots`, where it
@@ -70,7 +71,7 @@ def align_experts_kernel(
         place += tl.sum(is_own.to(tl.int32), 0)
     # The rest is shared out by expert; the first program takes the places behind the last tile.
     rows = tl.arange(0, BLOCK_M)
-    for expert in range(own, NUM_EXPERTS, num_shares):
+    for expert in range(own, NUM_EXPERTS, tl.num_programs(0)):
         last = tl.sum(tl.where(experts == expert, end_tile, 0), 0)
         first = last - tl.sum(tl.where(experts == expert, tiles, 0), 0)
         fill = first * BLOCK_M + tl.sum(tl.where(experts == expert, total, 0), 0) + rows
