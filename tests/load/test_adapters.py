@@ -212,7 +212,7 @@ def test_a_parameter_of_all_experts_has_the_matrices_of_each(names, swapped, tmp
         for end, pair in zip(spelt, fused.values(), strict=True)
         for part, matrix in zip("AB", pair, strict=True)
     }
-    options = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    options = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "down_proj"]}
     wanted = load_adapter(peft_folder(tmp_path / "apart", tensors), EXPERTS)
     found = load_adapter(peft_folder(tmp_path / "fused", joined, **options), EXPERTS)
     assert found.weights.keys() == wanted.weights.keys()

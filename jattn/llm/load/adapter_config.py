@@ -74,13 +74,12 @@ class PeftConfig:
     layers: tuple[int, ...] | None = None
 
     def check_module(self, name: str) -> None:
-        """Refuses the matrices of a module that PEFT would not apply, by this file.
+        """Refuses the matrices of a module, or of a parameter, that PEFT would not apply, by this file.
 
         Raises:
             InvalidInput: it is none of the modules, or it is excluded.
         """
-        parameters = (parameter.rpartition(".")[0] for parameter in self.target_parameters)
-        if _ends_with(name.replace(".base_layer", ""), (*self.target_parameters, *parameters)):
+        if _ends_with(name, self.target_parameters) or _ends_with(f"{name}.weight", self.target_parameters):
             return
         text = f"leaves out {shown(name)}, of which the adapter has matrices"
         if self.target_modules is not None and not _ends_with(name, self.target_modules):

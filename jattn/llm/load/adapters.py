@@ -61,8 +61,8 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
         checked = {name: _checked(file, name, named[name], piece, peft) for name, piece in pieces.items()}
     except (InvalidInput, Unsupported) as error:
         raise error.under(_FILE) from None
-    for name in pieces:
-        peft.check_module(name)
+    for name, piece in pieces.items():
+        peft.check_module(_spelt(name, piece))
     return joined([_read(file, named[name], piece, *checked[name]) for name, piece in pieces.items()], config)
 
 
@@ -116,11 +116,16 @@ def _found_pieces(
     return found
 
 
+def _spelt(name: str, piece: Piece) -> str:
+    """Returns the name of a module, or of a parameter, as adapter_config.json has it."""
+    return parameter_name(name, piece) if piece.num_experts else name
+
+
 def _checked(
     file: TensorFile, name: str, tensors: tuple[str, str], piece: Piece, peft: PeftConfig
 ) -> tuple[float, bool]:
     """Returns the scale of a pair, and whether inputs and outputs of experts are swapped, for shapes that fit."""
-    rank, alpha = peft.of_module(parameter_name(name, piece) if piece.num_experts else name)
+    rank, alpha = peft.of_module(_spelt(name, piece))
     stored = tuple(file.tensors[tensor].shape for tensor in tensors)
     wanted = ((rank, piece.target.in_size), (piece.out_size, rank))
     if piece.num_experts:
