@@ -100,7 +100,7 @@ def run(
         rank: their rank.
         profile: a folder for traces; adds the kernels' times of decode rows.
     """
-    fields_of = {text: _fields(text) for text in settings}
+    fields_of = {text: settings_of(text) for text in settings}
     mesh = jax.make_mesh((cut,), ("tp",)) if cut > 1 else None
     # Before the model fills the memory.
     copied = jax_copy_bytes_per_second() if mesh is None and jax.default_backend() == "gpu" else None
@@ -146,7 +146,8 @@ def run(
             yield EngineRow(load, statistics.median(values), unit, tuple(values), moved, before, late, name, details)
 
 
-def _fields(text: str) -> dict[str, Any]:
+def settings_of(text: str) -> dict[str, Any]:
+    """Returns the fields of `EngineConfig` in a text such as kv_cache_dtype="fp8",seed=1."""
     return engine_fields("{" + re.sub(r"(\w+)=", r'"\1":', text) + "}", "--settings")
 
 

@@ -37,19 +37,19 @@ def draw_fractions(report: BenchReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_rates(report: BenchReport, path: Path) -> None:
-    """Writes a PNG of `jattn.bench.serve.ServeRow`s: latencies against throughput, and the use of the pool."""
+def draw_loads(report: BenchReport, path: Path) -> None:
+    """Writes a PNG of `jattn.bench.arrivals.ServeRow`s: latencies against throughput, and the use of the pool."""
     figure = _figure(figsize=(13, 4.2), layout="constrained")
     first, each, pool = figure.subplots(1, 3)
     _draw_latency(first, report.rows, "ttft_ms", "time to first token, ms")
     _draw_latency(each, report.rows, "tpot_ms", "time per output token, ms")
     watched = [row for row in report.rows if row.pool_usage]
     for row in watched:
-        pool.plot(*zip(*row.pool_usage, strict=True), label=f"{row.rate:g}")
+        pool.plot(*zip(*row.pool_usage, strict=True), label=row.load)
     pool.set_xlabel("seconds since the first arrival")
     pool.set_ylabel("share of the pool's blocks in use")
     if watched:
-        pool.legend(title="requests a second", fontsize="small")
+        pool.legend(title="load", fontsize="small")
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -67,8 +67,8 @@ def _draw_latency(axes: Any, rows: Sequence[Any], name: str, label: str) -> None
         axes.plot(*zip(*points, strict=True), marker="o", label=percentile)
     for row in rows:
         place = (row.output_tokens_per_second, getattr(row, name)[_PERCENTILES[-1]])
-        axes.annotate(f"{row.rate:g}", place, textcoords="offset points", xytext=(4, 4), fontsize="small")
+        axes.annotate(row.load, place, textcoords="offset points", xytext=(4, 4), fontsize="small")
     axes.set_yscale("log")
     axes.set_ylabel(label)
-    axes.set_xlabel("output tokens per second, at each rate of requests")
+    axes.set_xlabel("output tokens per second, at each load")
     axes.legend(fontsize="small")

@@ -141,6 +141,25 @@ def test_a_listener_gets_every_token_and_then_no_more(engine, seed) -> None:
     assert not engine.runs_for(outbox)
 
 
+def test_listeners_that_share_an_end_have_it_called_once_behind_them(engine, seed) -> None:
+    told, ended = [], threading.Event()
+
+    def end() -> None:
+        told.append("end")
+        if not any(map(engine.runs_for, outboxes)):
+            ended.set()
+
+    outboxes = [Outbox(), Outbox()]
+    for prompt, outbox in zip(prompts_of(seed, 5, 5), outboxes, strict=True):
+        engine.add(prompt, GREEDY, outbox=outbox)
+    for outbox in outboxes:
+        engine.subscribe(outbox, told.append, end)
+
+    assert ended.wait(60)
+    assert told[-1] == "end"
+    assert told.count("end") < len(told) - told.count("end")
+
+
 ENDS = [asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit]
 
 

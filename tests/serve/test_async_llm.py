@@ -72,6 +72,32 @@ def test_the_kinds_of_output_say_the_same(llm, expected) -> None:
     assert sum((output.outputs[0].token_ids for output in deltas), ()) == final[0].outputs[0].token_ids
 
 
+def test_a_step_wakes_an_event_loop_once_for_all_of_its_requests(llm, monkeypatch) -> None:
+    wakes, steps = [], []
+    loop_class, step = asyncio.get_event_loop_policy().new_event_loop().__class__, EngineCore.step
+    wake = loop_class.call_soon_threadsafe
+
+    def count(loop: Any, call: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "jattn-engine":
+            wakes.append(call)
+        return wake(loop, call, *args, **options)
+
+    def step_and_count(core: EngineCore) -> None:
+        steps.append(core)
+        step(core)
+
+    monkeypatch.setattr(loop_class, "call_soon_threadsafe", count)
+    monkeypatch.setattr(EngineCore, "step", step_and_count)
+
+    async def ask() -> None:
+        submission = await llm.submit(PROMPTS[:4], params_of())
+        assert len([update async for _, update in submission]) > len(PROMPTS[:4])
+
+    asyncio.run(ask())
+
+    assert 0 < len(wakes) <= len(steps)
+
+
 def test_tasks_of_several_threads_get_their_own_answers(llm, expected) -> None:
     texts: dict[int, str] = {}
 

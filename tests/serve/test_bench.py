@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 
 import pytest
 
+from jattn.bench.arrivals import Load, Timeline, row_of
 from jattn.bench.runner import main
 from jattn.bench.serve import BENCHMARK, run
 from jattn.cli import main as cli
@@ -17,17 +17,19 @@ from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput
 
 
-def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch) -> None:
+# The clients of a server of its own are a process of theirs, which takes seconds to start.
+@pytest.mark.parametrize("direct", [pytest.param([], marks=pytest.mark.nightly), ["--direct"]])
+def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch, direct) -> None:
     # All programs that any traffic could need take longer than the traffic.
-    monkeypatch.setattr(Engine, "warmup", lambda *_: None)
-    sizes = ["--num-requests", "3", "--prompt-tokens", "4", "--new-tokens", "5", "--max-num-seqs", "1"]
-    sizes += ["--max-num-batched-tokens", "64", "--model", str(write_tiny_model(tmp_path, 0))]
+    monkeypatch.setattr(Engine, "warmup", lambda *_, **__: None)
+    sizes = ["--settings", "max_num_seqs=1,max_num_batched_tokens=64", "--model", str(write_tiny_model(tmp_path, 0))]
+    loads = ["4x5:50/s:3", "4x5:inf/s:3", "4x5:2users:3"]
 
-    assert main(BENCHMARK, [*sizes, "--rates", "50", "inf", "--ttft-goal-ms", "1e9", "--json"]) == 0
+    assert main(BENCHMARK, [*sizes, "--loads", *loads, "--ttft-goal-ms", "1e9", "--json", *direct]) == 0
 
-    slow, burst = json.loads(capsys.readouterr().out)["rows"]
-    assert (slow["rate"], burst["rate"]) == (50, "inf")
-    for row in (slow, burst):
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["load"] for row in rows] == loads
+    for row in rows:
         assert (row["completed"], row["failed"]) == (3, 0)
         assert row["output_tokens_per_second"] == pytest.approx(15 / row["duration_s"])
         assert row["goodput"] == pytest.approx(row["requests_per_second"])
@@ -35,34 +37,34 @@ def test_every_request_is_counted_and_timed(capsys, tmp_path, monkeypatch) -> No
 
 
 def test_requests_that_fail_are_counted_and_the_exit_says_so(server, capsys) -> None:
-    sizes = ["--num-requests", "2", "--prompt-tokens", "4", "--new-tokens", "5", "--rates", "inf"]
+    sizes = ["--loads", "4x5:inf/s:2"]
 
     assert cli(["bench", "serve", "--url", server.url, "--api-key", "wrong", *sizes]) == 1
     assert main(BENCHMARK, ["--url", server.url, "--api-key", KEY, *sizes]) == 0
 
     printed = capsys.readouterr()
-    assert [line.split()[:3] for line in printed.out.splitlines() if line.startswith("inf")] == [
-        ["inf", "0", "2"],
-        ["inf", "2", "0"],
+    assert [line.split()[:3] for line in printed.out.splitlines() if line.startswith("4x5")] == [
+        ["4x5:inf/s:2", "0", "2"],
+        ["4x5:inf/s:2", "2", "0"],
     ]
 
     assert "wrong" not in printed.out, "the title has the command without the key"
-    assert printed.err.startswith("jattn: at inf requests a second 2 failed; the first: status 401: ")
+    assert "\njattn: at 4x5:inf/s:2 2 requests failed; the first: status 401: " in printed.err
 
 
 def test_what_json_has_no_numbers_for_is_spelled_otherwise(server, capsys) -> None:
-    sizes = ["--num-requests", "1", "--prompt-tokens", "4", "--new-tokens", "5", "--rates", "inf", "--json"]
+    sizes = ["--loads", "4x5:inf/s:1", "--json"]
 
     assert main(BENCHMARK, ["--url", server.url, "--api-key", "wrong", *sizes]) == 1
 
     (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
-    assert (row["rate"], row["ttft_ms"]["p50"]) == ("inf", None)
+    assert (row["load"], row["ttft_ms"]["p50"]) == ("4x5:inf/s:1", None)
 
 
 @pytest.mark.nightly
 def test_a_picture_shows_latencies_and_the_pool(server, capsys, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    sizes = ["--num-requests", "3", "--prompt-tokens", "4", "--new-tokens", "30", "--rates", "20", "inf", "--json"]
+    sizes = ["--loads", "4x30:20/s:3", "4x30:inf/s:3", "--json"]
 
     assert main(BENCHMARK, ["--url", server.url, "--api-key", KEY, *sizes, "--png", str(tmp_path / "serve.png")]) == 0
 
@@ -82,7 +84,29 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
     )
 
 
-@pytest.mark.parametrize("rate", [0.0, math.nan])
-def test_sizes_out_of_range_are_refused(rate) -> None:
-    with pytest.raises(InvalidInput, match=r"must be at least 1, and rates above 0\."):
-        run(rates=[rate])
+@pytest.mark.parametrize("load", ["4x5:0/s:3", "4x5:3users:0", "0x5:inf/s:3", "chat:nan/s:3", "4x5", "5:2users:3"])
+def test_a_load_out_of_range_is_refused(load) -> None:
+    with pytest.raises(InvalidInput, match=r"loads.*it must be LENGTHS:ARRIVALS:REQUESTS"):
+        list(run(loads=[load]))
+
+
+def test_a_loads_requests_follow_from_the_seed(seed) -> None:
+    load = Load.of("chat:8/s:400")
+
+    sizes, arrivals = load.sizes(seed), load.arrivals(seed)
+
+    assert (sizes, arrivals) == (load.sizes(seed), load.arrivals(seed))
+    assert sizes != load.sizes(seed + 1)
+    assert [len(prompt) for prompt in load.prompts(seed, 50)] == [prompt for prompt, _ in sizes]
+    assert all(4 <= prompt <= 2048 and 4 <= answer <= 1024 for prompt, answer in sizes)
+    assert arrivals == sorted(arrivals)
+
+
+def test_users_wait_for_their_answers() -> None:
+    load = Load.of("4x5:2users:3")
+    timelines = [Timeline(0.0, [1.0, 2.0], 5), Timeline(0.0, [1.0, 3.0], 5), Timeline(2.0, [2.5, 4.5], 5)]
+
+    row = row_of(load, timelines)
+
+    assert (load.users, load.arrivals(0), row.duration_s, row.output_tokens_per_second) == (2, [0.0] * 3, 4.5, 15 / 4.5)
+    assert row.tpot_ms["p50"] == pytest.approx(500)

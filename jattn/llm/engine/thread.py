@@ -103,9 +103,15 @@ class EngineThread(Owner):
         """Like `wait`, but returns at once; `reply` is called on the thread with an `Outcome`."""
         self._commands.put((_Loop.read, outbox, reply, True))
 
-    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
-        """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener."""
-        self._commands.put((_Loop.read, outbox, listener, False))
+    def subscribe(self, outbox: Outbox, listener: Listener, then: Callable[[], object] | None = None) -> None:
+        """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener.
+
+        Args:
+            outbox: outbox of added requests.
+            listener: see `Listener`.
+            then: called on the thread when all listeners of a step were told, once for listeners that share it.
+        """
+        self._commands.put((_Loop.read, outbox, listener, False, then))
 
     def end(self) -> None:
         """Closes the core and ends the thread."""
@@ -147,6 +153,7 @@ class _Reader(NamedTuple):
 
     tell: Callable[[Any], object]
     is_once: bool
+    then: Callable[[], object] | None = None
 
 
 class _Loop:
@@ -189,7 +196,13 @@ class _Loop:
         except BaseException as error:
             reply(Outcome(error=error))
 
-    def read(self, outbox: Outbox, tell: Callable[[Any], object], is_once: bool) -> None:
+    def read(
+        self,
+        outbox: Outbox,
+        tell: Callable[[Any], object],
+        is_once: bool,
+        then: Callable[[], object] | None = None,
+    ) -> None:
         """Adds a reader of an outbox."""
         try:
             if is_once and not outbox:
@@ -197,7 +210,7 @@ class _Loop:
         except Exception as error:
             _tell(tell, Outcome(error=error))
             return
-        self._readers[outbox] = _Reader(tell, is_once)
+        self._readers[outbox] = _Reader(tell, is_once, then)
         if outbox or not self._core.runs_for(outbox):
             self._core.ready.add(outbox)
 
@@ -210,6 +223,7 @@ class _Loop:
 
     def _hand_out(self) -> None:
         """Tells the readers of the outboxes that got deltas."""
+        told: dict[Callable[[], object], None] = {}
         while self._core.ready:
             outbox = self._core.ready.pop()
             reader = self._readers.get(outbox)
@@ -221,6 +235,10 @@ class _Loop:
                 _tell(reader.tell, Outcome())
             elif outbox:
                 _tell(reader.tell, outbox.take())
+                if reader.then is not None:
+                    told[reader.then] = None
+        for then in told:
+            _call(then)
         if self._core.asleep:
             for outbox in [outbox for outbox, reader in self._readers.items() if reader.is_once]:
                 try:
@@ -236,9 +254,13 @@ class _Loop:
 
 
 def _tell(tell: Callable[[Any], object], news: Outcome | list[TokenDelta] | BaseException) -> None:
+    _call(lambda: tell(news))
+
+
+def _call(function: Callable[[], object]) -> None:
     """Calls a caller's function; nothing that it raises, not even asyncio's CancelledError, ends the thread."""
     try:
-        tell(news)
+        function()
     except BaseException:
         LOGGER.exception("a listener failed")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -70,6 +72,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._entries: dict[str, _Entry] = {}
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
         self._num_failures = 0
         self._closed = False
 
@@ -114,7 +117,15 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         options: dict[str, Any] = {"salt": salt, "priority": priority, "inputs": inputs, "lora": lora}
         return self._added(prompt, params, deliver, request_id=request_id, **options).request_id
 
-    def _added(self, prompt: Prompt, params: SamplingParams | None, deliver: Deliver, **options: Any) -> Request:
+    def _added(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        deliver: Deliver,
+        then: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> Request:
+        """Adds a request; `then` is called after `deliver`, once for all requests of a step that share it."""
         params = self.llm.get_default_sampling_params() if params is None else params
         token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt, cut=cuts_prompt(params))
         engine, outbox = self.llm.engine, Outbox()
@@ -122,9 +133,9 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             raise InvalidInput("the AsyncLLM is closed; build another one.")
         engine.check_model()
         request = engine.add(token_ids, params, prompt=text, outbox=outbox, **options)
-        entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver)
+        entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver, then)
         self._entries[request.request_id] = entry
-        engine.subscribe(outbox, entry.receive)
+        engine.subscribe(outbox, entry.receive, then)
         if self._closed:
             self.end(entry, InvalidInput(_CLOSED))
         return request
@@ -144,6 +155,8 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
                 with contextlib.suppress(Exception):
                     is_ours = isinstance(error, JattnError)
                     entry.deliver(error if is_ours else RuntimeError(f"the request failed: {error}"))
+                    if entry.then is not None:
+                        entry.then()
 
     def note_step(self, error: BaseException | None) -> None:
         """Counts the steps in a row that failed; ends every request with the error of the last that may fail."""
@@ -164,13 +177,13 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         Raises:
             InvalidInput, RequestTooLong: as `add`.
         """
-        submission = Submission(self)
+        submission = Submission(self, self._mailbox())
 
         def add_all() -> None:
             for index, prompt in enumerate(prompts):
                 deliver = functools.partial(submission.deliver, index)
                 with naming(index, prompts):
-                    request = self._added(prompt, params, deliver, **options)
+                    request = self._added(prompt, params, deliver, submission.mailbox.send, **options)
                 submission.ids.append(request.request_id)
                 submission.num_prompt_tokens.append(len(request.encoder_token_ids or request.prompt_token_ids))
 
@@ -228,6 +241,11 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         """Returns how each adapter was loaded, by name."""
         return self.llm.list_loras()
 
+    def _mailbox(self) -> _Mailbox:
+        """Returns the mailbox of the running event loop."""
+        loop = asyncio.get_running_loop()
+        return self._mailboxes.setdefault(loop, _Mailbox(loop))
+
     def close(self) -> None:
         """Ends every request with an error and closes the engine."""
         if not self._closed:
@@ -255,6 +273,7 @@ class _Entry:
     request: Request
     reader: PromptReader
     deliver: Deliver
+    then: Callable[[], object] | None
 
     def receive(self, news: list[TokenDelta] | BaseException) -> None:
         """Converts deltas to updates, on the engine's thread."""
@@ -283,25 +302,65 @@ class _Entry:
         self.deliver(Update(new, reader.finished, output))
 
 
+class _Mailbox:
+    """Hands what other threads put to the functions of an event loop, which is woken once for all of a step.
+
+    To wake a loop takes longer than to decode a token: 256 users would wait for it 256 times in each step.
+
+    Args:
+        loop: the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop is the key of its mailbox, which must not keep it alive.
+        self._loop = weakref.ref(loop)
+        self._waiting: deque[tuple[Callable[[Any], object], Any]] = deque()
+
+    def put(self, receive: Callable[[Any], object], news: Any) -> None:
+        """Keeps the argument of a function until `send`, on any thread.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            raise RuntimeError("the event loop of the request is closed.")
+        self._waiting.append((receive, news))
+
+    def send(self) -> None:
+        """Has the loop call the functions, on any thread."""
+        loop = self._loop()
+        # A loop that closes meanwhile is found by the next `put`.
+        with contextlib.suppress(RuntimeError):
+            if loop is not None:
+                loop.call_soon_threadsafe(self._receive)
+
+    def _receive(self) -> None:
+        while self._waiting:
+            receive, news = self._waiting.popleft()
+            receive(news)
+
+
 class Submission(contextlib.AbstractContextManager):
     """The updates of some prompts, for one task; as a context manager it cancels the unfinished ones at the end.
 
     Attributes:
         ids: ids of the added requests.
         num_prompt_tokens: number of tokens of each one's prompt.
+        mailbox: mailbox of the task's event loop.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, mailbox: _Mailbox) -> None:
         self.ids: list[str] = []
         self.num_prompt_tokens: list[int] = []
         self._llm = llm
-        self._loop = asyncio.get_running_loop()
+        self.mailbox = mailbox
         self._updates: asyncio.Queue[tuple[int, Update | BaseException]] = asyncio.Queue()
         self._num_finished = 0
 
     def deliver(self, index: int, update: Update | BaseException) -> None:
-        """Receives an update of a prompt, on any thread."""
-        self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, update))
+        """Receives an update of a prompt, on any thread; it comes with the mailbox's next `send`."""
+        self.mailbox.put(self._updates.put_nowait, (index, update))
 
     def cancel(self) -> None:
         """Cancels the unfinished requests."""

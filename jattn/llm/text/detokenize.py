@@ -110,6 +110,9 @@ class Detokenizer:
 
     def _add(self, new: str) -> None:
         known, self._of_prompt = self._of_prompt, ""
+        if not known:
+            self.text += new
+            return
         # The new text may have changed the prompt's last characters.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(known, new, strict=False))
         self.text += new[sum(1 for _ in same) :]
@@ -122,7 +125,7 @@ class Detokenizer:
 
     def _cut(self, searched: int) -> None:
         """Cuts the text at the first stop string that ends behind the characters that were searched before."""
-        if self.num_tokens <= self._min_tokens:
+        if not self._stop or self.num_tokens <= self._min_tokens:
             return
         places = [(self.text.find(stop, max(searched + 1 - len(stop), 0)), stop) for stop in self._stop]
         found = [place for place in places if place[0] >= 0]

@@ -349,14 +349,14 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
         """Like `wait`, but returns at once; `reply` is called on the engine's thread at the end."""
         self._thread.notify(outbox, reply)
 
-    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
-        """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener.
+    def subscribe(self, outbox: Outbox, listener: Listener, then: Callable[[], object] | None = None) -> None:
+        """Runs steps as long as an outbox has an unfinished request, and passes its deltas to a listener.
 
         Args:
-            outbox: outbox of added requests.
             listener: called on the engine's thread, with deltas or with the error of a step; it must not block.
+            then: called there when all listeners of a step were told, once for listeners that share it.
         """
-        self._thread.subscribe(outbox, listener)
+        self._thread.subscribe(outbox, listener, then)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string, and drops the tokens after it.

@@ -233,10 +233,10 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
         """Returns whether a request of an outbox is unfinished."""
         return any(engine.runs_for(outbox) for engine in self.engines)
 
-    def subscribe(self, outbox: Outbox, listener: Listener) -> None:
+    def subscribe(self, outbox: Outbox, listener: Listener, then: Callable[[], object] | None = None) -> None:
         """Passes every delta of an outbox to a listener; see `Engine.subscribe`."""
         running = [engine for engine in self.engines if engine.runs_for(outbox)]
-        (running or self.engines)[0].subscribe(outbox, listener)
+        (running or self.engines)[0].subscribe(outbox, listener, then)
 
     def stop(self, request: Request, num_output_tokens: int) -> None:
         """Ends a request whose text reached a stop string; see `Engine.stop`."""

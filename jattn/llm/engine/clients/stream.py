@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.request.outputs import CompletionOutput, Logprob, Outbox, RequestOutput, TokenDelta
@@ -115,11 +115,12 @@ class PromptReader:
         self._text_of = None if tokenizer is None else TokenBytes(tokenizer).text
         self._request = request
         self._samples = {sample.request_id: _Sample(sample, tokenizer) for sample in request.samples}
+        self._num_unfinished = len(self._samples)
 
     @property
     def finished(self) -> bool:
         """Whether all samples ended."""
-        return all(sample.finish_reason is not None for sample in self._samples.values())
+        return not self._num_unfinished
 
     def read(self, delta: TokenDelta) -> CompletionOutput | None:
         """Returns the new text of a sample, with the reason if it ended; None if it had ended before."""
@@ -140,6 +141,7 @@ class PromptReader:
                 token_ids = token_ids[: detokenizer.num_tokens - before]
                 sample.finish_reason = "stop"
                 self._engine.stop(request, detokenizer.num_tokens)
+        self._num_unfinished -= sample.finish_reason is not None
         start = len(sample.token_ids)
         sample.token_ids += token_ids
         logprobs = request.known_logprobs(start, token_ids, self._text_of)
@@ -151,7 +153,7 @@ class PromptReader:
         if completions is None:
             completions = tuple(sample.so_far() for sample in self._samples.values())
         # A stop string may have ended a sample that the engine's thread has not ended yet.
-        return replace(self._request.output(completions, self._text_of), finished=self.finished)
+        return self._request.output(completions, self._text_of, finished=self.finished)
 
 
 class _Sample:

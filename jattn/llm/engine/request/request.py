@@ -207,12 +207,19 @@ class Request:
             del self.output_token_ids[-1]
             del self.logprobs[len(self.output_token_ids) :]
 
-    def output(self, completions: tuple[CompletionOutput, ...] | None = None, text_of: TextOf = None) -> RequestOutput:
+    def output(
+        self,
+        completions: tuple[CompletionOutput, ...] | None = None,
+        text_of: TextOf = None,
+        *,
+        finished: bool | None = None,
+    ) -> RequestOutput:
         """Returns the tokens of all samples so far, without their text.
 
         Args:
             completions: those to report instead, such as ones with text.
             text_of: function from a token id to the token's text, for log-probabilities of the prompt.
+            finished: whether its reader has reached the end of all samples; None for whether they ended.
 
         Example:
             >>> from jattn.llm.engine import Engine, SamplingParams
@@ -235,7 +242,7 @@ class Request:
             completions,
             self.num_cached_tokens,
             self.metrics,
-            all(each.finish_reason is not None for each in samples),
+            all(each.finish_reason is not None for each in samples) if finished is None else finished,
             self._known_prompt_logprobs(text_of),
         )
 
