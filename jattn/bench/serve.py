@@ -12,7 +12,7 @@ import multiprocessing
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -22,9 +22,10 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from jattn.bench.arrivals import Load, ServeRow, Timeline, row_of
-from jattn.bench.engine import SHAPES, random_decoder, settings_of
+from jattn.bench.engine import settings_of
 from jattn.bench.pictures import draw_loads
 from jattn.bench.runner import Benchmark
+from jattn.bench.shapes import SHAPES, random_decoder
 from jattn.llm.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.models import quantize_fp8
@@ -165,7 +166,9 @@ async def _sent(client: _Client, load: Load, seed: int, vocab_size: int, watch_p
                 await ask(time.perf_counter(), prompt, num_tokens)
 
         watching = [asyncio.ensure_future(_watch_pool(client, start, usage, ended))] if watch_pool else []
-        if load.users:
+        if load.users and isinstance(client, _Direct):
+            await client.serve_users(load.users, waiting, timelines)
+        elif load.users:
             await asyncio.gather(*(user() for _ in range(load.users)))
         else:
             await asyncio.gather(*(ask(start + after, prompt, size[1]) for after, prompt, size in waiting))
@@ -238,6 +241,35 @@ class _Direct(contextlib.AbstractAsyncContextManager):
     async def ask(self, timeline: Timeline, prompt: list[int], num_tokens: int) -> None:
         """Sends a prompt that wants this number of tokens and keeps the times of its answer."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        send = functools.partial(self._send, timeline, prompt, num_tokens, lambda: loop.call_soon_threadsafe(ended.set))
+        await loop.run_in_executor(self.adders, send)
+        await ended.wait()
+
+    async def serve_users(
+        self, count: int, waiting: deque[tuple[float, list[int], tuple[int, int]]], timelines: list[Timeline]
+    ) -> None:
+        """Sends the requests of users. Behind the first ones the engine's thread adds them, before its next step."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Semaphore(0)
+
+        def next_request() -> None:
+            try:
+                _, prompt, (_, num_tokens) = waiting.popleft()
+            except IndexError:
+                loop.call_soon_threadsafe(ended.release)
+                return
+            timelines.append(timeline := Timeline(time.perf_counter()))
+            try:
+                self._send(timeline, prompt, num_tokens, next_request)
+            except Exception as error:
+                timeline.error = str(error) or type(error).__name__
+                next_request()
+
+        await asyncio.gather(*(loop.run_in_executor(self.adders, next_request) for _ in range(count)))
+        for _ in range(count):
+            await ended.acquire()
+
+    def _send(self, timeline: Timeline, prompt: list[int], num_tokens: int, then: Callable[[], object]) -> None:
+        """Adds a request; `then` is called on the engine's thread at its end."""
 
         def deliver(update: Update | BaseException) -> None:
             if isinstance(update, BaseException):
@@ -247,13 +279,12 @@ class _Direct(contextlib.AbstractAsyncContextManager):
                 timeline.num_tokens += len(update.new.token_ids)
                 finished = update.finished
             if finished:
-                loop.call_soon_threadsafe(ended.set)
+                then()
 
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=num_tokens, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        await loop.run_in_executor(self.adders, functools.partial(self.llm.add, prompt, params, deliver=deliver))
-        await ended.wait()
+        self.llm.add(prompt, params, deliver=deliver)
 
     async def pool_usage(self) -> float | None:
         """Returns the share of the pool's blocks that requests hold."""

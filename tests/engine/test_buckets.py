@@ -107,7 +107,13 @@ def test_there_are_few_programs(ragged, programs) -> None:
 )
 def test_steps_of_many_sequences_have_a_size_between_two_powers_of_two(most, sizes) -> None:
     config = EngineConfig(max_num_seqs=most, max_num_batched_tokens=512)
-    assert bucket_sizes(config)[0].sizes == sizes
+    assert bucket_sizes(config, by_tokens=False)[0].sizes == sizes
+
+
+@pytest.mark.parametrize(("by_tokens", "between"), [(True, (384, 768)), (False, ())])
+def test_steps_that_cost_by_their_tokens_have_sizes_between_two_powers_of_two(by_tokens, between) -> None:
+    config = EngineConfig(max_num_batched_tokens=1024)
+    assert bucket_sizes(config, by_tokens=by_tokens)[1].sizes == tuple(sorted((64, 128, 256, 512, 1024, *between)))
 
 
 @pytest.mark.parametrize(("max_blocks", "max_num_seqs", "programs"), [(8, 24, 34), (75, 3, 40)])

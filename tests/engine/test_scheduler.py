@@ -26,6 +26,7 @@ class Bench:
         pads_rows: bool = False,
         steps_of_device: int | None = None,
         most_served: int = 1 << 30,
+        prompt_sizes: tuple[int, ...] = (),
         **sizes: Any,
     ) -> None:
         self.most_served = most_served
@@ -57,6 +58,7 @@ class Bench:
             in_turns=config.fixed_shapes,
             pads_rows=pads_rows,
             num_scheduler_steps=steps_of_device,
+            prompt_sizes=prompt_sizes,
             is_served=lambda rows: max(row.num_new_tokens for row in rows) <= self.most_served,
         )
         self._next_token = 0
@@ -124,6 +126,27 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
         bench.add(name, 3)
 
     assert list(bench.step()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps"),
+    [
+        # One step of 1,536 would cost as much as the two, and end "b" later.
+        ((500, 600), [{"a": 500, "b": 600}]),
+        # The rest of 52 rides with a step of the cheapest kind.
+        ((1000, 1100), [{"a": 1000, "b": 1048}, {"a": 1, "b": 52}]),
+        ((1000, 1000), [{"a": 1000, "b": 1000}]),
+        # "c" waits, and holds no blocks meanwhile.
+        ((1000, 1048, 300), [{"a": 1000, "b": 1048}, {"a": 1, "b": 1, "c": 300}]),
+    ],
+)
+def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, steps) -> None:
+    sizes = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=sizes)
+    for name, length in zip("abc", prompts, strict=False):
+        bench.add(name, length)
+
+    assert [bench.step() for _ in steps] == steps
 
 
 def test_no_more_than_max_num_seqs_run_and_a_place_that_falls_free_is_the_next_ones() -> None:

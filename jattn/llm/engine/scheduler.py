@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +21,9 @@ from torch_core.cache import CacheManager, CommittedStep
 
 # Requests that overtake one that waits for a slot of an adapter.
 _OVERTAKING = 64
+# A step of fewer tokens takes as long, because it reads all weights; and the tokens of padding that are worth two steps
+# instead of one, in whose first some prompts end earlier and in whose second others end later.
+_CHEAPEST_TOKENS, _WORTH_TWO_STEPS = 256, 512
 # From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
 
@@ -89,6 +92,7 @@ class Scheduler:
         in_turns: prompts and decoding have steps of their own, and take turns if both are wanted; so it must be
             with an encoder.
         pads_rows: a step costs by its longest row times its rows, and that product stays within the token budget.
+        prompt_sizes: numbers of tokens that steps with prompts are padded to, if they cost by their tokens.
         num_scheduler_steps: most tokens of each sequence that a step decodes; None for the config's.
         is_served: whether a step of these rows, with prompts, would find a compiled program; else decoding goes on.
         adapter_slots: memory of adapters, in which a request waits for a place; None without adapters.
@@ -102,6 +106,7 @@ class Scheduler:
         *,
         in_turns: bool = False,
         pads_rows: bool = False,
+        prompt_sizes: Sequence[int] = (),
         num_scheduler_steps: int | None = None,
         is_served: Callable[[Sequence[ScheduledRow]], bool] = lambda rows: True,
         adapter_slots: AdapterSlots | None = None,
@@ -109,6 +114,7 @@ class Scheduler:
         self._config = config
         self._in_turns = in_turns
         self._pads_rows = pads_rows
+        self._prompt_sizes = prompt_sizes
         self._is_served = is_served
         self._adapter_slots = adapter_slots
         self._num_scheduler_steps = num_scheduler_steps or config.most_scheduler_steps
@@ -193,6 +199,13 @@ class Scheduler:
         If other requests can run, prompts wait for the program that serves them.
         """
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
+        num_new = sum(row.num_new_tokens for row in prompts)
+        if (fitting := self._fitting(num_new, len(decodable))) < num_new:
+            whole, prompts = prompts, self._prefill_candidates(fitting)
+            chosen = {row.request.request_id for row in prompts}
+            for row in whole:
+                if row.request.request_id not in chosen:
+                    self._hold_back(row.request)
         decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
         if others_run and prompts and not self._is_served([*decoding, *prompts]):
             for row in prompts:
@@ -212,6 +225,21 @@ class Scheduler:
                     self._start(row.request)
             return ScheduledStep(tuple(rows), committed, encodes=prompts[0].start < 0)
         return None
+
+    def _fitting(self, num_new: int, num_decoding: int) -> int:
+        """Returns the tokens of prompts for the next step: less than there are, if padding would cost too much."""
+        sizes, total = self._prompt_sizes, num_new + num_decoding
+
+        def cost(num_tokens: int) -> int:
+            return sizes[min(bisect_left(sizes, max(num_tokens, _CHEAPEST_TOKENS)), len(sizes) - 1)]
+
+        smaller = bisect_left(sizes, total) - 1
+        if smaller < 0 or sizes[smaller] <= num_decoding:
+            return num_new
+        # Without this rest the next step would decode alone.
+        rest = cost(total - sizes[smaller] + num_decoding) - (cost(num_decoding) if num_decoding else 0)
+        pays = cost(sizes[smaller]) + rest + _WORTH_TWO_STEPS <= cost(total)
+        return sizes[smaller] - num_decoding if pays else num_new
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)

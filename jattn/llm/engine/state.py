@@ -41,6 +41,7 @@ class EngineState:
             self.move_blocks,
             in_turns=device.in_turns,
             pads_rows=device.pads_rows,
+            prompt_sizes=() if device.in_turns or device.pads_rows else device.runner.buckets.prompt_sizes,
             num_scheduler_steps=device.num_scheduler_steps,
             is_served=device.runner.is_served,
             adapter_slots=device.runner.adapter_slots,

@@ -40,7 +40,7 @@ PER_SEQUENCE = (
 # prefill stays on one side, so that a prompt's bits do not depend on other prompts.
 _SMALLEST_PREFILL = 64
 _SMALLEST_QUERY = 16
-# From this number of sequences on, a step has sizes between two powers of two.
+# From this number of sequences on, and of tokens if a step costs by them, there are sizes between two powers of two.
 _FIRST_BETWEEN = 256
 _FEWEST_SEQUENCES = 2
 # Groups are faster from a few sequences on; at most this number of pieces is considered.
@@ -220,7 +220,7 @@ class StepBuckets:
         self._config, self._cascade = config, cascade
         self._max_blocks, self._num_groups, self._num_encoder_blocks = max_blocks, num_groups, num_encoder_blocks
         self._num_guesses, self._num_request_inputs = config.num_speculative_tokens, num_request_inputs
-        self._num_seqs, self._num_tokens = bucket_sizes(config)
+        self._num_seqs, self._num_tokens = bucket_sizes(config, by_tokens=longest_query is None)
         self._query_lens = None
         if longest_query is not None and not config.fixed_shapes:
             largest = min(self._num_tokens.largest, longest_query)
@@ -240,6 +240,11 @@ class StepBuckets:
             SamplingKind.FULL: full,
         }
         self._decoding: dict[tuple[int, SamplingKind, int, bool], tuple[Bucket, PackedLayout]] = {}
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Padded numbers of tokens of steps with prompts, in order."""
+        return self._num_tokens.sizes
 
     def layout(self, bucket: Bucket) -> PackedLayout:
         """Returns the places of a step's arrays in the buffer that is uploaded."""
@@ -361,20 +366,22 @@ def _have_adapters(rows: Sequence[ScheduledRow]) -> bool:
     return any(row.request.adapter is not None for row in rows)
 
 
-def bucket_sizes(config: EngineConfig) -> tuple[Buckets, Buckets]:
-    """Returns the sizes of a decode step's sequences and of a prefill step's tokens."""
+def bucket_sizes(config: EngineConfig, *, by_tokens: bool) -> tuple[Buckets, Buckets]:
+    """Returns the sizes of a decode step's sequences and of a prefill step's tokens, by which it may cost."""
     most_seqs, most_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, _SMALLEST_PREFILL)
     names = ("sequences of a step", "new tokens of a step")
     if config.fixed_shapes:
         return Buckets(names[0], (most_seqs,)), Buckets(names[1], (most_tokens,))
     # A few sequences cost as much as one, because the weights are read once. Many cost in proportion to their number.
     few = tuple(size for size in (1, 4, 16) if size < most_seqs)
-    many = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
-    between = (size * 3 // 2 for size in many if size >= _FIRST_BETWEEN)
-    return (
-        Buckets(names[0], few + tuple(sorted({*many, *(size for size in between if size < most_seqs)}))),
-        Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL),
-    )
+    seqs = Buckets.powers_of_two(names[0], most_seqs, smallest=32).sizes
+    tokens = Buckets.powers_of_two(names[1], most_tokens, smallest=_SMALLEST_PREFILL).sizes
+    return Buckets(names[0], few + _denser(seqs)), Buckets(names[1], _denser(tokens) if by_tokens else tokens)
+
+
+def _denser(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    between = (size * 3 // 2 for size in sizes if size >= _FIRST_BETWEEN)
+    return tuple(sorted({*sizes, *(size for size in between if size < sizes[-1])}))
 
 
 @functools.lru_cache(maxsize=256)
