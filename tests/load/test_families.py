@@ -45,6 +45,7 @@ PATTERNED += (
     "Laguna",
     "MiMo",
     "Bailing",
+    "GPTNeoFor",
 )
 #: The families whose keys, values and masks are those of another one; dense sequences show the rest.
 ALIKE = (
@@ -62,10 +63,12 @@ ALIKE = (
 )
 ALIKE += ("HunYuan", "Olmoe", "Phi", "NemotronF", "Apertus", "Arcee", "Helium", "StableLm", "Persimmon", "InternLM")
 ALIKE += ("MiniCPM3", "Cwm", "Solar", "Gemma3", "Gemma4", "Cohere2Moe", "Flint", "Mellum", "HYV3", "Dots1", "ExaoneMoe")
+ALIKE += ("OPT", "GPTJ", "GPTBigCode", "NanoChat", "OlmoFor", "AXK1")
 ALIKE += ("Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF", "GraniteMoeS", "GraniteSWA")
 #: Of these every part is tested with another family.
 NIGHTLY = ("HYV3", "Dots1", "ExaoneMoe", "Youtu", "FlexOlmo", "HyperCLOVAX", "Jais2", "VaultGemma", "GraniteMoeF")
 NIGHTLY += ("Flint", "Mellum", "GraniteMoeS", "GraniteSWA", "MinistralF", "Gemma4Unified", "Lfm3", "Bailing")
+NIGHTLY += ("OPT", "GPTJ", "GPTBigCode", "OlmoFor", "GPTNeoFor")
 
 
 def marked(cases, is_nightly):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jattn.llm.load import known_families, load_model, parse_config
+from jattn.llm.load import known_families, load_model, parse_config, save_model
 from jattn.llm.load.folder import read_config
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, write_checkpoint
@@ -349,3 +349,71 @@ def test_sizes_that_a_published_text_config_leaves_out_are_those_of_transformers
     config = parse_config(raw)
     sizes = (config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     assert sizes == (262208, 8, 4, 256)
+
+
+def test_a_x_k1s_files_have_no_corrections_and_norms_that_are_not_used(tmp_path, seed):
+    folder = write_checkpoint(tmp_path / "theirs", "AXK1ForCausalLM", 0, seed)
+    tensors = load_file(folder / "model.safetensors")
+    assert "model.layers.1.post_mlp_layernorm.weight" in tensors
+    tensors = {name: np.zeros_like(each) if "correction" in name else each for name, each in tensors.items()}
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"mlp_layer_types": None, "moe_layer_freq": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    cut = {name: each for name, each in tensors.items() if "correction" not in name}
+    cut["model.layers.0.post_mlp_layernorm.weight"] = np.ones(32, np.float32)
+    models = []
+    for each in (tensors, cut):
+        save_file(each, folder / "model.safetensors", {"format": "pt"})
+        models.append(load_model(folder, with_tokenizer=False)[0])
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(model) for model in models))
+
+
+def test_norms_that_were_trained_are_not_saved_where_files_have_none(tmp_path, seed):
+    folder = write_checkpoint(tmp_path / "theirs", "NanoChatForCausalLM", 0, seed)
+    model, config, _ = load_model(folder, with_tokenizer=False)
+    assert model.norm is not None
+    model.norm.weight[...] = model.norm.weight[...].at[3].set(1.5)
+    with pytest.raises(Unsupported, match=r"^norm\.weight is not 1 everywhere; files of NanoChatForCausalLM have no"):
+        save_model(tmp_path / "ours", model, config)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "message"),
+    [
+        (
+            "GPTNeoForCausalLM",
+            "attention_types",
+            [[["global"], 10**9]],
+            r"attention_types is .*; it must have 'global' or",
+        ),
+        (
+            "GPTNeoForCausalLM",
+            "attention_types",
+            [["local"]],
+            "attention_types is .*; it must have 'global' or 'local'",
+        ),
+        ("GPTNeoForCausalLM", "attention_types", [[["other"], 2]], "attention_types is .* for each of the 2 layers"),
+        (
+            "OPTForCausalLM",
+            "word_embed_proj_dim",
+            16,
+            r"word_embed_proj_dim is 16; this build has the hidden_size \(32",
+        ),
+        (
+            "OPTForCausalLM",
+            "layer_norm_elementwise_affine",
+            False,
+            "layer_norm_elementwise_affine is False; this build",
+        ),
+        ("GPTJForCausalLM", "rotary_dim", "x", "rotary_dim is 'x'"),
+        ("MiniMaxM2ForCausalLM", "rotary_dim", "x", "rotary_dim is 'x'"),
+        ("MiniMaxForCausalLM", "rotary_dim", [4], "rotary_dim is .4."),
+        ("GPTBigCodeForCausalLM", "multi_query", 1, "multi_query is 1; it must be true or false"),
+    ],
+)
+def test_values_of_older_families_are_refused_by_their_key(architecture, key, value, message, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, architecture, 0, seed, num_hidden_layers=2)
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises((InvalidInput, Unsupported), match=f"^config.json: {message}"):
+        parse_config(raw | {key: value})

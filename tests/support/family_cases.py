@@ -489,11 +489,11 @@ CASES |= {
     ),
 }
 #: Sizes that a class does not know; it would write them down all the same.
+_GPTS = ("GPT2LMHeadModel", "BloomForCausalLM", "FalconForCausalLM", "OPTForCausalLM", "GPTJForCausalLM")
+_GPTS += ("GPTBigCodeForCausalLM", "GPTNeoForCausalLM")
 ABSENT = {
     "GPTNeoXForCausalLM": ("num_key_value_heads",),
-    "GPT2LMHeadModel": ("num_key_value_heads", "intermediate_size"),
-    "BloomForCausalLM": ("num_key_value_heads", "intermediate_size"),
-    "FalconForCausalLM": ("num_key_value_heads", "intermediate_size"),
+    **dict.fromkeys(_GPTS, ("num_key_value_heads", "intermediate_size")),
     "PersimmonForCausalLM": ("num_key_value_heads",),
     "SolarOpenForCausalLM": ("intermediate_size",),
 }

@@ -26,7 +26,7 @@ _AS_PUBLISHED = {
 }
 #: Options with an entry for each layer, of which a case has the first two.
 _BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
-_BY_LAYER += ("indexer_types",)
+_BY_LAYER += ("indexer_types", "attention_types")
 #: Tensors that transformers writes and computes again if they are missing.
 _COMPUTED = r".*self_attn\.(query|key|diagonal)_decay"
 _NORMS = tuple(f"{name}.weight" for name in ("norm", "layernorm", "ln_1", "ln_2", "ln_f", "ln_attn", "ln_mlp"))

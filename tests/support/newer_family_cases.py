@@ -15,6 +15,7 @@ _LAGUNA = EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 20, "m
 _LING = {name: value for name, value in MINI_LATENT.items() if name != "q_lora_rank"}
 _LING |= {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2}
 _LING |= {"head_dim": 8, "first_k_dense_replace": 1}
+_AXK1 = MINI_LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Gemma4UnifiedForCausalLM": (
         "Gemma4UnifiedTextConfig",
@@ -146,6 +147,40 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "VaultGemmaConfig",
         [SMALL_WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 12, "final_logit_softcapping": 3.0}],
     ),
+    "AXK1ForCausalLM": (
+        "AXK1Config",
+        [
+            _AXK1 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False},
+            _AXK1 | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["sparse", "dense"], "rope_interleave": True},
+        ],
+    ),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        [
+            {"ffn_dim": 48, "do_layer_norm_before": False, "enable_bias": False},
+            {"ffn_dim": 48, "tie_word_embeddings": False, "activation_function": "gelu"},
+        ],
+    ),
+    "GPTNeoForCausalLM": (
+        "GPTNeoConfig",
+        [
+            {"attention_types": [[["global"], 1]] * 2},
+            {"attention_types": [[["global"], 1], [["local"], 1]], "window_size": 7, "activation_function": "relu"},
+        ],
+    ),
+    "GPTJForCausalLM": (
+        "GPTJConfig",
+        [{"rotary_dim": 8}, {"rotary_dim": 4, "n_inner": 40, "activation_function": "relu"}],
+    ),
+    "GPTBigCodeForCausalLM": (
+        "GPTBigCodeConfig",
+        [{"multi_query": False}, {"n_inner": 40, "tie_word_embeddings": False}],
+    ),
+    "NanoChatForCausalLM": (
+        "NanoChatConfig",
+        [{"final_logit_softcapping": None}, {"attention_bias": True, "tie_word_embeddings": True}],
+    ),
+    "OlmoForCausalLM": ("OlmoConfig", [{}, {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}]),
     "GraniteMoeForCausalLM": ("GraniteMoeConfig", [{"num_local_experts": 6, "attention_multiplier": 0.3}]),
     "GraniteMoeSharedForCausalLM": (
         "GraniteMoeSharedConfig",

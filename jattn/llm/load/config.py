@@ -86,7 +86,9 @@ def family_of(config: ModelConfig) -> Family:
 
 def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
     known = known_families()
-    tried = [known[config.architecture]] if config.architecture in known else list(known.values())
+    # Weights of norms would be lost.
+    others = [family for family in known.values() if not family.norms_without_weights]
+    tried = [known[config.architecture]] if config.architecture in known else others
     differing: list[str] = []
     for family in tried:
         rendered = _render(config, family, dtype)

@@ -44,16 +44,16 @@ def qkv_order(config: ModelConfig, family: Family, num_kv_heads: int) -> np.ndar
     if family.order.get(QKV) == "by_group":
         groups = columns.reshape(num_kv_heads, -1, size)
         return np.concatenate([each.ravel() for each in (groups[:, :-2], groups[:, -2], groups[:, -1])])
-    gate_apart = not gated or len(names) == 4
-    if gate_apart and not family.rotates_neighbours:
+    gate_apart, swaps = not gated or len(names) == 4, family.order.get(QKV) == "second_half_first"
+    if gate_apart and not family.rotates_neighbours and not swaps:
         return None
     if not gate_apart:
         # Each head's gate lies behind its query.
         queries, rest = columns[: 2 * heads].reshape(heads, 2, size), columns[2 * heads :]
         columns = np.concatenate([queries[:, 0], rest, queries[:, 1]])
-    if family.rotates_neighbours:
-        rotated = heads + num_kv_heads
-        columns = np.concatenate([columns[:rotated, _halves(config)], columns[rotated:]])
+    if family.rotates_neighbours or swaps:
+        rotated, places = heads + num_kv_heads, np.roll(np.arange(size), size // 2) if swaps else _halves(config)
+        columns = np.concatenate([columns[:rotated, places], columns[rotated:]])
     return columns.ravel()
 
 

@@ -15,14 +15,15 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from jattn.llm.load.config import render_config
+from jattn.llm.load.config import family_of, render_config
 from jattn.llm.load.generation import GenerationDefaults
 from jattn.llm.load.plan import ParameterPlan, TensorPlan, plan_parameters
 from jattn.llm.load.tensor_file import STORED_DTYPES
 from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
+from jattn.llm.load.weights import is_norm_without_weight
 from jattn.llm.models import Decoder, ModelConfig, ParameterShards, parameter_shards
 from jattn.llm.models.quantized import dequantize, widened_from_fp8
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import InvalidInput, Unsupported
 
 
 def save_model(
@@ -76,9 +77,14 @@ def save_model(
     values = dict(nnx.to_flat_state(nnx.state(model)))
     parallel = getattr(model, "parallel", None)
     shards = {} if parallel is None else parameter_shards(config, parallel)
+    plan, scales, family = plan_parameters(config), _scales(values), family_of(config)
+    for parameter in (each for each in plan if is_norm_without_weight(each, family)):
+        if (np.asarray(values[parameter.path][...]) != 1).any():
+            name = ".".join(map(str, parameter.path))
+            raise Unsupported(name, "is not 1 everywhere", f"files of {family.architecture} have no weights of norms")
+    plan = tuple(parameter for parameter in plan if not is_norm_without_weight(parameter, family))
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    plan, scales = plan_parameters(config), _scales(values)
     _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)
     _write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None

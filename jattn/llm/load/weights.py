@@ -101,13 +101,21 @@ def with_tied_head(tensors: Tensors, embedding: str, head: str) -> Tensors:
 def with_computed(tensors: Tensors, plan: tuple[ParameterPlan, ...], config: ModelConfig, family: Family) -> Tensors:
     """Returns the tensors with those that the family computes where the files leave them out."""
     found = dict(tensors)
-    for parameter in plan if family.computed and tensors else ():
-        compute = family.computed.get(".".join(map(str, parameter.path[2:])))
+    for parameter in plan if tensors else ():
         piece = parameter.pieces[0]
-        if compute is not None and piece.name not in tensors:
+        if piece.name in tensors:
+            continue
+        array = np.ones(piece.shape, np.float32) if is_norm_without_weight(parameter, family) else None
+        if (compute := family.computed.get(".".join(map(str, parameter.path[2:])))) is not None:
             array = compute(config, int(parameter.path[1])).reshape(piece.shape)
+        if array is not None:
             found[piece.name] = computed_tensor(next(iter(tensors.values())), piece.name, array)
     return found
+
+
+def is_norm_without_weight(parameter: ParameterPlan, family: Family) -> bool:
+    """Returns whether files have no such parameter, because their norms have no weights."""
+    return family.norms_without_weights and parameter.path[-1] == "weight"
 
 
 def check_count(tensors: Tensors, fewest: int) -> None:

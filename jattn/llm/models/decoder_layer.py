@@ -80,6 +80,8 @@ class DecoderLayer(nnx.Module):
         self.has_both_parts = self.is_sparse and config.moe is not None and config.moe.with_mlp
         if self.has_both_parts:
             self.moe_input_norm, self.moe_norm, self.mlp_norm = (norm(config) for _ in range(3))
+        has_norm = self.is_sparse and config.moe is not None and config.moe.output_norm
+        self.moe_output_norm = norm(config) if has_norm else None
         if self.has_both_parts or (self.has_feed_forward and not self.is_sparse):
             self.mlp = MLP(config, rngs=rngs)
         self.mlp_output_norm = norm(config) if after and has_both else None
@@ -315,6 +317,8 @@ class DecoderLayer(nnx.Module):
                 parts = jnp.split(self._summed(jnp.concatenate(parts, axis=-1), "experts", peers), 2, axis=-1)
             return self.mlp_norm(parts[0]) + self.moe_norm(parts[1]), "embed", experts
         out, experts = self.moe.with_experts(x, forced)
+        if self.moe_output_norm is not None:
+            return self.moe_output_norm(self._summed(out, "experts", peers)), "embed", experts
         return out, "experts", experts
 
     def _summed(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:

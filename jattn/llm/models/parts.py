@@ -61,6 +61,7 @@ class MoEConfig:
         with_mlp: layers of experts have an ordinary feed-forward part too, of the model's intermediate_size. Both have
             a norm before and after them, and are added. The router has a norm of its own, and each expert a factor of
             its weights (Gemma 4).
+        output_norm: the experts' output has a norm (A.X K1).
         dense_layers: indices of the layers that have an ordinary feed-forward part instead.
 
     Raises:
@@ -85,6 +86,7 @@ class MoEConfig:
     shared_expert_gate: Flag = True
     n_shared_experts: int = 0
     with_mlp: Flag = False
+    output_norm: Flag = False
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jattn.llm.load.families.gguf import GGUF_NAMES, Gguf
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.config_fields import SIZE_LIMITS
+from torch_core.base.checks import check_int
 
 #: The values of config.json that a function of a family gets.
 Raw: TypeAlias = Mapping[str, Any]
@@ -136,7 +137,8 @@ class Family:
         also_spelled: parts of tensor names, and how another writer spells them.
         prefix: prefix of tensor names, which files of the model without its head leave out.
         order: order of a joined or fused tensor's outputs in the file, by module: "by_group" (the queries of each key
-            head, then that key and its value), "alternating" (gate and up alternate).
+            head, then that key and its value), "alternating" (gate and up alternate), "second_half_first" (of each head
+            of queries and keys).
         in_out: linear layers are stored [in, out].
         rotates_neighbours: the pairs of a rotary embedding are neighbours in the file.
         brings_code: folders of the hub contain code that computes the same; it is not run.
@@ -144,6 +146,7 @@ class Family:
             layers, and so the index after the last layer.
         respelled: the values of another spelling of config.json in this one, before they are looked at.
         computed: tensors that files may leave out, by module: a function of the model's config and a layer's index.
+        norms_without_weights: files have no weights of norms, which are ones.
         gguf: its spelling in GGUF files; None if they are not read.
     """
 
@@ -180,6 +183,7 @@ class Family:
     unread: str = ""
     respelled: Callable[[Raw], Raw] | None = None
     computed: Mapping[str, Callable[[ModelConfig, int], np.ndarray]] = field(default_factory=dict)
+    norms_without_weights: bool = False
     gguf: Gguf | None = None
 
     @property
@@ -251,6 +255,12 @@ def mlp_layer_types(config: ModelConfig) -> Raw:
     """Returns which layers have experts, as newer files say it."""
     layers = range(config.num_hidden_layers)
     return {"mlp_layer_types": ["sparse" if config.is_sparse(layer) else "dense" for layer in layers]}
+
+
+def check_rotary_dim(raw: Raw) -> None:
+    """Refuses a number of rotated elements that is none, from which a default follows; 0 and null mean a whole head."""
+    if raw.get("rotary_dim") is not None:
+        check_int("rotary_dim", raw["rotary_dim"], 0, SIZE_LIMITS["head_dim"])
 
 
 def no_rope_layers(config: ModelConfig) -> Raw:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.llm.load.families.family import Raw
+from jattn.llm.load.families.family import Raw, check_rotary_dim
 from jattn.llm.models.config import ModelConfig
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -20,6 +20,7 @@ DERIVED: dict[str, Any] = {"attn_type_list": None, "rotary_dim": None, "shared_i
 
 def sizes(raw: Raw) -> dict[str, Any]:
     """Returns the sizes of lightning attention and of experts; refuses factors that differ, and a shared expert."""
+    check_rotary_dim(raw)
     for factor in FACTORS:
         values = [raw[f"{kind}_{factor}_factor"] for kind in KINDS]
         if any(value != values[0] for value in values):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, expert_names
+from jattn.llm.load.families.family import BOTH_BIASES, Family, check_rotary_dim, expert_names
 from jattn.llm.load.families.mixtral import KEYS
 from jattn.llm.load.families.norms import OLMO2
 
@@ -51,7 +51,7 @@ MINIMAX_M2 = Family(
         "partial_rotary_factor": lambda raw: raw["rotary_dim"] / raw["head_dim"] if raw.get("rotary_dim") else 1.0,
     },
     options={"qk_norm": "all", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
-    derive=lambda raw: {"moe.intermediate_size": raw["intermediate_size"]},
+    derive=lambda raw: check_rotary_dim(raw) or {"moe.intermediate_size": raw["intermediate_size"]},
     derived={"rotary_dim": None},
     aliases={"num_experts": "num_local_experts"},
     # Of other layers and of a second token, and scales of residuals that are not used.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.afmoe import AFMOE
+from jattn.llm.load.families.axk1 import AXK1
 from jattn.llm.load.families.bailing import BAILING_HYBRID
 from jattn.llm.load.families.bamba import BAMBA
 from jattn.llm.load.families.bart import BART
@@ -24,7 +25,10 @@ from jattn.llm.load.families.gemma4_unified import GEMMA4_UNIFIED
 from jattn.llm.load.families.glm5 import GLM_MOE_DSA
 from jattn.llm.load.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from jattn.llm.load.families.gpt2 import GPT2, STARCODER2
+from jattn.llm.load.families.gpt_bigcode import GPT_BIGCODE
+from jattn.llm.load.families.gpt_neo import GPT_NEO
 from jattn.llm.load.families.gpt_neox import BLOOM, GPT_NEOX
+from jattn.llm.load.families.gptj import GPTJ
 from jattn.llm.load.families.granite_hybrid import GRANITE_MOE_HYBRID
 from jattn.llm.load.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from jattn.llm.load.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
@@ -47,11 +51,13 @@ from jattn.llm.load.families.ministral import MINISTRAL3, MISTRAL4
 from jattn.llm.load.families.ministral_8b import MINISTRAL
 from jattn.llm.load.families.mixtral import GPT_OSS, MIXTRAL
 from jattn.llm.load.families.modernbert import MODERNBERT, MODERNBERT_CLASSIFIER
+from jattn.llm.load.families.nanochat import NANOCHAT, OLMO
 from jattn.llm.load.families.nemotron import APERTUS, ARCEE, JAIS2, NEMOTRON
 from jattn.llm.load.families.nemotron_h import NEMOTRON_H
 from jattn.llm.load.families.norms import COHERE, GLM, GLM4, OLMO2, OLMO3
 from jattn.llm.load.families.olmo_hybrid import OLMO_HYBRID
 from jattn.llm.load.families.olmoe import FLEX_OLMO, MINIMAX_M2, OLMOE
+from jattn.llm.load.families.opt import OPT
 from jattn.llm.load.families.phi import PHI, PHIMOE
 from jattn.llm.load.families.qwen import QWEN2, QWEN3
 from jattn.llm.load.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -88,6 +94,7 @@ _ORDER = (
     *(MINIMAX,),
     *(BAMBA, GRANITE_MOE_HYBRID, FALCON_H1, NEMOTRON_H),
     *(EMBEDDING_GEMMA, MODERNBERT, MODERNBERT_CLASSIFIER),
+    *(AXK1, OPT, GPT_NEO, GPTJ, GPT_BIGCODE, NANOCHAT, OLMO),
     *(BERT_CLASSIFIER, ROBERTA, ROBERTA_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER),
 )
 _FAMILIES = {family.architecture: family for family in _ORDER}
