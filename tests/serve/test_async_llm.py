@@ -243,3 +243,21 @@ def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> 
     with pytest.raises(InvalidInput, match=r"the AsyncLLM is closed; build another one\."):
         llm.add("x", deliver=print)
     assert not llm.is_running
+
+
+def test_parts_that_wait_together_come_as_one(llm, expected) -> None:
+    async def ask() -> tuple[list[int], list[str], int]:
+        params = params_of(logprobs=1, output_kind=KINDS.FINAL_ONLY)
+        submission = await llm.submit(PROMPTS[:2], params)
+        # All that comes waits for its reader.
+        while llm.num_unfinished:
+            await asyncio.sleep(0.001)
+        parts = [part async for part in submission.joined()]
+        for _, new, output in parts:
+            assert output is not None
+            (whole,) = output.outputs
+            assert (new.text, new.token_ids, new.logprobs) == (whole.text, whole.token_ids, whole.logprobs)
+            assert new.cumulative_logprob == pytest.approx(whole.cumulative_logprob)
+        return [index for index, _, _ in parts], [new.text for _, new, _ in parts], len(parts)
+
+    assert asyncio.run(ask()) == ([0, 1], expected[:2], 2)

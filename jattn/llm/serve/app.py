@@ -320,13 +320,13 @@ class _Server:
                 outputs, samples = [], defaultdict[tuple[int, int], Sample](answer.sample)
                 for body in answer.opening():
                     yield event(body)
-                async for prompt, update in submission:
-                    if update.new.text or update.new.logprobs or update.new.finish_reason is not None:
-                        for body in answer.parts(prompt, update.new, samples[prompt, update.new.index]):
+                async for prompt, new, output in submission.joined():
+                    if new.text or new.logprobs or new.finish_reason is not None:
+                        for body in answer.parts(prompt, new, samples[prompt, new.index]):
                             yield event(body)
-                    if update.output is not None:
-                        outputs.append(update.output)
-                        self._metrics.finished(update.output)
+                    if output is not None:
+                        outputs.append(output)
+                        self._metrics.finished(output)
                 self._note_usage(request, outputs)
                 for body in answer.closing(outputs):
                     yield event(body)

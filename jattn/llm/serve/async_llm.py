@@ -379,3 +379,24 @@ class Submission(contextlib.AbstractContextManager):
                 raise update
             self._num_finished += update.finished
             yield index, update
+
+    async def joined(self) -> AsyncIterator[tuple[int, CompletionOutput, RequestOutput | None]]:
+        """Yields the new part of a sample with the index of its prompt, and the request's output at its end.
+
+        Parts that wait together come as one, so that a reader that is slower than the steps does not fall behind. For
+        requests with `RequestOutputKind.FINAL_ONLY`.
+        """
+        async for index, update in self:
+            found = {(index, update.new.index): (update.new, update.output)}
+            while not self._updates.empty():
+                index, update = self._updates.get_nowait()
+                if isinstance(update, BaseException):
+                    # The next turn raises it.
+                    self._updates.put_nowait((index, update))
+                    break
+                self._num_finished += update.finished
+                key = index, update.new.index
+                new = found[key][0] + update.new if key in found else update.new
+                found[key] = new, update.output
+            for (index, _), (new, output) in found.items():
+                yield index, new, output

@@ -31,6 +31,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 # JSON without spaces, and in UTF-8.
 _dumped = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+# For events: `json.dumps` with options makes an encoder for each call.
+_written = json.JSONEncoder(separators=(",", ":")).encode
 # The log-probabilities of one token of a choice.
 _MAX_DEPTH = 5
 # Of a list in one piece.
@@ -40,7 +42,7 @@ _MAX_ELEMENTS = 1 << 14
 def event(body: dict[str, Any] | str) -> str:
     """Returns one server-sent event; a typed one, as those of a response are, has its name in front."""
     name = f"event: {body['type']}\n" if isinstance(body, dict) and "type" in body else ""
-    return f"{name}data: {body if isinstance(body, str) else json.dumps(body, separators=(',', ':'))}\n\n"
+    return f"{name}data: {body if isinstance(body, str) else _written(body)}\n\n"
 
 
 def json_bytes(body: dict[str, Any]) -> bytes:
@@ -121,10 +123,12 @@ class Answer:
         sample.num_tokens += len(new.token_ids)
         if not self.is_chat:
             chunks = [self._event("text_completion", [{"index": index, "text": new.text}])]
-            places = [0] * len(new.token_ids)
-            if sample.offsets is not None:
-                places = sample.offsets.add(new.token_ids, new.text)
-            logprobs = None if new.logprobs is None else self._completion_logprobs(new.token_ids, new.logprobs, places)
+            logprobs = None
+            if new.logprobs is not None:
+                places = [0] * len(new.token_ids)
+                if sample.offsets is not None:
+                    places = sample.offsets.add(new.token_ids, new.text)
+                logprobs = self._completion_logprobs(new.token_ids, new.logprobs, places)
         else:
             found = sample.reader.read(new.text, finished=new.finish_reason is not None)
             deltas = [delta(part, self.reading) for part in found]

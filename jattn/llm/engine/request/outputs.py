@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -138,6 +138,10 @@ class SamplingMask:
 
     bits: np.ndarray
 
+    def __add__(self, later: SamplingMask) -> SamplingMask:
+        """Returns the masks of these positions and those behind them."""
+        return SamplingMask(np.concatenate([self.bits, later.bits]))
+
     @property
     def token_ids(self) -> list[list[int]]:
         """The same as lists of token ids, in order."""
@@ -177,6 +181,18 @@ class CompletionOutput:
     weights_versions: tuple[int, ...] = ()
     sampling_mask: SamplingMask | None = None
     routed_experts: np.ndarray | None = None
+
+    def __add__(self, later: CompletionOutput) -> CompletionOutput:
+        """Returns this part of a sample and the part behind it as one."""
+        total, mask = self.cumulative_logprob, self.sampling_mask
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
+            cumulative_logprob=None if total is None else total + (later.cumulative_logprob or 0.0),
+            sampling_mask=mask if later.sampling_mask is None or mask is None else mask + later.sampling_mask,
+        )
 
 
 @dataclass(frozen=True, slots=True)
