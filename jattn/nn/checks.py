@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import attention_fn as own_attention_fn
-from jattn.nn.options import CacheScale
+from jattn.nn.options import MAX_SIZE, CacheScale
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KV_CACHE_DTYPES
 
@@ -35,9 +35,10 @@ def checked_features(
             "attention_fn is a function of your own; this module computes attention itself, so that training and "
             "paged decoding agree. Give your function to flax's module."
         )
-    for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-        if size is not None and size < 1:
-            raise InvalidInput(name, f"is {size}", "it must be at least 1")
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "qkv_features": qkv_features}
+    for name, size in sizes.items():
+        if size is not None and not 1 <= size <= MAX_SIZE:
+            raise InvalidInput(name, f"is {size}", f"it must be from 1 to {MAX_SIZE}")
     if head_dim is None:
         return qkv_features
     if qkv_features not in (None, num_heads * head_dim):
@@ -113,6 +114,25 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
     refuse_donated("cache", cache, "use the one that the step returned.")
     if any(given is not None for given in lengths):
         raise InvalidInput("lengths", "are given beside metadata, which has them", "leave them out")
+
+
+def check_packed(inputs: Any, features: int, name: str, given: Any, metadata: Any) -> None:
+    """Checks the inputs of a layer that takes packed tokens if caches or states, by their name, are given."""
+    if (given is None) != (metadata is None):
+        raise InvalidInput(f"one of {name} and metadata is None; the metadata of a step says how to read the {name}.")
+    if not isinstance(metadata, AttentionMetadata | None):
+        raise InvalidInput("metadata", f"is a {type(metadata).__name__}", "use AttentionMetadata.build")
+    arrays = {"inputs": [inputs]} if given is None else {"inputs": [inputs], name: jax.tree.leaves(given)}
+    for each, leaves in arrays.items():
+        wrong = [type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")]
+        if wrong or not leaves:
+            raise InvalidInput(
+                each, f"is a {wrong[0] if wrong else type(given).__name__}", "it must be an array (jnp.asarray)"
+            )
+    fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
+    if not fits or inputs.shape[-1] != features:
+        wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
+        raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(features)}")
 
 
 def refuse_with_cache(given: Mapping[str, bool]) -> None:

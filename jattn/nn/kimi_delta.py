@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Epsilon, Implementation, Size
+from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
 from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.limits import Limits, checked
 from torch_core.base.specs import StateCacheSpec
@@ -51,7 +51,7 @@ class KimiDeltaAttention(nnx.Module):
         in_features: Size,
         *,
         head_dim: Size,
-        conv_size: Size = 4,
+        conv_size: ConvSize = 4,
         full_rank_gates: bool = False,
         lower_bound: Annotated[float | None, Limits(-1e3, -1e-3, also=", or None")] = None,
         epsilon: Epsilon = 1e-5,

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
+from jattn.nn.checks import check_packed
 from jattn.nn.dense import rotated
 from jattn.nn.options import CacheScale, DType, Epsilon, Implementation, KVChunkSize, Rope, Scale, Size
 from jattn.nn.paged import KVRange, KVScales
@@ -192,12 +193,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self, inputs: jax.Array, cache: Any, metadata: AttentionMetadata | None, positions: jax.Array | None
     ) -> jax.Array | None:
         """Checks the arguments of a call and returns the positions; those of the metadata by default."""
-        if (cache is None) != (metadata is None):
-            raise InvalidInput("one of cache and metadata is None; a cache is read by the metadata of a step.")
-        fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
-        if not fits or inputs.shape[-1] != self.in_features:
-            wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
-            raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(self.in_features)}")
+        check_packed(inputs, self.in_features, "cache", cache, metadata)
         if metadata is not None:
             for latents in jax.tree.leaves(cache):
                 # The write refuses a cache with other axes.

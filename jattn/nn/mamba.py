@@ -11,7 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Epsilon, Implementation, Size
+from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
 from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.checks import check_bounds
 from torch_core.base.errors import InvalidInput
@@ -57,7 +57,7 @@ class Mamba2(nnx.Module):
         head_dim: Size,
         state_size: Size,
         num_groups: Size = 1,
-        conv_size: Size = 4,
+        conv_size: ConvSize = 4,
         use_bias: bool = False,
         conv_bias: bool = True,
         out_bias: bool = False,

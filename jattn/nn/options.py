@@ -49,7 +49,10 @@ def _check_dtype(name: str, value: Any) -> None:
         raise InvalidInput(argument=name, value=value, wanted="it must be a dtype, such as jnp.bfloat16") from None
 
 
-Size: TypeAlias = Annotated[int, Limits(1)]
+#: Far above the sizes of published models; XLA ends the process for arrays whose number of bytes is no int64.
+MAX_SIZE = 1 << 16
+Size: TypeAlias = Annotated[int, Limits(1, MAX_SIZE)]
+ConvSize: TypeAlias = Annotated[int, Limits(2, 8)]
 Epsilon: TypeAlias = Annotated[float, Limits(0.0)]
 Scale: TypeAlias = Annotated[float | None, _check_score_option]
 SlidingWindow: TypeAlias = Annotated[int | tuple[int | None, int | None] | None, _check_score_option]

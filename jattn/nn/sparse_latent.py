@@ -51,7 +51,7 @@ class LatentIndexer(nnx.Module):
         *,
         num_heads: Size,
         head_dim: Annotated[int, Limits(2)],
-        topk: Size,
+        topk: Annotated[int, Limits(1)],
         rope_dim: int,
         rope: Rope = None,
         dtype: DType | None = None,

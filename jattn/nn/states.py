@@ -12,7 +12,8 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
-from jattn.nn.options import DType, Epsilon, Implementation, Size
+from jattn.nn.checks import check_packed
+from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
 from torch_core.base.specs import StateCacheSpec
@@ -57,7 +58,7 @@ class GatedDeltaNet(nnx.Module):
         num_kv_heads: Size,
         key_dim: Size,
         value_dim: Size,
-        conv_size: Size = 4,
+        conv_size: ConvSize = 4,
         out_features: Size | None = None,
         allow_neg_eigval: bool = False,
         epsilon: Epsilon = 1e-6,
@@ -186,7 +187,7 @@ class ShortConv(nnx.Module):
         self,
         in_features: Size,
         *,
-        conv_size: Size = 3,
+        conv_size: ConvSize = 3,
         num_channels: Size | None = None,
         use_bias: bool = False,
         dtype: DType | None = None,
@@ -263,12 +264,7 @@ def packed_sequences(
     inputs: jax.Array, features: int, states: Any, metadata: AttentionMetadata | None
 ) -> tuple[dict[str, Any], int]:
     """Checks the arguments of a call; returns the keywords of the ops and the most tokens of a sequence."""
-    if (states is None) != (metadata is None):
-        raise InvalidInput("one of states and metadata is None; states are read by the metadata of a step.")
-    fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
-    if not fits or inputs.shape[-1] != features:
-        wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
-        raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(features)}")
+    check_packed(inputs, features, "states", states, metadata)
     if metadata is not None:
         return metadata.states, metadata.max_query_len
     if inputs.size == 0:

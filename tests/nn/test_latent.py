@@ -122,6 +122,7 @@ def test_the_plain_form_has_a_gradient_in_every_parameter(seed):
             r"latent_cache has shape \[3, 2, 4, 1, 10\]; it must have 3 axes",
         ),
         ({"inputs": np.zeros((2, 12)), "cache": jnp.zeros(SPEC.shape(3))}, "one of cache and metadata is None"),
+        ({"inputs": None}, r"inputs is a NoneType; it must be an array"),
     ],
 )
 def test_a_bad_call_is_refused(arguments, message):
@@ -130,7 +131,7 @@ def test_a_bad_call_is_refused(arguments, message):
 
 
 def test_bad_sizes_are_refused():
-    with pytest.raises(InvalidInput, match="kv_lora_rank is 0; it must be an int of at least 1"):
+    with pytest.raises(InvalidInput, match="kv_lora_rank is 0; it must be from 1 to 65536"):
         MultiHeadLatentAttention(3, 12, **{**SIZES, "kv_lora_rank": 0}, rngs=nnx.Rngs(0))
     with pytest.raises(InvalidInput, match="rope is for 8 elements and qk_rope_head_dim is 4; they are the same"):
         MultiHeadLatentAttention(3, 12, **SIZES, rope=DeepSeekRoPE(dim=8), rngs=nnx.Rngs(0))

@@ -381,9 +381,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         lambda x: build()(x, x, x[..., :8]),
         "inputs_v has shape (2, 7, 8); it must be [..., length, 16]",
     ),
-    "no heads": (InvalidInput, lambda x: build(num_heads=0), "num_heads is 0; it must be at least 1."),
-    "no key heads": (InvalidInput, lambda x: build(num_kv_heads=0), "num_kv_heads is 0; it must be at least 1."),
-    "no elements": (InvalidInput, lambda x: build(head_dim=0), "head_dim is 0; it must be at least 1."),
+    "no heads": (InvalidInput, lambda x: build(num_heads=0), "num_heads is 0; it must be from 1 to 65536."),
+    "no key heads": (InvalidInput, lambda x: build(num_kv_heads=0), "num_kv_heads is 0; it must be from 1 to 65536."),
+    "no elements": (InvalidInput, lambda x: build(head_dim=0), "head_dim is 0; it must be from 1 to 65536."),
     "a scale in an array": (
         InvalidInput,
         lambda x: build(scale=jnp.float32(0.5)),

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, PagedAttention, SparseLatentAttention, linen
+from jattn.nn import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba2,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    PagedAttention,
+    ShortConv,
+    SparseLatentAttention,
+    linen,
+)
 from jattn.nn.options import FlaxOptions
 from torch_core.base.errors import InvalidInput
 
@@ -61,7 +73,7 @@ OF_LATENTS: dict[str, tuple[Any, str]] = {
     "epsilon": ("1e-6", "epsilon is '1e-6'; it must be a finite number of at least 0."),
     "use_bias": (1, "use_bias is 1; it must be True or False."),
     "rope": ("yarn", "rope is 'yarn'; it must be a function or None."),
-    "q_lora_rank": (1.5, "q_lora_rank is 1.5; it must be an int of at least 1"),
+    "q_lora_rank": (1.5, "q_lora_rank is 1.5; it must be an int from 1 to 65536"),
     "implementation": (
         "cuda",
         "implementation is 'cuda'; use one of 'triton', 'torch', 'xla', or None to let jattn choose.",
@@ -132,3 +144,43 @@ def test_pyright_finds_a_misspelt_option_in_a_file_of_a_user(tmp_path: Path) -> 
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300).stdout
     missing = 'No parameter named "sliding_windw"'
     assert re.findall(r"user\.py:(\d+):.* error: (.*) \(", output) == [("5", missing), ("6", missing)]
+
+
+_SMALL: dict[str, Any] = {"num_heads": 4, "in_features": 12, "rngs": nnx.Rngs(0)}
+LAYERS: dict[str, Callable[..., Any]] = {
+    "MultiHeadAttention": lambda **own: MultiHeadAttention(
+        **({"num_heads": 4, "in_features": 12, "decode": False, "rngs": nnx.Rngs(0)} | own)
+    ),
+    "GatedDeltaNet": lambda **own: GatedDeltaNet(**(_SMALL | {"num_kv_heads": 2, "key_dim": 8, "value_dim": 6} | own)),
+    "KimiDeltaAttention": lambda **own: KimiDeltaAttention(**(_SMALL | {"head_dim": 8} | own)),
+    "LightningAttention": lambda **own: LightningAttention(**(_SMALL | {"head_dim": 8} | own)),
+    "Mamba2": lambda **own: Mamba2(**(_SMALL | {"head_dim": 8, "state_size": 8} | own)),
+    "ShortConv": lambda **own: ShortConv(**({"in_features": 12, "rngs": nnx.Rngs(0)} | own)),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        *((layer, "in_features") for layer in LAYERS),
+        *(("KimiDeltaAttention", name) for name in ("num_heads", "head_dim", "conv_size")),
+        *(("GatedDeltaNet", name) for name in ("key_dim", "value_dim", "out_features")),
+        ("Mamba2", "state_size"),
+        ("MultiHeadAttention", "qkv_features"),
+    ],
+)
+def test_a_size_for_which_xla_would_end_the_process_is_refused(layer, name):
+    wanted = "from 2 to 8" if name == "conv_size" else "from 1 to 65536"
+    with pytest.raises(InvalidInput, match=f"^{name} is 1000000000; it must be {wanted}"):
+        LAYERS[layer](**{name: 10**9})
+
+
+@pytest.mark.parametrize("value", [None, [[1.0] * 12] * 3, "x", {}], ids=["None", "list", "text", "dict"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_call_without_an_array_is_refused_by_the_name_of_the_input(layer, value):
+    module = LAYERS[layer]()
+    with pytest.raises(InvalidInput, match=r"^inputs(_q)? is a \w+; it must be an array \(jnp\.asarray\)\.$"):
+        module(value)
+    if layer != "MultiHeadAttention":
+        with pytest.raises(InvalidInput, match=r"^metadata is a int; use AttentionMetadata\.build"):
+            module(jnp.ones((3, 12)), states=jnp.ones(3), metadata=3)
