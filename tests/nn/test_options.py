@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +145,14 @@ def test_pyright_finds_a_misspelt_option_in_a_file_of_a_user(tmp_path: Path) -> 
     assert re.findall(r"user\.py:(\d+):.* error: (.*) \(", output) == [("5", missing), ("6", missing)]
 
 
-_SMALL: dict[str, Any] = {"num_heads": 4, "in_features": 12, "rngs": nnx.Rngs(0)}
-LAYERS: dict[str, Callable[..., Any]] = {
-    "MultiHeadAttention": lambda **own: MultiHeadAttention(
-        **({"num_heads": 4, "in_features": 12, "decode": False, "rngs": nnx.Rngs(0)} | own)
-    ),
-    "GatedDeltaNet": lambda **own: GatedDeltaNet(**(_SMALL | {"num_kv_heads": 2, "key_dim": 8, "value_dim": 6} | own)),
-    "KimiDeltaAttention": lambda **own: KimiDeltaAttention(**(_SMALL | {"head_dim": 8} | own)),
-    "LightningAttention": lambda **own: LightningAttention(**(_SMALL | {"head_dim": 8} | own)),
-    "Mamba2": lambda **own: Mamba2(**(_SMALL | {"head_dim": 8, "state_size": 8} | own)),
-    "ShortConv": lambda **own: ShortConv(**({"in_features": 12, "rngs": nnx.Rngs(0)} | own)),
+_HEADS = {"num_heads": 4, "in_features": 12}
+LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "MultiHeadAttention": (MultiHeadAttention, {**_HEADS, "decode": False}),
+    "GatedDeltaNet": (GatedDeltaNet, {**_HEADS, "num_kv_heads": 2, "key_dim": 8, "value_dim": 6}),
+    "KimiDeltaAttention": (KimiDeltaAttention, {**_HEADS, "head_dim": 8}),
+    "LightningAttention": (LightningAttention, {**_HEADS, "head_dim": 8}),
+    "Mamba2": (Mamba2, {**_HEADS, "head_dim": 8, "state_size": 8}),
+    "ShortConv": (ShortConv, {"in_features": 12}),
 }
 
 
@@ -170,15 +167,17 @@ LAYERS: dict[str, Callable[..., Any]] = {
     ],
 )
 def test_a_size_for_which_xla_would_end_the_process_is_refused(layer, name):
+    kind, sizes = LAYERS[layer]
     wanted = "from 2 to 8" if name == "conv_size" else "from 1 to 65536"
     with pytest.raises(InvalidInput, match=f"^{name} is 1000000000; it must be {wanted}"):
-        LAYERS[layer](**{name: 10**9})
+        kind(**{**sizes, name: 10**9}, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("value", [None, [[1.0] * 12] * 3, "x", {}], ids=["None", "list", "text", "dict"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_call_without_an_array_is_refused_by_the_name_of_the_input(layer, value):
-    module = LAYERS[layer]()
+    kind, sizes = LAYERS[layer]
+    module = kind(**sizes, rngs=nnx.Rngs(0))
     with pytest.raises(InvalidInput, match=r"^inputs(_q)? is a \w+; it must be an array \(jnp\.asarray\)\.$"):
         module(value)
     if layer != "MultiHeadAttention":
