@@ -98,6 +98,26 @@ def test_a_step_wakes_an_event_loop_once_for_all_of_its_requests(llm, monkeypatc
     assert 0 < len(wakes) <= len(steps)
 
 
+def test_requests_that_wait_for_a_step_leave_the_loops_threads_free(llm, expected, monkeypatch) -> None:
+    step, go_on = EngineCore.step, threading.Event()
+
+    def wait_and_step(core: EngineCore) -> None:
+        go_on.wait(60)
+        step(core)
+
+    monkeypatch.setattr(EngineCore, "step", wait_and_step)
+
+    async def ask() -> list[str]:
+        asking = [asyncio.ensure_future(outputs_of(llm, PROMPTS[0], output_kind=KINDS.FINAL_ONLY)) for _ in range(64)]
+        while not llm.num_unfinished:
+            await asyncio.sleep(0.001)
+        # By default a loop has 32 threads at most.
+        await asyncio.wait_for(asyncio.to_thread(go_on.set), 30)
+        return [outputs[0].outputs[0].text for outputs in await asyncio.gather(*asking)]
+
+    assert asyncio.run(ask()) == [expected[0]] * 64
+
+
 def test_tasks_of_several_threads_get_their_own_answers(llm, expected) -> None:
     texts: dict[int, str] = {}
 

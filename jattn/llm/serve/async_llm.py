@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +32,8 @@ from torch_core.base.owners import Owner
 
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
+# Requests that are added at once, between two steps.
+_MOST_ADDERS = 256
 _CLOSED = "the AsyncLLM was closed before the request ended."
 
 
@@ -73,6 +77,8 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         self.llm = llm
         self._entries: dict[str, _Entry] = {}
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+        # Each waits for a step to end, and must not take the threads of other work from an event loop.
+        self._adders = ThreadPoolExecutor(_MOST_ADDERS, "jattn-add")
         self._num_failures = 0
         self._closed = False
 
@@ -187,7 +193,9 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
                 submission.ids.append(request.request_id)
                 submission.num_prompt_tokens.append(len(request.encoder_token_ids or request.prompt_token_ids))
 
-        adding = asyncio.ensure_future(asyncio.to_thread(add_all))
+        if self._closed:
+            raise InvalidInput("the AsyncLLM is closed; build another one.")
+        adding = asyncio.get_running_loop().run_in_executor(self._adders, contextvars.copy_context().run, add_all)
         try:
             await asyncio.shield(adding)
         except BaseException:
@@ -254,6 +262,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
                 self._end_all(InvalidInput(_CLOSED))
             finally:
                 self.llm.close()
+                self._adders.shutdown(wait=False)
 
     def __exit__(self, *error: object) -> None:
         self.close()
