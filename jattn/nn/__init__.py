@@ -8,6 +8,7 @@ from jattn.nn.lora import LoRA
 from jattn.nn.mamba import Mamba2
 from jattn.nn.module_cache import PagedCache
 from jattn.nn.multi_head import MultiHeadAttention
+from jattn.nn.norms import LayerNorm, RMSNorm
 from jattn.nn.paged import PagedAttention
 from jattn.nn.scan import layer_metadata, scan_layers
 from jattn.nn.sparse_latent import LatentIndexer, SparseLatentAttention
@@ -19,6 +20,7 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LatentIndexer",
+    "LayerNorm",
     "LightningAttention",
     "LoRA",
     "Mamba2",
@@ -26,6 +28,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "PagedAttention",
     "PagedCache",
+    "RMSNorm",
     "ShortConv",
     "SparseLatentAttention",
     "attention_fn",

@@ -122,6 +122,29 @@ def test_embedding_gemma_is_saved_as_it_was_and_needs_both_sides(gemma, tmp_path
         LLM(gemma, hf_overrides={"use_bidirectional_attention": False})
 
 
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_a_folder_may_read_texts_in_lower_case(gemma, name) -> None:
+    (gemma / name).write_text(json.dumps({"max_seq_length": 128, "do_lower_case": True}))
+    with LLM(gemma) as llm:
+        upper, lower = llm.embed(["A TUPLE", "a tuple"], prompt_name="query")
+        scores = [each.outputs.score for each in llm.score("A List", ["A TUPLE", "a tuple"])]
+        (tokens,) = llm.embed([[65, 66]])
+    assert upper.prompt_token_ids == lower.prompt_token_ids
+    assert scores[0] == scores[1]
+    assert tokens.prompt_token_ids == (65, 66)
+
+
+def test_dense_layers_that_are_no_numbers_are_refused(gemma) -> None:
+    file = gemma / "2_Dense" / "model.safetensors"
+    tensors = safetensors.numpy.load(file.read_bytes())
+    tensors["linear.weight"][1, 2] = np.nan
+    file.write_bytes(safetensors.numpy.save(tensors))
+    with pytest.raises(
+        InvalidInput, match=r"^2_Dense/model\.safetensors has NaN or infinite numbers in linear\.weight"
+    ):
+        load_sentence_modules(gemma)
+
+
 def test_an_unknown_prompt_is_refused_by_the_names_that_there_are(gemma) -> None:
     modules = load_sentence_modules(gemma)
     assert modules.prompt(None) == modules.prompt("") == ""
@@ -230,6 +253,11 @@ def test_vectors_of_modules_that_are_missing_here_are_refused(seed) -> None:
             r"^2_Dense/config\.json: out_features is None; it must be an int",
         ),
         ("2_Dense/config.json", '{"bias": "no"}', r"^2_Dense/config\.json: bias is 'no'; it must be True or False"),
+        (
+            "sentence_bert_config.json",
+            '{"do_lower_case": 1}',
+            r"^sentence_bert_config\.json: do_lower_case is 1; it must be True or False",
+        ),
         ("config_sentence_transformers.json", '{"prompts": []}', r"prompts is \[\]; it must be texts"),
         (
             "config_sentence_transformers.json",

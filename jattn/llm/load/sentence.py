@@ -1,4 +1,4 @@
-"""The files that sentence-transformers adds to a model: pooling, dense layers, prompts."""
+"""The files that sentence-transformers adds to a model: pooling, dense layers, prompts, lower case."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
 
 _MODULES, _CONFIG = "modules.json", "config_sentence_transformers.json"
+#: Older writers name the file after the model.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_OF_TEXTS = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 #: The files' names of poolings; the older ones are flags.
 _POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _FLAGS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}
@@ -51,6 +54,7 @@ class SentenceModules:
         dense: the linear layers after it.
         prompts: what a text begins with, by the name of its use.
         default_prompt_name: the use of a text of which nothing is said; None for no prompt.
+        do_lower_case: texts are read in lower case, their prompts too.
         unserved: modules of the folder that this build does not have; its vectors would be others.
     """
 
@@ -58,6 +62,7 @@ class SentenceModules:
     dense: tuple[SentenceDense, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    do_lower_case: bool = False
     unserved: tuple[str, ...] = ()
 
     def prompt(self, name: str | None) -> str:
@@ -80,7 +85,7 @@ class SentenceModules:
 def read_sentence_modules(folder: Path) -> SentenceModules:
     """Reads modules.json and config_sentence_transformers.json of a checked folder; without them nothing is set."""
     prompts, default = _prompts(folder)
-    pooling, dense, unserved = None, [], []
+    pooling, dense, unserved, lower = None, [], [], False
     kinds = [
         (kind.rpartition(".")[2] if kind.startswith(_PACKAGE) else kind, where) for kind, where in _entries(folder)
     ]
@@ -90,12 +95,13 @@ def read_sentence_modules(folder: Path) -> SentenceModules:
             layer = pooling = _pooling(folder, where)
         elif name == "Dense" and (layer := _dense(folder, where)) is not None:
             dense.append(layer)
+        elif name == "Transformer" and not place:
+            layer, lower = True, _is_lower(folder, where)
         # A scale of the length between two modules changes the results of the second one.
-        is_served = layer or (name == "Transformer" and not place) or (name == "Normalize" and place == len(kinds) - 1)
+        is_served = layer or (name == "Normalize" and place == len(kinds) - 1)
         unserved += [] if is_served else [f"{shown(name)} of {shown(where)}"]
-    return SentenceModules(
-        pooling=pooling, dense=tuple(dense), prompts=prompts, default_prompt_name=default, unserved=tuple(unserved)
-    )
+    own = {"prompts": prompts, "default_prompt_name": default, "do_lower_case": lower}
+    return SentenceModules(pooling=pooling, dense=tuple(dense), unserved=tuple(unserved), **own)
 
 
 def _entries(folder: Path) -> list[tuple[str, str]]:
@@ -122,6 +128,17 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
         wanted = f"prompts has {', '.join(map(repr, prompts))}"
         raise InvalidInput("default_prompt_name", value=default, wanted=wanted).under(_CONFIG)
     return prompts, default
+
+
+def _is_lower(folder: Path, where: str) -> bool:
+    name = next((name for name in _OF_TEXTS if member(folder, name, inside=where) is not None), None)
+    raw = {} if name is None else read_object(folder, name, inside=where)
+    lower = False if raw.get("do_lower_case") is None else raw["do_lower_case"]
+    try:
+        check_bool("do_lower_case", lower)
+    except InvalidInput as error:
+        raise error.under(f"{where}/{name}" if where else str(name)) from None
+    return lower
 
 
 def _pooling(folder: Path, where: str) -> str | None:
@@ -159,6 +176,9 @@ def _dense(folder: Path, where: str) -> SentenceDense | None:
     if any(tensor.code not in STORED_DTYPES for tensor in file.tensors.values()):
         return None
     arrays = {name: np.array(read_tensor(file, name), np.float32) for name in wanted}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise InvalidInput(f"{where}/model.safetensors", f"has NaN or infinite numbers in {name}")
     return SentenceDense(np.ascontiguousarray(arrays["linear.weight"].T), arrays.get("linear.bias"), activation)
 
 

@@ -34,7 +34,7 @@ def set_batch_invariant(model: nnx.Module) -> None:
     `nnx.LinearGeneral` with the products of flax. A class of your own with such an attribute promises that its other
     arithmetic depends on a token's row alone: norms by `jattn.ops.row_norm`, products by `jattn.ops.row_product`.
     `nnx.Embed` takes part, and its method `attend`, whose product does not, raises Unsupported from then on.
-    `nnx.LayerNorm` and `nnx.RMSNorm` do not take part.
+    `nnx.LayerNorm` and `nnx.RMSNorm` do not take part: use `jattn.nn.LayerNorm` and `jattn.nn.RMSNorm`.
 
     Args:
         model: a model of `jattn.llm.models`, or a module of your own.
@@ -108,7 +108,7 @@ def _refuse(path: tuple[Any, ...], module: Any) -> None:
 
 def _remedy(module: Any) -> str:
     if isinstance(module, (nnx.LayerNorm, nnx.RMSNorm)):
-        return "use jattn.ops.row_norm in a class of your own that has the attribute batch_invariant = False"
+        return f"use jattn.nn.{type(module).__name__}, whose rows are normalised one by one"
     return "give its class the attribute batch_invariant = False if its arithmetic depends on a token's row alone"
 
 

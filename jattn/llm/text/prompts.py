@@ -68,11 +68,13 @@ def encoded(
     return tokenizer.encode(prompt, most=most, cut=cut), prompt
 
 
-def with_beginning(text: str, prompt: Prompt) -> Prompt:
-    """Returns a prompt whose text begins with another; token ids stay."""
+def with_beginning(text: str, prompt: Prompt, *, lower: bool = False) -> Prompt:
+    """Returns a prompt whose text begins with another, in lower case if `lower`; token ids stay."""
     if isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:
         prompt = _unwrapped(prompt)
-    return text + prompt if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    return (text + prompt).lower() if lower else text + prompt
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ def score(
         raise InvalidInput("text_1", f"has {len(firsts)} texts and text_2 {len(seconds)}", wanted)
     longest, num_labels = whole.config.max_position_embeddings, whole.config.num_labels
     if num_labels == 0:
+        if modules is not None and modules.do_lower_case:
+            firsts, seconds = ([text.lower() for text in texts] for texts in (firsts, seconds))
         parts = [as_pieces(tokenizer, [(text,) for text in texts], longest, cut=cut) for texts in (firsts, seconds)]
         return _cosines(whole, *parts, pooling=pooling, modules=modules)
     if num_labels > 1:

@@ -39,7 +39,7 @@ class VectorsOfTexts:
             prompts: as in `generate`; an empty text is the special tokens that the tokenizer adds to every text.
             pooling: "mean" over a prompt's tokens, "cls" for the first token, or "last"; None for that of the folder's
                 modules.json (sentence-transformers), or "mean" without one. The dense layers that this file names
-                follow.
+                follow, and its model may read texts in lower case.
             normalize: scale every vector to length 1, so that a dot product is the cosine.
             truncate_prompt_tokens: cut the ends of longer prompts, so that they have this many tokens, special ones
                 included; -1 for as many as the model reads, None to refuse longer ones.
@@ -62,8 +62,9 @@ class VectorsOfTexts:
             True
         """
         most, listed, cut = self.longest_prompt, as_prompts(prompts), truncate_prompt_tokens
-        if beginning := self.sentence_modules.prompt(prompt_name):
-            listed = [with_beginning(beginning, each) for each in listed]
+        beginning, lower = self.sentence_modules.prompt(prompt_name), self.sentence_modules.do_lower_case
+        if beginning or lower:
+            listed = [with_beginning(beginning, each, lower=lower) for each in listed]
         token_ids = [
             encoded(each, self.tokenizer, most, may_be_empty=True)[0]
             if cut is None

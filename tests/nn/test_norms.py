@@ -1,0 +1,54 @@
+"""RMSNorm and LayerNorm: those of flax, and rows whose bits do not depend on their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.llm.models import set_batch_invariant
+from jattn.nn import LayerNorm, RMSNorm
+from torch_core.base.errors import Unsupported
+
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "rms": (RMSNorm, nnx.RMSNorm, {}),
+    "rms without a scale": (RMSNorm, nnx.RMSNorm, {"use_scale": False}),
+    "layer": (LayerNorm, nnx.LayerNorm, {"epsilon": 1e-3}),
+    "layer in bfloat16": (LayerNorm, nnx.LayerNorm, {"dtype": jnp.bfloat16, "use_bias": False}),
+    "layer with a bias alone": (LayerNorm, nnx.LayerNorm, {"use_scale": False}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_is_that_of_flax_and_its_rows_are_independent_when_switched(kind, seed):
+    own, theirs, options = KINDS[kind]
+    norm, flax = own(24, **options, rngs=nnx.Rngs(seed)), theirs(24, **options, rngs=nnx.Rngs(seed))
+    for name in ("scale", "bias"):
+        if getattr(norm, name, None) is not None:
+            key = jax.random.key(seed)
+            getattr(norm, name)[...] = getattr(flax, name)[...] = jax.random.normal(key, (24,))
+    x = 3 * jax.random.normal(jax.random.key(seed), (2, 7, 24)) + 1
+    np.testing.assert_array_equal(norm(x), flax(x))
+
+    set_batch_invariant(norm)
+    found = jax.jit(norm)(x)
+    assert found.dtype == flax(x).dtype
+    spacing = 2.0 ** (-7 if found.dtype == jnp.bfloat16 else -20)
+    np.testing.assert_allclose(found.astype(jnp.float32), flax(x).astype(jnp.float32), rtol=spacing, atol=spacing)
+    np.testing.assert_array_equal(jax.jit(norm)(x[1, 2:3]), found[1, 2:3])
+
+
+def test_a_mask_and_other_axes_are_refused_when_switched():
+    norm, wide = LayerNorm(4, rngs=nnx.Rngs(0)), RMSNorm(4, reduction_axes=(-2, -1), rngs=nnx.Rngs(0))
+    for each in (norm, wide):
+        set_batch_invariant(each)
+    with pytest.raises(Unsupported, match=r"^mask is given and batch_invariant is True; a row is the last axis"):
+        norm(jnp.ones((2, 4)), mask=jnp.ones((2, 4), bool))
+    with pytest.raises(Unsupported, match=r"^reduction_axes is given and batch_invariant is True"):
+        wide(jnp.ones((2, 4)))
+    with pytest.raises(Unsupported, match=r"is a LayerNorm, .*; use jattn\.nn\.LayerNorm"):
+        set_batch_invariant(nnx.Dict({"a": nnx.LayerNorm(4, rngs=nnx.Rngs(0))}))
