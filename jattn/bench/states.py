@@ -14,7 +14,7 @@ import torch
 from jattn.bench import measure
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, sizes
-from jattn.bench.session import Column, Session
+from jattn.bench.session import Column, Session, in_graph
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.run import run as run_call
 from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
@@ -40,6 +40,8 @@ def run(
     backward: bool = False,
 ) -> BenchReport:
     """Measures every operation at every shape, bfloat16 with float32 states: the GPU time of its kernels.
+
+    Mamba-2 and its peer are timed in CUDA graphs, with the gaps between their kernels.
 
     The peers, the packages flash-linear-attention and vLLM, are measured where they are installed.
 
@@ -72,12 +74,17 @@ def _compared(name: str) -> str | None:
 
 
 def _columns(operation: str, *, backward: bool) -> dict[str, Column]:
-    columns = {OURS: _kernels(lambda call: lambda: run_call(call))}
-    if operation == "mamba" and not backward and _is_installed("vllm"):
-        columns["vLLM"] = _kernels(_vllm)
+    if operation == "mamba" and not backward:
+        peers = {"vLLM": in_graph(_vllm)} if _is_installed("vllm") else {}
+        return {OURS: in_graph(_ours)} | peers
+    columns = {OURS: _kernels(_ours)}
     if operation != "mamba" and _is_installed("fla"):
         columns["fla"] = _kernels(_fla_backward if backward else _fla)
     return columns
+
+
+def _ours(call: Any) -> Callable[[], Any]:
+    return lambda: run_call(call)
 
 
 def _kernels(made: Callable[[Any], Callable[[], Any]]) -> Column:

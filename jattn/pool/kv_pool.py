@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _config: Any = jax.config
+_STATES_AT_ONCE = 16
 
 Result = TypeVar("Result")
 
@@ -335,7 +336,10 @@ class KVPool(Owner):
         pairs = checked_blocks("copies", [copy[:2] for copy in copies], self.num_slots, pairs=True, noun="slot")
         if pairs.size:
             refuse_repeated("copies", pairs[:, 1], noun="slot")
-            self._run(self._slots, programs.copy_blocks, programs.pad_blocks(pairs))
+            # All sources are read first; the states of some sequences fit beside the pool, those of a batch may not.
+            size = len(pairs) if np.isin(pairs[:, 0], pairs[:, 1]).any() else _STATES_AT_ONCE
+            for first in range(0, len(pairs), size):
+                self._run(self._slots, programs.copy_blocks, programs.pad_blocks(pairs[first : first + size]))
 
     def scrub_states(self, slots: Sequence[int]) -> None:
         """Fills whole state slots with zeros; as `scrub_blocks`."""

@@ -13,10 +13,12 @@ import pytest
 from flax import nnx
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.device import programs
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.sampler import Sampler
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
+from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, MambaConfig, ShortConvConfig
 from tests.engine import test_routed_experts as routed
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_chaos import CONFIGS, chaos
@@ -25,6 +27,12 @@ from tests.engine.test_engine import GREEDY, prompts_of, run
 pytestmark = pytest.mark.gpu
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "implementation": "triton"}
+STATES: dict[str, Any] = {
+    "mamba": MambaConfig(num_heads=4, head_dim=16, state_size=16, num_groups=2),
+    "delta_net": DeltaNetConfig(num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16),
+    "kimi_delta": KimiDeltaConfig(num_heads=4, head_dim=16),
+    "short_conv": ShortConvConfig(),
+}
 FILTERS: dict[str, Any] = {
     "top_k": 5,
     "top_p": 0.7,
@@ -115,6 +123,30 @@ def test_a_step_of_64_rows_multiplies_with_cublas() -> None:
 
     assert "__cublas" in program.as_text()
     assert "gemm_fusion" not in program.as_text()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "linear_attention", "kimi_delta_attention", "conv"])
+def test_states_are_the_same_with_graphs_and_without(kind: str, seed, monkeypatch) -> None:
+    decoder = tiny_decoder(**SIZES | STATES, num_hidden_layers=3, layer_types=(kind, "attention", kind))
+    prompts, params = prompts_of(seed, 30, 9, 1), SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
+    found, texts = [], []
+    # Engines of other sizes share no programs.
+    for num_blocks, options in ((64, {}), (65, {"xla_gpu_graph_min_graph_size": 1 << 20})):
+        monkeypatch.setattr(programs, "PRODUCT_OPTIONS", {**programs.PRODUCT_OPTIONS, **options})
+        engine = Engine(decoder, config_of(num_blocks=num_blocks))
+        requests = [engine.add(prompt, params) for prompt in prompts]
+        while engine.num_unfinished:
+            engine.step()
+        found.append(
+            [
+                (request.output_token_ids, [float(each.logprob) for each in request.logprobs[:24]])
+                for request in requests
+            ]
+        )
+        texts += [compiled.as_text() for compiled in engine._core.device.runner.programs.compiled.values()]
+
+    assert found[0] == found[1]
+    assert any("command_buffer" in text for text in texts), "it was compared with itself"
 
 
 def test_who_draws_changes_nothing_for_who_does_not(kernels, seed) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jattn.pool import HostBlocks, KVPool
+from jattn.pool import HostBlocks, KVPool, kv_pool
 from tests.support.devices import mesh, on_four_devices
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, StateCacheSpec
@@ -65,6 +65,15 @@ def test_slots_are_copied_and_scrubbed_and_blocks_stay():
     pool.copy_blocks([(1, 2)])
     pool.scrub_blocks([3])
     assert values(pool) == ([0, 1, 1, 0, 4, 2], [0, 1, 1, 0])
+
+
+def test_many_slots_are_copied_in_parts_unless_one_is_read_and_written(monkeypatch):
+    monkeypatch.setattr(kv_pool, "_STATES_AT_ONCE", 1)
+    pool = filled()
+    pool.copy_states([(1, 3), (2, 5)])
+    assert values(pool)[0] == [0, 1, 2, 1, 4, 2]
+    pool.copy_states([(4, 1), (1, 2)])
+    assert values(pool)[0] == [0, 4, 1, 1, 4, 2]
 
 
 def test_the_allocators_steps_move_states_to_the_host_and_back():

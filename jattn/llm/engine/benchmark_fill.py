@@ -47,7 +47,8 @@ def assume_computed(core: EngineCore, prompts: Sequence[Sequence[int]], salts: S
     longest = cache.config.max_step_tokens or _MOST_TOKENS
     for index, prompt in enumerate(prompts):
         name = f"filled {index}"
-        first = cache.add(name, prompt, salt=salts[index % len(salts)] if salts else None)
+        # One more token, which is not computed: a state is kept at the last boundary before the end.
+        first = cache.add(name, [*prompt, 0], salt=salts[index % len(salts)] if salts else None)
         while first < len(prompt):
             count = min(len(prompt) - first, longest)
             cache.retire(cache.step([(name, count)]).step_id)
