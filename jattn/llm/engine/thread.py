@@ -59,7 +59,12 @@ class EngineThread(Owner):
         _end_all_at_exit()
         _all_threads.add(self)
         self._thread.start()
-        self.core: EngineCore = self._result_of(built)
+        try:
+            self.core: EngineCore = self._result_of(built)
+        except Exception:
+            # It was told before it ends.
+            self._thread.join(_END_SECONDS)
+            raise
 
     def call(
         self, method: Callable[Concatenate[EngineCore, _Args], _Result], *args: _Args.args, **kwargs: _Args.kwargs
