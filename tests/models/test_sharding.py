@@ -116,7 +116,13 @@ def dense(cut: Decoder, over: jax.sharding.Mesh, logits: PartitionSpec) -> tuple
     return jax.jit(forward), state
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+#: Families in tests/load have its layers.
+_NIGHTLY = "layers with other queries and sinks, values of another size, a gate of each head"
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=[pytest.mark.nightly] * (each == _NIGHTLY)) for each in VARIANTS]
+)
 @on_four_devices
 def test_a_cut_decoder_has_the_logits_of_the_whole_one_and_sums_twice_a_layer(variant: str) -> None:
     changes, sums = VARIANTS[variant]
