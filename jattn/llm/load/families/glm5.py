@@ -66,6 +66,8 @@ GLM_MOE_DSA = dataclasses.replace(
     write=_types,
     derived={"indexer_types": None, "index_topk_pattern": None, **_SCHEDULE},
     aliases={"num_experts": "n_routed_experts"},
+    inert={**DEEPSEEK_V32.inert, "indexer_rope_interleave": True, "moe_router_dtype": "float32"},
+    ignored=("index_share_for_mtp_iteration",),
     brings_code=False,
     unread=NEXT,
 )
