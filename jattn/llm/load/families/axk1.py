@@ -33,7 +33,8 @@ AXK1 = dataclasses.replace(
     DEEPSEEK_V3,
     architecture="AXK1ForCausalLM",
     model_type="axk1",
-    also_types=(),
+    # As the first files spell it.
+    also_types=("AXK1",),
     keys={name: key for name, key in DEEPSEEK_V3.keys.items() if name != "first_k_dense_replace"},
     defaults={name: value for name, value in DEEPSEEK_V3.defaults.items() if name not in _SPARSE}
     | {"n_routed_experts": 192},
