@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,11 @@ from jattn.ops.arguments import documented
 from jattn.ops.run import run
 from jattn.ops.xla import JaxOp, register
 from torch_core.adapters.call import LoraCall
+from torch_core.adapters.tiles import row_tiles
 from torch_core.base.errors import InvalidInput
 
-# Up to this number of slots the rows of each are counted by comparisons, which need no launch of their own.
-_COMPARED_SLOTS = 64
+# Up to this number of slots the tiles of rows are found by comparisons, once for all layers.
+_TABLED_SLOTS = 64
 
 
 class AdapterRows(NamedTuple):
@@ -23,10 +25,12 @@ class AdapterRows(NamedTuple):
     Attributes:
         token_indices_sorted_by_lora_ids: int32[num_rows].
         lora_token_start_loc: int32[num_slots + 1].
+        lora_tiles: int32[num_tiles, 32], or None.
     """
 
     token_indices_sorted_by_lora_ids: jax.Array
     lora_token_start_loc: jax.Array
+    lora_tiles: jax.Array | None = None
 
     @classmethod
     def of(cls, slots: jax.Array, num_slots: int) -> AdapterRows:
@@ -43,16 +47,18 @@ class AdapterRows(NamedTuple):
             >>> rows = AdapterRows.of(jnp.array([1, -1, 0, 1]), 2)
             >>> rows.token_indices_sorted_by_lora_ids.tolist(), rows.lora_token_start_loc.tolist()
             ([2, 0, 3, 1], [0, 1, 3])
+            >>> rows.lora_tiles[:, :3].tolist()
+            [[0, 0, 1], [1, 1, 3], [2, 3, 4]]
         """
         if getattr(slots, "ndim", None) != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
             raise InvalidInput("slots", value=slots, wanted="it must be an array of int32[num_rows]")
-        slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
-        if num_slots <= _COMPARED_SLOTS:
-            counts = (slots[:, None] == jnp.arange(num_slots)).sum(0, dtype=jnp.int32)
-        else:
-            counts = jnp.bincount(slots, length=num_slots).astype(jnp.int32)
-        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-        return cls(jnp.argsort(slots, stable=True).astype(jnp.int32), starts)
+        slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots).astype(jnp.int32)
+        slots, order = jax.lax.sort((slots, jnp.arange(slots.size, dtype=jnp.int32)), num_keys=1)
+        # Unrolled it is one launch on a GPU; sums of counts would be 20.
+        wanted = jnp.arange(num_slots + 1, dtype=jnp.int32)
+        starts = jnp.searchsorted(slots, wanted, method="scan_unrolled").astype(jnp.int32)
+        has_table = slots.size > 0 and num_slots <= _TABLED_SLOTS
+        return cls(order, starts, row_tiles(order, starts, jnp) if has_table else None)
 
 
 @documented(LoraCall)
@@ -63,6 +69,7 @@ def add_lora_linear(
     lora_b: jax.Array,
     token_indices_sorted_by_lora_ids: jax.Array,
     lora_token_start_loc: jax.Array,
+    lora_tiles: jax.Array | None = None,
     *,
     output_slices: tuple[int, ...] | None = None,
     num_heads: int = 1,
@@ -100,6 +107,7 @@ def add_lora_linear(
         output_slices=_one_slice(y, lora_b, num_heads) if output_slices is None else output_slices,
         num_heads=num_heads,
         activation=activation,
+        lora_tiles=lora_tiles,
     )
     return run(call, implementation)["y" if call.adds else "out"]
 
@@ -118,7 +126,8 @@ def _add_lora_linear(call: LoraCall[jax.Array]) -> dict[str, jax.Array]:
     nothing: where rows are fewer than slots, each reads its own matrices; else every slot multiplies all rows, which
     keep the products of their own.
     """
-    starts, places = call.lora_token_start_loc, jnp.arange(len(call.x), dtype=jnp.int32)
+    starts, places = call.lora_token_start_loc, jnp.arange(call.num_rows, dtype=jnp.int32)
+    call = replace(call, x=jnp.repeat(call.x, call.rows_of_input, axis=0))
     of_places = jnp.searchsorted(starts[1:], places, side="right", method="compare_all").astype(jnp.int32)
     slots = jnp.full_like(of_places, call.num_slots)
     slots = slots.at[call.token_indices_sorted_by_lora_ids].set(of_places, mode="drop")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.adapters import AdapterRows, add_lora_linear
-from jattn.ops.expert_products import ExpertProduct
 
 
 class ExpertAdapters(NamedTuple):
@@ -17,8 +16,8 @@ class ExpertAdapters(NamedTuple):
 
     Attributes:
         gate_up: matrices of the first product in each slot and expert, [slots, experts, slices * rank, in] and
-            [slots, experts, out, rank], the second multiplied with the adapters' scales; None for none. Slices are
-            gate and up, or up alone.
+            [slots, experts, out, rank], the second multiplied with the adapters' scales; None for none. Slices are gate
+            and up, or up alone.
         down: those of the second product.
         slots: int32[rows], the slot of each row; -1 for none.
     """
@@ -32,49 +31,41 @@ class ExpertAdapters(NamedTuple):
         return self._replace(slots=jnp.repeat(self.slots, num_rows // len(self.slots)))
 
     def around(
-        self, gate_up: ExpertProduct, down: ExpertProduct, rows: jax.Array, experts: jax.Array
-    ) -> tuple[ExpertProduct, ExpertProduct]:
-        """Returns both products with the adapters' added.
+        self, routed: Callable[[jax.Array | None], tuple[jax.Array, jax.Array]], rows: jax.Array, weights: jax.Array,
+        experts: jax.Array, num_experts: int, *, implementation: str | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Returns the weighted sums of the outputs of each row's experts with the adapters' products.
 
         Args:
-            gate_up, down: the experts.
-            rows: int32[pairs], the row of each pair that is multiplied.
-            experts: int32[pairs], the expert of each; no adapter is added for ids outside of the experts.
+            routed: returns the sums of the experts alone, [rows, hidden], and the inputs of their second products,
+                [rows, top_k, in]; takes what is added to the first ones, [rows, top_k, out], or None.
+            rows: `[rows, hidden]`.
+            weights: `[rows, top_k]`.
+            experts: int32 `[rows, top_k]`; no adapter is added for ids outside of the experts.
+            num_experts: number of experts.
+            implementation: as in `add_lora_linear`.
         """
-        slots = self.slots[rows]
-        return _around(gate_up, self.gate_up, slots, experts), _around(down, self.down, slots, experts)
+        is_expert = (experts >= 0) & (experts < num_experts)
+        slots = self.slots[:, None]
+        pairs = jnp.where(is_expert & (slots >= 0), slots * num_experts + experts, -1).reshape(-1)
+        num_slots = next(len(weights[0]) for weights in (self.gate_up, self.down) if weights is not None)
+        order = AdapterRows.of(pairs, num_slots * num_experts)
+        added = None
+        if self.gate_up is not None:
+            added = _products(rows, self.gate_up, order, implementation).reshape(*experts.shape, -1)
+        out, activated = routed(added)
+        if self.down is None:
+            return out
+        added = _products(activated.reshape(experts.size, -1), self.down, order, implementation)
+        added, weights = added.reshape(*experts.shape, -1), jnp.where(is_expert, weights, 0).astype(out.dtype)
+        return out + jnp.einsum("tk,tkh->th", weights, added, preferred_element_type=out.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _AdaptedProduct:
-    """The products of experts and of their adapters."""
-
-    base: ExpertProduct
-    lora_a: jax.Array
-    lora_b: jax.Array
-    pairs: AdapterRows
-
-    def grouped(self, x: jax.Array, experts: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps rows that are sorted by expert."""
-        return self._added(x, self.base.grouped(x, experts, group_sizes))
-
-    def gathered(self, x: jax.Array, experts: jax.Array) -> jax.Array:
-        """Maps rows one by one."""
-        return self._added(x, self.base.gathered(x, experts))
-
-    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        count = self.lora_a.shape[1] // self.lora_b.shape[2]
-        slices = (y.shape[1] // count,) * count
-        return add_lora_linear(x, y, self.lora_a, self.lora_b, *self.pairs, output_slices=slices)
-
-
-def _around(
-    product: ExpertProduct, weights: tuple[jax.Array, jax.Array] | None, slots: jax.Array, experts: jax.Array
-) -> ExpertProduct:
-    if weights is None:
-        return product
-    num_slots, num_experts = weights[0].shape[:2]
-    is_pair = (slots >= 0) & (experts >= 0) & (experts < num_experts)
-    pairs = AdapterRows.of(jnp.where(is_pair, slots * num_experts + experts, -1), num_slots * num_experts)
+def _products(
+    x: jax.Array, weights: tuple[jax.Array, jax.Array], rows: AdapterRows, implementation: str | None
+) -> jax.Array:
     lora_a, lora_b = (each.reshape(-1, *each.shape[2:]) for each in weights)
-    return _AdaptedProduct(product, lora_a, lora_b, pairs)
+    count = lora_a.shape[1] // lora_b.shape[2]
+    slices = (lora_b.shape[1] // count,) * count
+    options = {"output_slices": slices, "implementation": implementation}
+    return add_lora_linear(x, None, lora_a, lora_b, *rows, **options)

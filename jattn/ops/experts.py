@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
+from jattn.ops.expert_adapters import ExpertAdapters
 from jattn.ops.expert_products import ExpertKernels
 from jattn.ops.routed import chosen_experts, routed_experts
 from jattn.ops.run import run
@@ -30,6 +33,7 @@ def fused_experts(
     down_bias: jax.Array | None = None,
     activation: str = "silu",
     out_dtype: str | None = None,
+    adapters: ExpertAdapters | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Sends each token to the experts that a router chose, and returns the weighted sum of their outputs.
@@ -40,6 +44,7 @@ def fused_experts(
 
     Args:
         out_dtype: that of hidden_states when None, or "float32".
+        adapters: low-rank adapters of the rows; None for none. Their products are added by further launches.
 
     Returns:
         [num_tokens, hidden_size].
@@ -60,7 +65,15 @@ def fused_experts(
         activation=activation,
         out_dtype=out_dtype,
     )
-    return run(call, implementation)["out"]
+    if adapters is None:
+        return run(call, implementation)["out"]
+
+    def routed(added: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        results = run(replace(call, gate_up_added=added, out_dtype=wide.__name__, with_activated=True), implementation)
+        return results["out"], results["activated"]
+
+    operands = (hidden_states, topk_weights, topk_ids, call.num_experts)
+    return adapters.around(routed, *operands, implementation=implementation).astype(call.result_dtype)
 
 
 @documented(RouteCall)
@@ -111,11 +124,11 @@ def _fused_experts(call: ExpertsCall[jax.Array]) -> dict[str, jax.Array]:
     """Computes a checked call."""
     gate_up = ExpertKernels(call.gate_up_kernel, call.gate_up_bias)
     down = ExpertKernels(call.down_kernel, call.down_bias)
-    out = routed_experts(
+    out, activated = routed_experts(
         gate_up, down, call.activation, call.hidden_states, call.topk_weights, call.topk_ids, call.num_experts,
-        is_gated=call.is_gated,
+        is_gated=call.is_gated, added=call.gate_up_added,
     )  # fmt: skip
-    return {"out": out.astype(call.result_dtype)}
+    return {"out": out.astype(call.result_dtype), **({"activated": activated} if call.with_activated else {})}
 
 
 def _route_experts(call: RouteCall[jax.Array]) -> dict[str, jax.Array]:

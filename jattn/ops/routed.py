@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.activations import activated, gated
-from jattn.ops.expert_adapters import ExpertAdapters
 from jattn.ops.expert_products import ExpertProduct
 
 _Activate: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -46,9 +45,11 @@ def chosen_experts(
 def routed_experts(
     gate_up: ExpertProduct, down: ExpertProduct, activation: str, rows: jax.Array, weights: jax.Array,
     experts: jax.Array, num_experts: int, in_rows: bool = False, is_gated: bool = True,
-    adapters: ExpertAdapters | None = None,
-) -> jax.Array:  # fmt: skip
+    added: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the weighted sums of the outputs of each row's experts, `[rows, hidden]` in the dtype of the weights.
+
+    The second result are the inputs of `down`, `[rows, top_k, in]`, undefined without an expert.
 
     Args:
         gate_up, down: the experts.
@@ -59,43 +60,42 @@ def routed_experts(
         num_experts: number of experts.
         in_rows: multiply row by row; else only if rows are fewer than experts.
         is_gated: `gate_up` is gate and up, not up alone.
-        adapters: low-rank adapters of the rows; None for none.
+        added: `[rows, top_k, out]`, added to the results of `gate_up`; None for nothing.
     """
     act = functools.partial(gated if is_gated else activated, activation)
     is_expert = (experts >= 0) & (experts < num_experts)
     # After the last expert comes a group of rows without an expert.
     experts = jnp.where(is_expert, experts, num_experts)
     routed = by_rows if in_rows or experts.size < num_experts else by_groups
-    found = routed(gate_up, down, act, rows, experts, num_experts, adapters)
+    found, inner = routed(gate_up, down, act, rows, experts, num_experts, added)
     # Values without an expert are undefined there.
     found, weights = jnp.where(is_expert[..., None], found, 0), jnp.where(is_expert, weights, 0)
-    return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype)
+    return jnp.einsum("tk,tkh->th", weights, found, preferred_element_type=weights.dtype), inner
 
 
 def by_groups(
     gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int,
-    adapters: ExpertAdapters | None = None,
-) -> jax.Array:  # fmt: skip
-    """Returns the outputs of each row's experts, `[rows, top_k, hidden]`, by grouped products."""
+    added: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns outputs and activated rows of each row's experts, `[rows, top_k, ...]`, by grouped products."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     chosen, tokens = flat[order], order // experts.shape[-1]
-    if adapters is not None:
-        gate_up, down = adapters.around(gate_up, down, tokens, chosen)
     sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     inner = gate_up.grouped(rows[tokens], chosen, sizes)
-    out = down.grouped(act(inner), chosen, sizes)
+    inner = act(inner if added is None else inner + added.reshape(flat.size, -1)[order])
+    out = down.grouped(inner, chosen, sizes)
     # Taken back by the inverse order and summed along an axis: added up by scattering, bits would vary on a GPU.
-    return out[jnp.argsort(order)].reshape(*experts.shape, -1)
+    places = jnp.argsort(order)
+    return out[places].reshape(*experts.shape, -1), inner[places].reshape(*experts.shape, -1)
 
 
 def by_rows(
     gate_up: ExpertProduct, down: ExpertProduct, act: _Activate, rows: jax.Array, experts: jax.Array, num_experts: int,
-    adapters: ExpertAdapters | None = None,
-) -> jax.Array:  # fmt: skip
+    added: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the same as `by_groups`, row by row."""
     flat, tokens = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32) // experts.shape[-1]
-    if adapters is not None:
-        gate_up, down = adapters.around(gate_up, down, tokens, flat)
     inner = gate_up.gathered(rows[tokens], flat)
-    return down.gathered(act(inner), flat).reshape(*experts.shape, -1)
+    inner = act(inner if added is None else inner + added.reshape(flat.size, -1))
+    return down.gathered(inner, flat).reshape(*experts.shape, -1), inner.reshape(*experts.shape, -1)

@@ -132,7 +132,10 @@ def adapter_calls() -> list[Call[torch.Tensor]]:
     """Returns calls of low-rank adapters: few rows, decoded tokens, prompts; sizes that fill no tile."""
     slots = ((1, 0), (0, 2, -1, 2, 1), (0,) * 150 + (2,) * 70)
     sizes: dict[str, Any] = {"num_slots": 3, "in_size": 300, "slices": (130, 20, 7), "rank": 5}
-    return [lora_call(1, each, dtype=dtype, **sizes) for each in slots for dtype in ("bfloat16", "float32")]
+    calls = [lora_call(1, each, dtype=dtype, **sizes) for each in slots for dtype in ("bfloat16", "float32")]
+    # As many slots as pairs of experts, rows of which several have one input.
+    sizes["num_slots"] = 301
+    return [*calls, lora_call(1, (300, -1, 7, 7), rows_of_input=2, adds=False, dtype="bfloat16", **sizes)]
 
 
 def quantized_calls() -> list[Call[torch.Tensor]]:

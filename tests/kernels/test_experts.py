@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
+from tests.support.expert_cases import (
+    assert_as_exact_as_torch,
+    assert_results_as_exact_as_torchs,
+    experts_call,
+)
 from tests.support.triton_ops import run_triton
 from torch_core.experts.call import ACTIVATIONS
 from torch_core.experts.plan import plan_experts
@@ -20,6 +24,18 @@ def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(num_tokens, seed):
     # One program for each pair, for each expert with several tiles of rows, and rows that were sorted first.
     call = experts_call(seed, num_tokens, unused=0.2)
     assert_as_exact_as_torch(call, run_triton(call)["out"])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "options"),
+    [(1, {"bias": True}), (1, {"gated": False, "activation": "relu2"}), (3, {}), (21, {"gated": False}), (130, {})],
+    ids=str,
+)
+def test_what_adapters_add_is_added_and_their_inputs_are_returned(num_tokens, options, seed):
+    call = experts_call(seed, num_tokens, unused=0.2, adapted=True, dtype="bfloat16", **options)
+    assert call.gate_up_added is not None
+    call.gate_up_added[(call.topk_ids < 0) | (call.topk_ids >= call.num_experts)] = torch.nan
+    assert_results_as_exact_as_torchs(call, run_triton(call))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])

@@ -12,7 +12,8 @@ import torch
 
 from jattn.bridge import to_jax
 from jattn.ops import fused_experts
-from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
+from jattn.ops.run import run as jax_run
+from tests.support.expert_cases import assert_as_exact_as_torch, assert_results_as_exact_as_torchs, experts_call
 from torch_core import ops
 from torch_core.experts.call import ACTIVATIONS, ExpertsCall
 
@@ -46,6 +47,18 @@ def test_a_layer_is_as_exact_as_torchs(tokens, dtype, seed):
 def test_bits_are_those_of_the_same_kernels_in_jax(tokens, seed):
     call = experts_call(seed, tokens, num_experts=16, top_k=4, hidden=192, inner=128, dtype="bfloat16", unused=0.1)
     assert torch.equal(run(call), in_jax(call))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_adapters_add_is_added_in_torch_and_jax_alike(tokens, seed):
+    sizes: dict[str, Any] = {"num_experts": 16, "top_k": 4, "hidden": 192, "inner": 128, "dtype": "bfloat16"}
+    call = experts_call(seed, tokens, unused=0.1, adapted=True, **sizes)
+    found = {name: x.cpu() for name, x in ops.run(call.map(torch.Tensor.cuda)).items()}
+    assert_results_as_exact_as_torchs(call, found)
+    in_jax = jax.jit(jax_run)(call.map(lambda x: to_jax(x.cuda())))
+    is_expert = (call.topk_ids >= 0) & (call.topk_ids < call.num_experts)
+    assert torch.equal(torch.from_dlpack(in_jax["out"]).cpu(), found["out"])
+    assert torch.equal(torch.from_dlpack(in_jax["activated"]).cpu()[is_expert], found["activated"][is_expert])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

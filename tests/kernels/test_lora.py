@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from tests.support.lora_cases import allowed_error, lora_call
 from tests.support.triton_ops import run_triton
 from torch_core import reference
+from torch_core.adapters.tiles import row_tiles
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,7 @@ from torch_core import reference
         {"slices": (12, 12), "activation": "silu"},
         {"slices": (12, 7, 9, 5, 1, 3), "dtype": "bfloat16"},
         {"heads": (3, 1), "slices": (24,)},
+        {"slots": (2, -1, 0, 2, 2, -1, -1, -1, 1), "rows_of_input": 3, "dtype": "bfloat16", "adds": False},
         {"heads": (1, 3), "in_size": 300, "slices": (40,), "dtype": "bfloat16", "adds": False},
         {
             "slots": (0,) * 70 + (-1,) * 65,
@@ -47,6 +52,27 @@ def test_rows_get_their_slots_products(options, seed):
     given = call.map(torch.clone)
     y = {"out": given.y, **run_triton(given)}["out"]
     assert (y.double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slices": (12, 7, 9)},
+        {"slots": (0,) * 21 + (-1, 1), "num_slots": 2, "rank": 20, "slices": (270,)},
+        {"slots": (-1, 1), "slices": (64, 128), "adds": False},
+        {"slots": (-1, -1), "adds": False},
+        {"slots": (2,), "in_size": 300},
+        {"heads": (3, 1), "slices": (24,)},
+    ],
+    ids=str,
+)
+def test_a_table_of_tiles_changes_no_bit(options, seed):
+    call = lora_call(seed, **{"dtype": "bfloat16", **options})
+    order, starts = call.token_indices_sorted_by_lora_ids.numpy(), call.lora_token_start_loc.numpy()
+    given = replace(call, lora_tiles=torch.from_numpy(row_tiles(order, starts, np)))
+    given, call = given.map(torch.clone), call.map(torch.clone)
+    with_table, without = ({"out": each.y, **run_triton(each)}["out"] for each in (given, call))
+    assert torch.equal(with_table, without)
 
 
 def test_rows_without_an_adapter_keep_their_bits(seed):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from jattn.bridge import to_jax
 from jattn.ops import add_lora_linear
 from tests.support.lora_cases import allowed_error, lora_call
 from torch_core import ops, reference
+from torch_core.adapters.tiles import row_tiles
 
 pytestmark = pytest.mark.gpu
 # One row of a tile; small tiles; tiles of 64 rows.
@@ -57,6 +60,21 @@ def test_rows_get_the_products_of_their_adapter_and_expert(adds, seed):
     (exact,) = reference.add_lora_linear(call).values()
     found = results(call.map(torch.Tensor.cuda)).cpu()
     assert (found.double() - exact).abs().max() <= allowed_error(call, exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"slices": (190,), "rank": 5}, {"heads": (4, 1), "in_size": 128}], ids=str)
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("rows", SLOTS)
+def test_a_table_of_tiles_changes_no_bit_in_torch_and_jax(rows, adds, options, seed):
+    call = lora_call(seed, SLOTS[rows], adds=adds, **OPTIONS | options)
+    wanted = results(call.map(torch.Tensor.cuda))
+    order, starts = call.token_indices_sorted_by_lora_ids.numpy(), call.lora_token_start_loc.numpy()
+    given = replace(call, lora_tiles=torch.from_numpy(row_tiles(order, starts, np))).map(torch.Tensor.cuda)
+    arrays = {"y": None, **given.map(to_jax).arrays()}
+    sizes: dict[str, Any] = {"output_slices": call.output_slices, "num_heads": call.num_heads}
+    found = jax.jit(lambda arrays: add_lora_linear(**arrays, **sizes))(arrays)
+    assert torch.equal(torch.from_dlpack(found), wanted)
+    assert torch.equal(results(given), wanted)
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -35,7 +35,15 @@ def arrays_of(call):
 @pytest.mark.parametrize("implementation", ["xla", "torch"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)}, {"adds": False}, GATED, {"heads": (3, 1)}, {"heads": (1, 3)}],
+    [
+        {},
+        {"slices": (12, 7, 9), "slots": (3, 3, -1, 0)},
+        {"adds": False},
+        GATED,
+        {"heads": (3, 1)},
+        {"heads": (1, 3)},
+        {"slots": (3, -1, 0, 2, 2, -1), "rows_of_input": 3, "adds": False},
+    ],
     ids=str,
 )
 def test_results_are_as_exact_as_the_references(implementation, options, seed):
@@ -102,6 +110,9 @@ def test_rows_of_unknown_slots_have_no_adapter():
         ({"activation": "gelu"}, "activation is 'gelu'; it must be None or 'silu'"),
         ({"activation": "silu"}, "activation is 'silu'; it takes y, and two slices of equal size, gate and up"),
         ({"token_indices_sorted_by_lora_ids": jnp.array([2, 0, 0, 4, 1])}, r"\[2\] is 0 again; a row has one adapter"),
+        ({"x": jnp.ones((2, 20))}, "x has 2 rows; the 5 of token_indices_sorted_by_lora_ids must be as many for each"),
+        ({"lora_tiles": jnp.zeros((5, 20), jnp.int32)}, r"lora_tiles has shape \[5, 20\]; of these .* it is \[5, 32\]"),
+        ({"lora_tiles": jnp.zeros((5, 32), jnp.int32)}, r"lora_tiles\[0\] is \[0, 0, .*; see AdapterRows.of"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, text, seed):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from jattn.ops import fused_experts
+from jattn.ops.run import run
 from tests.ops.runner import IMPLEMENTATIONS
 from tests.support.attention_cases import to_torch
-from tests.support.expert_cases import assert_as_exact_as_torch, experts_call
+from tests.support.expert_cases import assert_as_exact_as_torch, assert_results_as_exact_as_torchs, experts_call
+from torch_core.experts.call import ExpertsCall
 
 
 def in_jax(call) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -33,6 +35,15 @@ def test_a_layer_is_the_weighted_sum_of_each_tokens_experts(implementation, num_
     arrays, options = in_jax(call)
     out = jax.jit(lambda arrays: fused_experts(**arrays, **options, implementation=implementation))(arrays)
     assert_as_exact_as_torch(call, to_torch(out))
+
+
+# Fewer rows than experts, and more; the CPU's by torch, and by jnp.
+@pytest.mark.parametrize("num_tokens", [3, 9])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_adapters_add_is_added_and_their_inputs_are_returned(implementation, num_tokens, seed):
+    call = experts_call(seed, num_tokens, unused=0.2, adapted=True)
+    found: Any = run(ExpertsCall(**in_jax(call)[0], with_activated=True), implementation)
+    assert_results_as_exact_as_torchs(call, {name: to_torch(x) for name, x in found.items()})
 
 
 def test_gradients_are_those_of_torch(seed):

@@ -8,17 +8,27 @@ import torch
 
 from torch_core import reference
 from torch_core.experts.call import ExpertsCall
+from torch_core.experts.reference.experts import activated
 from torch_core.experts.routing_call import RouteCall
 
-__all__ = ["assert_as_exact_as_torch", "assert_routed_as_exactly_as_torch", "experts_call", "route_call"]
+__all__ = [
+    "assert_as_exact_as_torch",
+    "assert_results_as_exact_as_torchs",
+    "assert_routed_as_exactly_as_torch",
+    "experts_call",
+    "route_call",
+]
 
 
 def experts_call(
     seed: int, num_tokens: int, *, num_experts: int = 8, top_k: int = 2, hidden: int = 48, inner: int = 40,
     dtype: str = "float32", activation: str = "silu", bias: bool = False, unused: float = 0.0, gated: bool = True,
-    **options: Any,
+    adapted: bool = False, **options: Any,
 ) -> ExpertsCall[torch.Tensor]:  # fmt: skip
-    """Draws a call; `unused` is the share of ids that are no expert's, on both sides of those that are."""
+    """Draws a call; `unused` is the share of ids that are no expert's, on both sides of those that are.
+
+    With `adapted` something is added to the first products, and the inputs of the second ones are wanted.
+    """
     torch.manual_seed(seed)
     kind, first = getattr(torch, dtype), inner * (1 + gated)
     topk_ids = torch.rand(num_tokens, num_experts).topk(top_k).indices.int()
@@ -27,6 +37,8 @@ def experts_call(
         "gate_up_bias": torch.randn(num_experts, first, dtype=kind),
         "down_bias": torch.randn(num_experts, hidden, dtype=kind),
     }
+    if adapted:
+        options |= {"gate_up_added": torch.randn(num_tokens, top_k, first).to(kind), "with_activated": True}
     return ExpertsCall(
         hidden_states=torch.randn(num_tokens, hidden, dtype=kind),
         topk_weights=torch.rand(num_tokens, top_k),
@@ -46,6 +58,16 @@ def assert_as_exact_as_torch(call: ExpertsCall[torch.Tensor], out: torch.Tensor)
     allowed = (reference.fused_experts(call, compute_dtype=kind).double() - exact).abs().max()
     allowed = 2 * (allowed + torch.finfo(kind).eps * exact.abs().max())
     assert (out.double() - exact).abs().max() <= allowed
+
+
+def assert_results_as_exact_as_torchs(call: ExpertsCall[torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """The same of both results; inputs of second products exist where ids are experts."""
+    assert_as_exact_as_torch(call, found["out"])
+    kind, is_expert = call.hidden_states.dtype, (call.topk_ids >= 0) & (call.topk_ids < call.num_experts)
+    exact, narrow = (activated(call, compute_dtype=dtype)[is_expert].double() for dtype in (torch.float64, kind))
+    allowed = 2 * ((narrow - exact).abs().max() + torch.finfo(kind).eps * exact.abs().max())
+    assert found["activated"].dtype == kind
+    assert (found["activated"][is_expert].double() - exact).abs().max() <= allowed
 
 
 def route_call(

@@ -16,7 +16,7 @@ __all__ = ["allowed_error", "lora_call"]
 def lora_call(
     seed: int, slots: Sequence[int] = (2, -1, 0, 2, 2), *, num_slots: int = 4, in_size: int = 20,
     slices: tuple[int, ...] = (12,), rank: int = 3, dtype: str = "float32", y_dtype: str | None = None,
-    adds: bool = True, activation: str | None = None, heads: tuple[int, int] | None = None,
+    adds: bool = True, activation: str | None = None, heads: tuple[int, int] | None = None, rows_of_input: int = 1,
 ) -> Any:  # fmt: skip
     """Draws a LoraCall for rows of these slots, -1 for none.
 
@@ -28,10 +28,11 @@ def lora_call(
     num_heads = max(firsts, seconds)
     torch.manual_seed(seed)
     kind, given = getattr(torch, dtype), torch.tensor(slots)
-    x, y = (torch.randn(len(slots), num_heads * size) for size in (in_size, sum(slices)))
+    num_inputs = len(slots) // rows_of_input
+    x, y = torch.randn(num_inputs, num_heads * in_size), torch.randn(len(slots), num_heads * sum(slices))
     x, lora_a = x.to(kind), torch.randn(num_slots, firsts * len(slices) * rank, in_size).to(kind)
     lora_b = torch.randn(num_slots, seconds * sum(slices), rank).to(kind)
-    x[given < 0] = torch.nan
+    x[(given < 0).view(num_inputs, -1).all(1)] = torch.nan
     unused = [slot for slot in range(num_slots) if slot not in slots]
     lora_a[unused], lora_b[unused] = torch.nan, torch.nan
     order = [row for slot in range(num_slots) for row in range(len(slots)) if slots[row] == slot]

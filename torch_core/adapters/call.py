@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float, Int32
 
+from torch_core.adapters.tiles import TILE_ROWS, most_tiles, row_tiles
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -32,7 +33,8 @@ class LoraCall(Call[A]):
     latent attention does in its absorbed form.
 
     Attributes:
-        x: input of the linear layer.
+        x: input of the linear layer; a row for each row of the result, or for several that follow one another, as a
+            token's experts do.
         y: its results, of the dtype of `x` or float32; written. None for the products alone, of the dtype of `x`.
         lora_a: first matrices of each slot, those of all slices one after the other. An adapter of a lower rank is
             filled up with zeros. Those of heads are one after the other, or all heads have the same.
@@ -47,11 +49,15 @@ class LoraCall(Call[A]):
         activation: "silu" for `silu(gate) * up` of two layers, gate and up, after the products; y is not written then.
         out: array for the result if y is None or there is an activation; None allocates a new one. Of the products
             alone, rows without an adapter are 0.
+        lora_tiles: the tiles of up to TILE_ROWS rows of one slot, those of the rows without a slot last, which programs
+            would else search: slot, place of the first row, the place behind the slot's last row, and from number
+            16 on the rows, any behind the last. Tiles behind the last have slot
+            `num_slots + 1`. None for none.
     """
 
     name: ClassVar[str] = "add_lora_linear"
 
-    x: Float[A, "num_rows in_size"]
+    x: Float[A, "num_inputs in_size"]
     y: Float[A, "num_rows out_size"] | None
     lora_a: Float[A, "num_slots all_ranks size_of_head"]
     lora_b: Float[A, "num_slots second_rows rank"]
@@ -61,6 +67,7 @@ class LoraCall(Call[A]):
     num_heads: int = 1
     activation: str | None = None
     out: Float[A, "num_rows num_columns"] | None = None
+    lora_tiles: Int32[A, "num_tiles tile_size"] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -71,6 +78,16 @@ class LoraCall(Call[A]):
     def rank(self) -> int:
         """Rank of each slot."""
         return self.lora_b.shape[2]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the result."""
+        return self.token_indices_sorted_by_lora_ids.shape[0]
+
+    @property
+    def rows_of_input(self) -> int:
+        """Rows of the result for each row of `x`."""
+        return self.num_rows // self.x.shape[0]
 
     @property
     def first_heads(self) -> int:
@@ -85,7 +102,7 @@ class LoraCall(Call[A]):
     @property
     def is_empty(self) -> bool:
         """There is no row."""
-        return self.x.shape[0] == 0
+        return self.num_rows == 0
 
     @property
     def adds(self) -> bool:
@@ -105,13 +122,13 @@ class LoraCall(Call[A]):
     def result(self) -> ArraySpec:
         """Shape and dtype of `out`."""
         columns = self.num_heads * sum(self.output_slices) // (1 if self.activation is None else 2)
-        return ArraySpec((self.x.shape[0], columns), dtype_name(self.x))
+        return ArraySpec((self.num_rows, columns), dtype_name(self.x))
 
     @property
     def work(self) -> int:
         """The products of all rows."""
         columns = self.num_heads * sum(self.output_slices)
-        return self.x.shape[0] * self.rank * (len(self.output_slices) * self.x.shape[1] + columns)
+        return self.num_rows * self.rank * (len(self.output_slices) * self.x.shape[1] + columns)
 
     def check_options(self) -> None:
         """Checks ranks, slices and the dtypes that go together."""
@@ -128,6 +145,13 @@ class LoraCall(Call[A]):
             of_all = f"y's {columns} columns" if self.y is not None else f"lora_b's {rows} rows"
             wanted = f"it must be 1 to {MAX_SLICES} numbers whose sum is {of_all}" + (", by heads" if heads > 1 else "")
             raise InvalidInput("output_slices", value=slices, wanted=wanted)
+        if self.num_rows % max(1, self.x.shape[0]) or (self.num_rows > 0) != (self.x.shape[0] > 0):
+            wanted = f"the {self.num_rows} of token_indices_sorted_by_lora_ids must be as many for each"
+            raise InvalidInput("x", f"has {self.x.shape[0]} rows", wanted)
+        num_tiles = most_tiles(self.num_rows, self.num_slots + 1, TILE_ROWS)
+        if self.lora_tiles is not None and tuple(self.lora_tiles.shape) != (num_tiles, 2 * TILE_ROWS):
+            problem = f"has shape {list(self.lora_tiles.shape)}"
+            raise InvalidInput("lora_tiles", problem, f"of these rows and slots it is {[num_tiles, 2 * TILE_ROWS]}")
         if not 1 <= self.rank <= MAX_RANK:
             raise InvalidInput("lora_b", f"has rank {self.rank}", f"it must be from 1 to {MAX_RANK}")
         if ranks not in (len(slices) * self.rank, heads * len(slices) * self.rank):
@@ -157,7 +181,7 @@ class LoraCall(Call[A]):
 
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks the starts of slots, and that every row occurs once at most."""
-        num_rows = self.x.shape[0]
+        num_rows = self.num_rows
         rows_in = "token_indices_sorted_by_lora_ids"
         check_starts("lora_token_start_loc", self.lora_token_start_loc, num_rows, rows_in=rows_in)
         used = np.asarray(self.token_indices_sorted_by_lora_ids)
@@ -165,7 +189,22 @@ class LoraCall(Call[A]):
         seen = np.zeros(num_rows, bool)
         for place, row in enumerate(used.tolist()):
             if not 0 <= row < num_rows:
-                raise InvalidInput(f"{rows_in}[{place}]", value=row, wanted=f"x has rows 0 to {num_rows - 1}")
+                raise InvalidInput(f"{rows_in}[{place}]", value=row, wanted=f"rows are 0 to {num_rows - 1}")
             if seen[row]:
                 raise InvalidInput(f"{rows_in}[{place}]", f"is {row} again", "a row has one adapter at most")
             seen[row] = True
+        if self.lora_tiles is not None:
+            self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        """Checks the table of tiles; rows behind a tile's last are not used."""
+        order, starts = (
+            np.asarray(each) for each in (self.token_indices_sorted_by_lora_ids, self.lora_token_start_loc)
+        )
+        wanted, given = row_tiles(order, starts, np), np.asarray(self.lora_tiles)
+        live = wanted[:, 1:2] + np.arange(TILE_ROWS) < wanted[:, 2:3]
+        same = (given == wanted)[:, :3].all(1) & ((given == wanted)[:, TILE_ROWS:] | ~live).all(1)
+        same = np.where(wanted[:, 0] > self.num_slots, given[:, 0] > self.num_slots, same)
+        if not same.all():
+            place = int((~same).argmax())
+            raise InvalidInput(f"lora_tiles[{place}]", value=given[place].tolist(), wanted="see AdapterRows.of")

@@ -23,7 +23,8 @@ def add_lora_linear(call: LoraCall[Tensor]) -> dict[str, Tensor]:
         # The matrices of a head, or those of all.
         lora_a = call.lora_a[slot].view(call.first_heads, -1, call.lora_a.shape[2])
         lora_b = call.lora_b[slot].view(call.second_heads, -1, call.rank)
-        inner = (call.x[rows].view(len(rows), heads, -1).transpose(0, 1) @ lora_a.mT).split(call.rank, dim=2)
+        x = call.x[rows // call.rows_of_input].view(len(rows), heads, -1)
+        inner = (x.transpose(0, 1) @ lora_a.mT).split(call.rank, dim=2)
         products = [own @ matrix.mT for own, matrix in zip(inner, lora_b.split(slices, dim=1), strict=True)]
         y[rows] += torch.cat(products, dim=2).transpose(0, 1).reshape(len(rows), -1).to(y.dtype)
     if call.adds:

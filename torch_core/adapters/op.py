@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch_core.adapters.call import LoraCall
+from torch_core.adapters.tiles import TILE_ROWS, most_tiles
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
+
+_INDICES = ("token_indices_sorted_by_lora_ids", "lora_token_start_loc", "lora_tiles")
 
 register(
     Op(
@@ -16,7 +21,7 @@ register(
         plan="torch_core.adapters.kernels.lora.plan:plan_lora",
         serves=(
             compute_dtype("x"),
-            strides(contiguous=("lora_a", "lora_b", "token_indices_sorted_by_lora_ids", "lora_token_start_loc")),
+            strides(contiguous=(*_INDICES, "lora_a", "lora_b")),
             Served("low-rank adapters (add_lora_linear): ranks to 256, joined layers, rows without adapter", ALL),
         ),
     )
@@ -26,11 +31,12 @@ register(
 def calls_in_use() -> dict[str, Call[ArraySpec]]:
     """Returns calls of specs by label, which names the op and the differences from its most frequent use.
 
-    Representative calls of an 8B model with 32 slots of rank 16, of Kimi Linear's delta attention, of 16 heads of
-    DeepSeek-V3 in the absorbed form, and of Qwen3-30B-A3B's experts with 16 slots.
+    Representative calls of an 8B model with 32 slots of rank 16 and a table of tiles, of Kimi Linear's delta attention,
+    of 16 heads of DeepSeek-V3 in the absorbed form, and of Qwen3-30B-A3B's experts with 16 slots.
     """
     return {
         "adapters": _lora(64),
+        "adapters without a table": replace(_lora(64), lora_tiles=None),
         "adapters one row": _lora(1),
         "adapters added to results": _lora(64, adds=True),
         "adapters one row down": _lora(1, in_size=12288, output_slices=(4096,)),
@@ -68,6 +74,7 @@ def _lora(
         lora_b=ArraySpec((num_slots, heads[1] * out_size, rank), dtype),
         token_indices_sorted_by_lora_ids=ArraySpec((num_rows,), "int32"),
         lora_token_start_loc=ArraySpec((num_slots + 1,), "int32"),
+        lora_tiles=None if num_slots > 64 else ArraySpec((most_tiles(num_rows, num_slots + 1, TILE_ROWS), 32), "int32"),
         output_slices=output_slices,
         num_heads=num_heads,
         activation=activation,

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Float, Int32
 
+from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -24,14 +25,20 @@ class ExpertsCall(Call[A]):
     kernels of expert `topk_ids[t, k]`, or of `down(act(up(hidden_states[t])))` without a gate. An id outside the
     experts adds nothing: it belongs to another device, or the row is padding.
 
+    Low-rank adapters of experts take two calls of `LoraCall` around this one: `gate_up_added` are the products of the
+    first, and `activated` are the inputs of the second, whose products are added to `out` afterwards.
+
     Attributes:
         hidden_states: one row for each token.
         topk_weights, topk_ids: weights and ids of each token's experts.
         gate_up_kernel: weights `[in, gate | up]` of each expert, or up alone, as many columns as `down_kernel` rows.
         down_kernel: weights `[in, out]` of each expert.
         gate_up_bias, down_bias: biases added after the kernels; None for none.
+        gate_up_added: added to the results of `gate_up_kernel` of each token and expert; None for nothing.
         activation: activation of the gate, or of up alone; one of ACTIVATIONS, "swigluoai" with a gate.
         out_dtype: element type of the result; that of `hidden_states` when None, or float32.
+        with_activated: return `activated`, too: the inputs of `down_kernel` of each token and expert. Those of ids
+            outside the experts hold anything.
     """
 
     name: ClassVar[str] = "fused_experts"
@@ -43,8 +50,10 @@ class ExpertsCall(Call[A]):
     down_kernel: Float[A, "num_experts intermediate_size hidden_size"]
     gate_up_bias: Float[A, "num_experts gate_up_size"] | None = None
     down_bias: Float[A, "num_experts hidden_size"] | None = None
+    gate_up_added: Float[A, "num_tokens top_k gate_up_size"] | None = None
     activation: str = "silu"
     out_dtype: str | None = None
+    with_activated: bool = False
 
     @property
     def is_gated(self) -> bool:
@@ -72,8 +81,16 @@ class ExpertsCall(Call[A]):
         return self.num_pairs == 0
 
     def outputs(self) -> dict[str, ArraySpec]:
-        """Returns `out`, a row for each token."""
-        return {"out": ArraySpec(tuple(self.hidden_states.shape), self.result_dtype)}
+        """Returns `out`, a row for each token, and `activated`."""
+        outputs = {"out": ArraySpec(tuple(self.hidden_states.shape), self.result_dtype)}
+        if self.with_activated:
+            shape = (*self.topk_ids.shape, self.down_kernel.shape[1])
+            outputs["activated"] = ArraySpec(shape, dtype_name(self.hidden_states))
+        return outputs
+
+    def check_statics(self) -> None:
+        """Checks the option that is a flag."""
+        check_bool("with_activated", self.with_activated)
 
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""

@@ -14,6 +14,7 @@ def fused_experts(call: ExpertsCall[Tensor]) -> dict[str, Tensor]:
     """Runs each expert on the rows that go to it; sums in float32. Nothing is checked."""
     x = call.hidden_states
     out = torch.zeros(x.shape, dtype=torch.float32)
+    activated = x.new_zeros(*call.topk_ids.shape, call.down_kernel.shape[1]) if call.with_activated else None
     for expert in range(call.num_experts):
         tokens, places = (call.topk_ids == expert).nonzero(as_tuple=True)
         if len(tokens) == 0:
@@ -21,12 +22,18 @@ def fused_experts(call: ExpertsCall[Tensor]) -> dict[str, Tensor]:
         inner = x[tokens] @ call.gate_up_kernel[expert]
         if call.gate_up_bias is not None:
             inner = inner + call.gate_up_bias[expert]
+        if call.gate_up_added is not None:
+            inner = inner + call.gate_up_added[tokens, places]
         gate, up = inner.chunk(2, -1) if call.is_gated else (inner, torch.ones((), dtype=inner.dtype))
-        rows = gated(call.activation, gate, up) @ call.down_kernel[expert]
+        inner = gated(call.activation, gate, up)
+        if activated is not None:
+            activated[tokens, places] = inner
+        rows = inner @ call.down_kernel[expert]
         if call.down_bias is not None:
             rows = rows + call.down_bias[expert]
         out.index_add_(0, tokens, rows.float() * call.topk_weights[tokens, places, None])
-    return {"out": out.to(getattr(torch, call.result_dtype))}
+    results = {"out": out.to(getattr(torch, call.result_dtype))}
+    return results if activated is None else {**results, "activated": activated}
 
 
 def route_experts(call: RouteCall[Tensor]) -> dict[str, Tensor]:

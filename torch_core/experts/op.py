@@ -20,7 +20,7 @@ register(
         plan="torch_core.experts.plan:plan_experts",
         serves=(
             compute_dtype("hidden_states"),
-            strides(contiguous=("topk_weights", "topk_ids", "gate_up_bias", "down_bias")),
+            strides(contiguous=("topk_weights", "topk_ids", "gate_up_bias", "down_bias", "gate_up_added")),
             Served("layers of experts (fused_experts): gated or not, activations, biases, ids of other devices", ALL),
         ),
     ),
@@ -51,6 +51,13 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "experts float32": _experts(4096, dtype="float32"),
         "experts few without a gate": _experts(1, columns=768, activation="relu2"),
         "experts many without a gate": _experts(4096, columns=768, activation="relu2"),
+        **{
+            f"experts {label}with adapters": replace(
+                _experts(num_tokens, with_activated=True),
+                gate_up_added=ArraySpec((num_tokens, 8, 1536), "bfloat16"),
+            )
+            for label, num_tokens in (("", 32), ("few ", 1), ("some ", 1024), ("many ", 4096))
+        },
         "route": _route(4096),
         "route one": _route(1),
         "route some in groups": replace(_route(16), scoring_func="sigmoid", n_group=8, topk_group=4),

@@ -64,7 +64,9 @@ def plan_experts(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operatio
         if hopper:
             scratch["slots"], num_rows = ArraySpec((call.num_pairs,), "int32"), num_tiles * tile_rows
         launches += _align(call, num_tiles, tile_rows, has_slots=hopper)
-    scratch |= {"gated": ArraySpec((num_rows, inner), dtype), "rows": ArraySpec((num_rows, hidden), dtype)}
+    scratch["rows"] = ArraySpec((num_rows, hidden), dtype)
+    if _between(call, is_sorted=hopper) == "gated":
+        scratch["gated"] = ArraySpec((num_rows, inner), dtype)
     for gated in (True, False):
         launches.append(
             hopper_product(call, limits, num_tiles)
@@ -136,18 +138,23 @@ def _product(
     call: ExpertsCall[ArraySpec], tile: Tile, num_tiles: int, row_tiles: int, *, gated: bool, is_sorted: bool
 ) -> LaunchPlan:
     kernel, bias = ("gate_up_kernel", "gate_up_bias") if gated else ("down_kernel", "down_bias")
+    between = _between(call, is_sorted=is_sorted)
+    inputs, result = ("hidden_states", between) if gated else (between, "rows")
+    copies = gated and is_sorted and call.with_activated
     spec = call.arrays()[kernel]
     in_size, out_size = spec.shape[1], call.down_kernel.shape[1 if gated else 2]
     x_stride = call.hidden_states.element_strides[0] if gated else in_size
     sorted_before = num_tiles > 0
     arguments: dict[str, Argument] = {
-        "x": Pointer("hidden_states" if gated else "gated"),
+        "x": Pointer(inputs),
         "kernel": _copied_weights(call, tile) if is_sorted else Pointer(kernel),
         "bias": ABSENT if getattr(call, bias) is None else Pointer(bias),
+        "added": Pointer("gate_up_added") if gated and call.gate_up_added is not None else ABSENT,
         "topk_ids": ABSENT if sorted_before else Pointer("topk_ids"),
         "sorted_ids": Pointer("sorted_ids") if sorted_before else ABSENT,
         "tile_experts": Pointer("tile_experts") if sorted_before else ABSENT,
-        "out": Pointer("gated" if gated else "rows"),
+        "activated": Pointer("activated") if copies else ABSENT,
+        "out": Pointer(result),
         "num_pairs": Scalar(call.num_pairs, "i32", specialize=False),
         "num_tiles": Scalar(num_tiles, "i32", specialize=False),
         "x_stride": Scalar(x_stride, "i64"),
@@ -172,9 +179,15 @@ def _product(
     }
     grid = (row_tiles * ceil_div(out_size, tile.columns),)
     return named_launch(
-        expert_product_kernel, grid, arguments, constants, writes=("gated" if gated else "rows",),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, hot=True,
+        expert_product_kernel, grid, arguments, constants,
+        writes=("activated", result) if copies else (result,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        hot=True,
     )  # fmt: skip
+
+
+def _between(call: ExpertsCall[ArraySpec], *, is_sorted: bool) -> str:
+    """Returns the buffer between the products: the result that is asked for, if rows are in the order of pairs."""
+    return "activated" if call.with_activated and not is_sorted else "gated"
 
 
 def _copied_weights(call: ExpertsCall[ArraySpec], tile: Tile) -> Descriptor:

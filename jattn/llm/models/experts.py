@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -121,13 +122,15 @@ class SparseMLP(nnx.Module):
         `weights` and `experts` are as `route` returns them; ids that are none of this device's add nothing.
         """
         gate_up = _product(self.gate_up_proj if self.is_gated else self.up_proj)
-        down, act, adapters = _product(self.down_proj), self.hidden_act, self.adapters
-        in_parts = self.batch_invariant or adapters is not None
-        if in_parts or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
-            # Kernels in fewer bits become numbers where jnp multiplies them, and adapters change what is activated.
+        down, act = _product(self.down_proj), self.hidden_act
+        adapters = None if self.adapters is None else self.adapters.of_rows(len(rows))
+        if self.batch_invariant or not isinstance(gate_up, ExpertKernels) or not isinstance(down, ExpertKernels):
+            # Kernels in fewer bits become numbers where jnp multiplies them.
             sizes = self.num_local_experts, self.batch_invariant, self.is_gated
-            own = None if adapters is None else adapters.of_rows(len(rows))
-            return routed_experts(gate_up, down, act, rows, weights, experts, *sizes, own)
+            routed = functools.partial(routed_experts, gate_up, down, act, rows, weights, experts, *sizes)
+            if adapters is None:
+                return routed()[0]
+            return adapters.around(routed, rows, weights, experts, self.num_local_experts)
         return fused_experts(
             rows,
             weights,
@@ -139,6 +142,7 @@ class SparseMLP(nnx.Module):
             activation=act,
             # Something is added to it.
             out_dtype=None if self.shared_expert is None else "float32",
+            adapters=adapters,
             implementation=implementation,
         )
 

@@ -18,15 +18,28 @@ def fused_experts(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = tor
         6.0
     """
     out = torch.zeros(call.hidden_states.shape, dtype=compute_dtype)
+    inputs = activated(call, compute_dtype=compute_dtype)
     for token, (weights, experts) in enumerate(zip(call.topk_weights.tolist(), call.topk_ids.tolist(), strict=True)):
-        for weight, expert in zip(weights, experts, strict=True):
-            if not 0 <= expert < call.num_experts:
-                continue
-            inner = _linear(call.hidden_states[token], call.gate_up_kernel, call.gate_up_bias, expert, compute_dtype)
-            gate, up = inner.chunk(2) if call.is_gated else (inner, torch.ones_like(inner))
-            inner = _activated(call.activation, gate, up)
-            out[token] += weight * _linear(inner, call.down_kernel, call.down_bias, expert, compute_dtype)
+        for k, (weight, expert) in enumerate(zip(weights, experts, strict=True)):
+            if 0 <= expert < call.num_experts:
+                inner = inputs[token, k]
+                out[token] += weight * _linear(inner, call.down_kernel, call.down_bias, expert, compute_dtype)
     return out
+
+
+def activated(call: ExpertsCall[Tensor], *, compute_dtype: torch.dtype = torch.float64) -> Tensor:
+    """Returns `[num_tokens, top_k, intermediate_size]`: the inputs of the second kernels, 0 without an expert."""
+    inputs = torch.zeros(*call.topk_ids.shape, call.down_kernel.shape[1], dtype=compute_dtype)
+    for token, experts in enumerate(call.topk_ids.tolist()):
+        for k, expert in enumerate(experts):
+            if 0 <= expert < call.num_experts:
+                row = call.hidden_states[token]
+                inner = _linear(row, call.gate_up_kernel, call.gate_up_bias, expert, compute_dtype)
+                if call.gate_up_added is not None:
+                    inner = inner + call.gate_up_added[token, k].to(compute_dtype)
+                gate, up = inner.chunk(2) if call.is_gated else (inner, torch.ones_like(inner))
+                inputs[token, k] = _activated(call.activation, gate, up)
+    return inputs
 
 
 def _linear(x: Tensor, kernel: Tensor, bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:

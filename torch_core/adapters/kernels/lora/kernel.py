@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.adapters.kernels.lora.places import tile_rows
+
 
 @triton.jit
 def lora_shrink_kernel(
@@ -18,12 +20,13 @@ def lora_shrink_kernel(
     num_rows,
     x_stride,
     IN: tl.constexpr,
+    ROWS_OF_INPUT: tl.constexpr,
     ALL_RANKS: tl.constexpr,
     HEADS: tl.constexpr,
     FIRST_HEADS: tl.constexpr,
     AHEAD: tl.constexpr,
     SECOND: tl.constexpr,
-    ONE_ROW: tl.constexpr,
+    ENTRY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -36,7 +39,9 @@ def lora_shrink_kernel(
     the last end at once. Each program has the L2 cache read AHEAD elements of the slot's second matrix, of SECOND, if
     that is not 0: memory would else have nothing to do while one launch ends and the next one begins.
     """
-    slot, places, live = _tile_rows(start_loc, tl.program_id(0), num_slots, num_rows, BLOCK_S, BLOCK_M)
+    slot, places, rows, live = tile_rows(
+        start_loc, token_indices, tl.program_id(0), num_slots, num_rows, ENTRY, BLOCK_S, BLOCK_M
+    )
     if slot < num_slots:
         head, tile = _head(tl.program_id(1), (ALL_RANKS + BLOCK_R - 1) // BLOCK_R, HEADS)
         first_rank, begin = tile * BLOCK_R, tl.program_id(2) * PART
@@ -48,8 +53,7 @@ def lora_shrink_kernel(
         steps = tl.arange(0, BLOCK_K)
         matrix = _matrix(slot, head, FIRST_HEADS)
         right = lora_a + (matrix * ALL_RANKS + known[None, :]) * IN + (begin + steps)[:, None]
-        rows = _rows(token_indices, places, ONE_ROW)
-        left = x + rows[:, None] * x_stride + (head * IN + begin + steps)[None, :]
+        left = x + (rows // ROWS_OF_INPUT)[:, None] * x_stride + (head * IN + begin + steps)[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for start in tl.range(0, PART, BLOCK_K):
             if IN % PART == 0 and PART % BLOCK_K == 0:
@@ -90,8 +94,8 @@ def lora_expand_kernel(
     SECOND_HEADS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ADDS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    ENTRY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -112,7 +116,9 @@ def lora_expand_kernel(
         and SLICE_5 % COLUMNS == 0
     )
     last = num_slots if ADDS else num_slots + 1
-    slot, places, live = _tile_rows(start_loc, tl.program_id(1), last, num_rows, BLOCK_S, BLOCK_M, not ADDS)
+    slot, places, rows, live = tile_rows(
+        start_loc, token_indices, tl.program_id(1), last, num_rows, ENTRY, BLOCK_S, BLOCK_M, not ADDS
+    )
     if slot < last:
         head, tile = _head(tl.program_id(0), tl.num_programs(0) // HEADS, HEADS)
         index, first, inside = _range(tile, SLICE_0, SLICE_1, SLICE_2, SLICE_3, SLICE_4, SLICE_5, COLUMNS)
@@ -124,30 +130,33 @@ def lora_expand_kernel(
         matrix = _matrix(slot, head, SECOND_HEADS) * SIZE + first
         right = lora_b + (matrix + columns)[None, :] * RANK + ranks[:, None]
         known = has_slot & is_rank[:, None]
-        # A step's matrix is under way while the step before it is computed, the first one with the parts.
+        target = y + rows[:, None] * y_stride + (head * SIZE + first + columns)[None, :]
+        # A step's operands are under way while the step before it is computed, the first ones with the parts.
         if IN_SLICES:
+            write = live[:, None] & (columns >= 0)[None, :]
             weights = tl.load(right, mask=known, other=0.0)
         else:
+            write = live[:, None] & (columns < inside)[None, :]
             weights = tl.load(right, mask=known & (columns < inside)[None, :], other=0.0)
+        if ADDS:
+            old = tl.load(target, mask=write, other=0.0)
         needed = (live & has_slot)[:, None] & is_rank[None, :]
         ALL_RANKS: tl.constexpr = HEADS * NUM_SLICES * RANK
         own = inner + places.to(tl.int64)[:, None] * ALL_RANKS + ((head * NUM_SLICES + index) * RANK + ranks)[None, :]
         left = _sum_of_parts(own, needed, num_rows, ALL_RANKS, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
-        rows = _rows(token_indices, places, ONE_ROW)
-        target = y + rows[:, None] * y_stride + (head * SIZE + first + columns)[None, :]
         for start in tl.range(0, COLUMNS, BLOCK_N):
             added = tl.dot(left, weights, input_precision="ieee")
-            following = start + BLOCK_N
+            following, writes_now = start + BLOCK_N, write
             if IN_SLICES:
-                write = live[:, None]
                 weights = tl.load(right + following * RANK, mask=known & (following < COLUMNS), other=0.0)
             else:
-                write = live[:, None] & (start + columns < inside)[None, :]
                 is_column = following + columns < tl.minimum(inside, COLUMNS)
                 weights = tl.load(right + following * RANK, mask=known & is_column[None, :], other=0.0)
+                write = live[:, None] & is_column[None, :]
             if ADDS:
-                added += tl.load(target + start, mask=write, other=0.0).to(tl.float32)
-            tl.store(target + start, added.to(y.dtype.element_ty), mask=write)
+                added += old.to(tl.float32)
+                old = tl.load(target + following, mask=write & (following < COLUMNS), other=0.0)
+            tl.store(target + start, added.to(y.dtype.element_ty), mask=writes_now)
 
 
 @triton.jit
@@ -165,7 +174,6 @@ def lora_gated_kernel(
     RANK: tl.constexpr,
     SLICE_0: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    ONE_ROW: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -177,12 +185,13 @@ def lora_gated_kernel(
 
     Grid: (ranges of COLUMNS columns of a half; tiles of rows).
     """
-    slot, places, live = _tile_rows(start_loc, tl.program_id(1), num_slots + 1, num_rows, BLOCK_S, BLOCK_M, True)
+    slot, places, rows, live = tile_rows(
+        start_loc, token_indices, tl.program_id(1), num_slots + 1, num_rows, 0, BLOCK_S, BLOCK_M, True
+    )
     if slot <= num_slots:
         first = tl.program_id(0) * COLUMNS
         ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
         is_rank, has_slot = ranks < RANK, slot < num_slots
-        rows = _rows(token_indices, places, ONE_ROW)
         source = y + rows[:, None] * y_stride + (first + columns)[None, :]
         right = lora_b + (slot.to(tl.int64) * (2 * SLICE_0) + first + columns)[None, :] * RANK + ranks[:, None]
         write, known = live[:, None], has_slot & is_rank[:, None]
@@ -232,14 +241,6 @@ def _sum_of_parts(own, needed, num_rows, STRIDE: tl.constexpr, NUM_PARTS: tl.con
         found = tl.load(own[None, :, :] + ((part + parts) * size)[:, None, None], mask=several, other=0.0)
         total += tl.sum(found, 0)
     return total
-
-
-@triton.jit
-def _rows(token_indices, places, ONE_ROW: tl.constexpr):
-    rows = places
-    if not ONE_ROW:
-        rows = tl.load(token_indices + places)
-    return rows.to(tl.int64)
 
 
 @triton.jit
@@ -309,31 +310,3 @@ def _next(tile, NUMBER: tl.constexpr, index, before, start, size, SIZE: tl.const
         start = tl.where(is_behind, start + size, start)
         size = tl.where(is_behind, SIZE, size)
     return index, before, start, size
-
-
-@triton.jit
-def _tile_rows(
-    start_loc, tile, num_slots, num_rows, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, OTHERS: tl.constexpr = False
-):
-    """The slot of a tile of rows (num_slots for none), and places in the order of slots, of which some are live.
-
-    With OTHERS, the last slot's rows are those without an adapter. A place that is not live is the tile's first one: no
-    row depends on another, and its result is not stored.
-    """
-    slots = tl.arange(0, BLOCK_S)
-    is_slot = slots < num_slots
-    starts = tl.load(start_loc + slots, mask=is_slot, other=0)
-    if OTHERS:
-        ends = tl.load(start_loc + slots + 1, mask=slots + 1 < num_slots, other=num_rows)
-        ends = tl.where(is_slot, ends, 0)
-    else:
-        ends = tl.load(start_loc + slots + 1, mask=is_slot, other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    end_tiles = tl.cumsum(tiles, 0)
-    slot = tl.sum(((end_tiles <= tile) & is_slot).to(tl.int32), 0)
-    is_own = slots == slot
-    first = tl.sum(tl.where(is_own, starts + (tile - end_tiles + tiles) * BLOCK_M, 0), 0)
-    end = tl.sum(tl.where(is_own, ends, 0), 0)
-    places = first + tl.arange(0, BLOCK_M)
-    live = places < end
-    return slot, tl.where(live, places, first), live

@@ -15,8 +15,10 @@ def one_token_kernel(
     down_kernel,
     gate_up_bias,
     down_bias,
+    added,
     topk_ids,
     topk_weights,
+    activated,
     partials,
     gate_up_expert_stride,
     gate_up_row_stride,
@@ -36,7 +38,8 @@ def one_token_kernel(
     """Grid: (slices of BLOCK_N columns of gate and, if GATED, of up; experts of the token).
 
     The result of a slice is multiplied by its own rows of the second kernel: no program waits for another. `partials`
-    is [experts of the token times slices, HIDDEN], already times the experts' weights.
+    is [experts of the token times slices, HIDDEN], already times the experts' weights. `added` is added to the first
+    product of each expert, and `activated` gets the inputs of the second one.
     """
     place, part = tl.program_id(1), tl.program_id(0)
     columns = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,11 +78,19 @@ def one_token_kernel(
             weights += BLOCK_K * gate_up_row_stride
         gate_sum, up_sum = tl.sum(gate, 0), tl.sum(up, 0)
         if gate_up_bias is not None:
-            added = gate_up_bias + own * (2 * INNER if GATED else INNER) + read
-            gate_sum += tl.load(added).to(tl.float32)
+            biases = gate_up_bias + own * (2 * INNER if GATED else INNER) + read
+            gate_sum += tl.load(biases).to(tl.float32)
             if GATED:
-                up_sum += tl.load(added + INNER).to(tl.float32)
-        factor = gated(gate_sum, up_sum if GATED else 1.0, ACTIVATION) * weight
+                up_sum += tl.load(biases + INNER).to(tl.float32)
+        if added is not None:
+            own_row = added + place * (2 * INNER if GATED else INNER) + read
+            gate_sum += tl.load(own_row).to(tl.float32)
+            if GATED:
+                up_sum += tl.load(own_row + INNER).to(tl.float32)
+        factor = gated(gate_sum, up_sum if GATED else 1.0, ACTIVATION)
+        if activated is not None:
+            tl.store(activated + place * INNER + columns, factor.to(activated.dtype.element_ty), mask=inside)
+        factor *= weight
         if INNER % BLOCK_N:
             factor = tl.where(inside, factor, 0.0)
         few, slice_rows = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
@@ -95,8 +106,8 @@ def one_token_kernel(
             rows += BLOCK_R * down_row_stride
         result = tl.sum(total, 0)
         if down_bias is not None:
-            added = tl.load(down_bias + own * HIDDEN + lanes, mask=stored & (part == 0), other=0.0)
-            result += weight * added.to(tl.float32)
+            biases = tl.load(down_bias + own * HIDDEN + lanes, mask=stored & (part == 0), other=0.0)
+            result += weight * biases.to(tl.float32)
         tl.store(target, result, mask=stored)
     else:
         tl.store(target, tl.zeros([BLOCK_H], tl.float32), mask=stored)

@@ -29,12 +29,13 @@ def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operat
     columns = min(most, max(fewest, power_of_two(ceil_div(inner * call.num_pairs, 2 * limits.num_sms))))
     slices = ceil_div(inner, columns)
     parts = slices * call.num_pairs
-    read = ("gate_up_kernel", "down_kernel", "topk_ids", "topk_weights")
+    read, given = ("gate_up_kernel", "down_kernel", "topk_ids", "topk_weights"), call.arrays()
     arguments: dict[str, Argument] = {
         "x": Pointer("hidden_states"),
         **{name: Pointer(name) for name in read},
-        "gate_up_bias": ABSENT if call.gate_up_bias is None else Pointer("gate_up_bias"),
-        "down_bias": ABSENT if call.down_bias is None else Pointer("down_bias"),
+        **{name: Pointer(name) if name in given else ABSENT for name in ("gate_up_bias", "down_bias")},
+        "added": Pointer("gate_up_added") if "gate_up_added" in given else ABSENT,
+        "activated": Pointer("activated") if call.with_activated else ABSENT,
         "partials": Pointer("partials"),
         "out": Pointer("out"),
         "gate_up_expert_stride": Scalar(call.gate_up_kernel.element_strides[0], "i64"),
@@ -57,8 +58,8 @@ def plan_one_token(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> Operat
     sums = {"PARTS": parts, "SIZE": hidden, "BLOCK_P": power_of_two(parts), "BLOCK_N": _SUMMED_COLUMNS}
     launches = (
         named_launch(
-            one_token_kernel, (slices, call.num_pairs), arguments, constants, writes=("partials",),
-            num_warps=_NUM_WARPS, hot=True,
+            one_token_kernel, (slices, call.num_pairs), arguments, constants,
+            writes=("activated", "partials") if call.with_activated else ("partials",), num_warps=_NUM_WARPS, hot=True,
         ),
         named_launch(
             sum_partials_kernel, (ceil_div(hidden, _SUMMED_COLUMNS),), arguments, sums, writes=("out",), num_stages=1

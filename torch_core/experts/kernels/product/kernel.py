@@ -13,9 +13,11 @@ def expert_product_kernel(
     x,
     kernel,
     bias,
+    added,
     topk_ids,
     sorted_ids,
     tile_experts,
+    activated,
     out,
     num_pairs,
     num_tiles,
@@ -43,7 +45,8 @@ def expert_product_kernel(
     looks up among at most BLOCK_P pairs; with `sorted_ids` and `tile_experts` a tile of rows was made before, and if
     SORTED `out` has the rows of `sorted_ids`, those of padding too, which hold anything. With an ACTIVATION the result
     is that of the product or, if GATED, `act(gate) * up`: the kernel has the columns of both, one after the other. If
-    COPIED the kernel is a descriptor of the rows of all experts, whose tiles the copy engine brings.
+    COPIED the kernel is a descriptor of the rows of all experts, whose tiles the copy engine brings. A pair's row of
+    `added` is added to its product before the activation; if SORTED its row of `activated` gets the result, too.
     """
     COLUMN_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -70,7 +73,7 @@ def expert_product_kernel(
             is_row = own[None, :] & (ranks[None, :] == rows[:, None])
             places = tl.sum(tl.where(is_row, pairs[None, :], 0), 1)
             _product_tile(
-                x, kernel, bias, out, places, places, rows < count, expert, column,
+                x, kernel, bias, added, activated, out, None, places, places, rows < count, expert, column,
                 x_stride, kernel_expert_stride, kernel_row_stride,
                 PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
             )  # fmt: skip
@@ -89,14 +92,15 @@ def expert_product_kernel(
                 upper_slots = tile * BLOCK_M + tl.arange(0, BLOCK_M // 2)
                 upper = tl.load(sorted_ids + upper_slots)
                 _product_tile(
-                    x, kernel, bias, out, tl.maximum(upper, 0), upper_slots if SORTED else upper,
-                    upper >= 0, expert, column,
+                    x, kernel, bias, added, activated, out, sorted_ids, tl.maximum(upper, 0),
+                    upper_slots if SORTED else upper, upper >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
                     PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M // 2, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
             else:
                 _product_tile(
-                    x, kernel, bias, out, tl.maximum(ids, 0), slots if SORTED else ids, ids >= 0, expert, column,
+                    x, kernel, bias, added, activated, out, sorted_ids, tl.maximum(ids, 0), slots if SORTED else ids,
+                    ids >= 0, expert, column,
                     x_stride, kernel_expert_stride, kernel_row_stride,
                     PAIRS_PER_ROW, IN, OUT, ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, COPIED,
                 )  # fmt: skip
@@ -129,7 +133,8 @@ def combine_experts_kernel(
 
 @triton.jit
 def _product_tile(
-    x, kernel, bias, out, pairs, places, live, expert, column, x_stride, kernel_expert_stride, kernel_row_stride,
+    x, kernel, bias, added, activated, out, sorted_ids, pairs, places, live, expert, column, x_stride,
+    kernel_expert_stride, kernel_row_stride,
     PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
@@ -145,6 +150,11 @@ def _product_tile(
         weights = weights + steps[:, None].to(tl.int64) * kernel_row_stride + read[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if added is not None:
+        own_rows = added + pairs.to(tl.int64)[:, None] * (2 * OUT if GATED else OUT) + read[None, :]
+        total += tl.load(own_rows).to(tl.float32)
+        if GATED:
+            total_up += tl.load(own_rows + OUT).to(tl.float32)
     for start in range(0, IN, BLOCK_K):
         if COPIED:
             left = tl.load(rows)
@@ -168,11 +178,16 @@ def _product_tile(
         if not COPIED:
             weights += BLOCK_K * kernel_row_stride
     if bias is not None:
-        added = bias + expert.to(tl.int64) * (2 * OUT if GATED else OUT) + read
-        total += tl.load(added).to(tl.float32)[None, :]
+        own = bias + expert.to(tl.int64) * (2 * OUT if GATED else OUT) + read
+        total += tl.load(own).to(tl.float32)[None, :]
         if GATED:
-            total_up += tl.load(added + OUT).to(tl.float32)[None, :]
+            total_up += tl.load(own + OUT).to(tl.float32)[None, :]
     if ACTIVATION is not None:
         total = gated(total, total_up if GATED else 1.0, ACTIVATION)
     target = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    if activated is not None:
+        # Looked up again: held for the whole product they would take registers.
+        pairs = tl.maximum(tl.load(sorted_ids + places), 0)
+        target = activated + pairs.to(tl.int64)[:, None] * OUT + columns[None, :]
+        tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
