@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.mask import LOG2E
+
 
 @triton.jit
 def load_state(
@@ -38,6 +40,12 @@ def store_state(
         inside = (row < ROWS) & (channel < CHANNELS) & (slot >= 0) & (slot < num_states)
         held = states + slot.to(tl.int64) * slot_stride + head * head_stride + row * row_stride + channel
         tl.store(held, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def natural_exp(x):
+    """Returns exp(x), and 0 instead of numbers below 2^-126: two instructions instead of `tl.exp`'s five."""
+    return tl.math.exp2(x * LOG2E)
 
 
 @triton.jit

@@ -11,11 +11,13 @@ from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.kernels.delta.backward import gated_delta_both_states_kernel
 from torch_core.state.kernels.delta.channels_backward import (
     gated_delta_channel_gradients_kernel,
+    gated_delta_near_gradients_kernel,
     gated_delta_parts_kernel,
 )
 from torch_core.state.kernels.delta.gradients import (
     gated_delta_key_gradients_kernel,
     gated_delta_product_gradients_kernel,
+    gated_delta_rate_gradients_kernel,
     gated_delta_value_gradients_kernel,
 )
 from torch_core.state.kernels.delta.parts import (
@@ -54,17 +56,22 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     if call.gk is None:
         scratch["norms"] = ArraySpec((chunks, call.num_heads, 3, CHUNK), "float32")
     else:
+        scratch["gate_parts"] = ArraySpec((chunks, call.num_heads, CHUNK, sizes[1]), "float32")
         for name in ("query_parts", "key_parts"):
             scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, sizes[1]), call.key.dtype)
-    arguments = {
-        **dict.fromkeys(("d_last", "d_g", "d_initial"), ABSENT),
-        **arguments_of(call, arrays, {**outputs, **scratch}),
-        **strides("d_out", ("token", "head"), call.d_out),
-    }
     constexprs = constexprs_of(call, LEAST_TILE)
     padded = constexprs["VALUE_PADDED"]
     is_wide = call.key.dtype == "float32" or max(padded, constexprs["KEY_PADDED"]) > SMALL_KEY
     columns = min(_WIDE_COLUMNS if is_wide else _COLUMNS, padded)
+    parts = ceil_div(sizes[0], columns)
+    token_parts = ("rate_parts", "decay_parts") if call.gk is None else ("rate_parts",)
+    for name in token_parts:
+        scratch[name] = ArraySpec((chunks, call.num_heads, parts, CHUNK), "float32")
+    arguments = {
+        **dict.fromkeys(("d_last", "d_g", "d_initial", "decay_parts"), ABSENT),
+        **arguments_of(call, arrays, {**outputs, **scratch}),
+        **strides("d_out", ("token", "head"), call.d_out),
+    }
     constexprs["BLOCK_V"] = min(_WIDE_ROWS if is_wide else _ROWS, padded)
     is_large = limits.shared_memory >= (_LARGE_SHARED_MEMORY if call.gk is None else _LARGE_BY_CHANNEL)
     stages = 3 if is_large and not is_wide else 1
@@ -79,12 +86,19 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         *system_launches(call, arguments, constexprs),
         launch(gated_delta_both_states_kernel, tiles, "befores", "d_afters", *initial, **through),
     ]
-    constexprs |= {"BLOCK_V": columns, "BLOCK_C": _TOKENS, "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"])}
+    constexprs |= {
+        "BLOCK_V": columns,
+        "PARTS": parts,
+        "BLOCK_C": _TOKENS,
+        "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"]),
+    }
     once: dict[str, Any] = {"num_stages": 1, "num_warps": 8 if is_wide else 4, "maxnreg": _MOST_REGISTERS}
-    values = tuple(name for name in outputs if name in ("d_value", "d_beta", "d_g"))
     grid, tiles = (chunks, call.num_heads), CHUNK // _TOKENS
+    written = ("d_value", "corrections", "d_rights", *token_parts)
+    rates = tuple(name for name in outputs if name in ("d_beta", "d_g"))
     launches += [
-        launch(gated_delta_value_gradients_kernel, grid, *values, "corrections", "d_rights", **once),
+        launch(gated_delta_value_gradients_kernel, (*grid, parts), *written, **once),
+        launch(gated_delta_rate_gradients_kernel, grid, *rates, num_warps=1, num_stages=1),
         launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
     ]
     if call.gk is None:
@@ -92,9 +106,13 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         twice = once if is_wide or not is_large else {"num_stages": 2, "num_warps": 8, "maxnreg": 128, "hot": True}
         launches.append(launch(gated_delta_key_gradients_kernel, grid, "d_query", "d_key", **twice))
     else:
-        grid = (*grid, ceil_div(sizes[1], constexprs["BLOCK_K"]))
+        tiles = ceil_div(sizes[1], constexprs["BLOCK_K"])
+        near, grid = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
+        by_channel = ("query_parts", "key_parts")
         launches += [
-            launch(gated_delta_channel_gradients_kernel, grid, "d_gk", "query_parts", "key_parts", **once),
+            # A warp for 16 tokens needs no barrier.
+            launch(gated_delta_near_gradients_kernel, near, *by_channel, "gate_parts", num_warps=1, num_stages=1),
+            launch(gated_delta_channel_gradients_kernel, grid, "d_gk", *by_channel, **once),
             launch(gated_delta_parts_kernel, (chunks, call.num_kv_heads), "d_query", "d_key"),
         ]
     return OperationPlan.of(call.name, arrays, tuple(launches), outputs, scratch)

@@ -9,9 +9,95 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import chunk_columns, chunk_rows, zero_padding
+from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding
 from torch_core.device.work import locate_tile
 from torch_core.state.kernels.delta.systems import inverse_norms
+
+
+@triton.jit
+def gated_delta_near_gradients_kernel(
+    query,
+    key,
+    query_start_loc,
+    factors,
+    decays,
+    d_overlaps,
+    d_products,
+    query_parts,
+    key_parts,
+    gate_parts,
+    num_seqs,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, heads, blocks of 16 tokens and tiles of BLOCK_K channels).
+
+    Writes what the pairs within a block add to the gradients of queries times their factors, of divided keys, and of
+    the decay from the chunk's start.
+    """
+    dtype: tl.constexpr = key.dtype.element_ty
+    BLOCKS: tl.constexpr = CHUNK // 16
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    channel = (tl.program_id(2) // BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K))[:, None]
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    length = tl.load(query_start_loc + seq + 1) - start
+    first = tl.program_id(2) % BLOCKS * 16
+    if index * CHUNK + first >= length:
+        return
+    row = tl.arange(0, 16)[:, None]
+    column = tl.arange(0, 16)[None, :]
+    origin = (start + index * CHUNK + first).to(tl.int64)
+    is_channel = channel < KEY_SIZE
+    is_key = is_channel & (index * CHUNK + first + column < length)
+    chunk = (tile * NUM_HEADS + head).to(tl.int64)
+    keys = key + head // GROUP * key_head_stride + origin * key_token_stride
+    queries = query + head // GROUP * query_head_stride + origin * query_token_stride
+    k = tl.load(keys + column * key_token_stride + channel, mask=is_key, other=0.0).to(tl.float32)
+    q = tl.load(queries + column * query_token_stride + channel, mask=is_key, other=0.0).to(tl.float32)
+    held = decays + (chunk * CHUNK + first) * KEY_SIZE + channel
+    decay = tl.load(held + column * KEY_SIZE, mask=is_channel, other=0.0)
+    there = tl.load(held + (column & ~1) * KEY_SIZE, mask=is_channel, other=0.0)
+    square = (chunk * CHUNK + first) * CHUNK + first + row * CHUNK + column
+    d_overlap = tl.load(d_overlaps + square)
+    d_p = tl.load(d_products + square)
+    factor = factors + chunk * 5 * CHUNK + first + column
+    k *= tl.load(factor)
+    q *= tl.load(factor + CHUNK)
+    by_read = tl.zeros([BLOCK_K, 16], tl.float32)
+    by_query = tl.zeros([BLOCK_K, 16], tl.float32)
+    by_added = tl.zeros([BLOCK_K, 16], tl.float32)
+    for level in range(4):
+        weight = natural_exp(-tl.abs(decay - there))
+        # Of the next level, on its way while this one is computed.
+        border = ((column >> (level + 2)) << (level + 2)) + (2 << level) - 1
+        there = tl.load(held + border * KEY_SIZE, mask=is_channel & (level < 3), other=0.0)
+        is_pair = ((row >> level) ^ (column >> level)) == 1
+        is_later = ((column >> level) & 1) == 1
+        # Without the choice the compiler computes this product in the layout of an operand.
+        decayed = tl.where(is_key, k * weight, 0.0).to(dtype)
+        by_keys = weight * tl.dot(decayed, tl.where(is_pair, d_overlap, 0.0), input_precision=PRECISION)
+        mixed = (tl.where(is_later, q, k) * weight).to(dtype)
+        by_both = weight * tl.dot(mixed, tl.where(is_pair, d_p, 0.0), input_precision=PRECISION)
+        by_read += tl.where(is_later, by_keys, 0.0)
+        by_query += tl.where(is_later, by_both, 0.0)
+        by_added += tl.where(is_later, 0.0, by_keys + by_both)
+    flat = (chunk * CHUNK + first) * KEY_SIZE + column * KEY_SIZE + channel
+    tl.store(query_parts + flat, by_query.to(dtype), mask=is_channel)
+    tl.store(key_parts + flat, (by_read + by_added).to(dtype), mask=is_channel)
+    tl.store(gate_parts + flat, q * by_query + k * (by_read - by_added), mask=is_channel)
 
 
 @triton.jit
@@ -29,9 +115,10 @@ def gated_delta_channel_gradients_kernel(
     d_rights,
     d_overlaps,
     d_products,
-    d_gk,
     query_parts,
     key_parts,
+    gate_parts,
+    d_gk,
     num_tokens,
     num_seqs,
     query_token_stride,
@@ -71,20 +158,12 @@ def gated_delta_channel_gradients_kernel(
 
     start = tl.load(query_start_loc + seq)
     step = tl.arange(0, CHUNK)
-    live_tokens = tl.load(query_start_loc + seq + 1) - start - index * CHUNK
-    live = step < live_tokens
+    live = index * CHUNK + step < tl.load(query_start_loc + seq + 1) - start
     origin = (start + index * CHUNK).to(tl.int64)
     is_channel = (channel < KEY_SIZE)[:, None]
     is_key = is_channel & live[None, :]
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
     held = decays + chunk * CHUNK * KEY_SIZE
-    # First, while registers are free.
-    near_read, near_query, near_added = _near_gradients(
-        query + head // GROUP * query_head_stride + origin * query_token_stride,
-        key + head // GROUP * key_head_stride + origin * key_token_stride, live_tokens, factors + chunk * 5 * CHUNK,
-        held, d_overlaps + chunk * CHUNK * CHUNK, d_products + chunk * CHUNK * CHUNK, channel, query_token_stride,
-        key_token_stride, KEY_SIZE, BLOCK_K, PRECISION, CHUNK,
-    )  # fmt: skip
     by_read = tl.zeros([BLOCK_K, CHUNK], tl.float32)
     by_query = tl.zeros([BLOCK_K, CHUNK], tl.float32)
     by_added = tl.zeros([BLOCK_K, CHUNK], tl.float32)
@@ -114,21 +193,18 @@ def gated_delta_channel_gradients_kernel(
     k = tl.load(keys, mask=is_key, other=0.0).to(tl.float32) * tl.load(factor)[None, :]
     q = tl.load(queries, mask=is_key, other=0.0).to(tl.float32) * tl.load(factor + CHUNK)[None, :]
     # Keys enter the state before the chunk with a minus.
-    by_read *= -tl.exp(decay)
-    by_query *= tl.exp(decay)
-    by_added *= tl.exp(last[:, None] - decay)
-    d_last = d_last * tl.exp(last) + tl.sum(by_added * k, 1)
-    by_read += near_read
-    by_query += near_query
-    by_added += near_added
+    by_read *= -natural_exp(decay)
+    by_query *= natural_exp(decay)
+    by_added *= natural_exp(last[:, None] - decay)
+    d_last = d_last * natural_exp(last) + tl.sum(by_added * k, 1)
     row = step[:, None]
     column = step[None, :]
-    # Both orders of a pair: a later token reads, an earlier one is read.
+    # Both orders of a pair: a later token reads, an earlier one is read. Pairs within blocks of 16 are added below.
     square = chunk * CHUNK * CHUNK + row * CHUNK + column
     for level in range(4, 6):
         border = ((column >> (level + 1)) << (level + 1)) + (1 << level) - 1
         there = tl.load(held + border * KEY_SIZE + channel[:, None], mask=is_channel, other=0.0)
-        weight = tl.exp(-tl.abs(decay - there))
+        weight = natural_exp(-tl.abs(decay - there))
         is_pair = ((row >> level) ^ (column >> level)) == 1
         is_later = ((column >> level) & 1) == 1
         d_overlap = tl.where(is_pair, tl.load(d_overlaps + square), 0.0)
@@ -141,18 +217,26 @@ def gated_delta_channel_gradients_kernel(
         by_read += tl.where(is_later, by_keys, 0.0)
         by_query += tl.where(is_later, by_both, 0.0)
         by_added += tl.where(is_later, 0.0, by_keys + by_both)
-    d_decay = q * by_query + k * (by_read - by_added)
+    flat = chunk * CHUNK * KEY_SIZE + step[None, :] * KEY_SIZE + channel[:, None]
+    d_decay = q * by_query + k * (by_read - by_added) + tl.load(gate_parts + flat, mask=is_key, other=0.0)
     d_decay += tl.where(column == CHUNK - 1, d_last[:, None], 0.0)
     gates = chunk_columns(gk + head * gk_head_stride, origin, step, channel, gk_token_stride)
     gate = tl.load(gates, mask=is_key, other=0.0).to(tl.float32)
-    d_gate = tl.where(gate > -100.0, tl.cumsum(d_decay, 1, reverse=True), 0.0)
+    # The sums from each token to the chunk's end, by exact products: a scan over the warps takes much longer.
+    is_after = tl.where(row >= column, 1.0, 0.0).to(tl.bfloat16)
+    d_gate = tl.zeros([BLOCK_K, CHUNK], tl.float32)
+    for _ in tl.static_range(3):
+        digits = d_decay.to(tl.bfloat16)
+        d_gate = tl.dot(digits, is_after, acc=d_gate)
+        d_decay -= digits.to(tl.float32)
     target = chunk_columns(own, origin, step, channel, gates_stride)
-    tl.store(target, d_gate.to(d_gk.dtype.element_ty), mask=is_key)
+    tl.store(target, tl.where(gate > -100.0, d_gate, 0.0).to(d_gk.dtype.element_ty), mask=is_key)
     # In the product of a token with itself there is no decay.
     own_product = tl.load(d_products + chunk * CHUNK * CHUNK + step * (CHUNK + 1)).to(tl.float32)[None, :]
-    flat = chunk * CHUNK * KEY_SIZE + step[None, :] * KEY_SIZE + channel[:, None]
-    tl.store(query_parts + flat, (by_query + own_product * k).to(dtype), mask=is_channel)
-    tl.store(key_parts + flat, (by_read + by_added + own_product * q).to(dtype), mask=is_channel)
+    d_q = by_query + own_product * k + tl.load(query_parts + flat, mask=is_key, other=0.0).to(tl.float32)
+    d_k = by_read + by_added + own_product * q + tl.load(key_parts + flat, mask=is_key, other=0.0).to(tl.float32)
+    tl.store(query_parts + flat, d_q.to(dtype), mask=is_key)
+    tl.store(key_parts + flat, d_k.to(dtype), mask=is_key)
 
 
 @triton.jit
@@ -223,55 +307,3 @@ def gated_delta_parts_kernel(
         tl.store(target, d_q.to(d_query.dtype.element_ty), mask=is_key)
         target = chunk_rows(d_key + own, origin, step, channel, key_stride)
         tl.store(target, d_k.to(d_key.dtype.element_ty), mask=is_key)
-
-
-@triton.jit
-def _near_gradients(
-    query, key, live_tokens, factor, held, d_overlaps, d_products, channel, query_token_stride, key_token_stride,
-    KEY_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Returns the parts of `by_read`, `by_query` and `by_added` by the pairs within blocks of 16 tokens.
-
-    These blocks alone are multiplied, all at the same time.
-    """
-    dtype: tl.constexpr = key.dtype.element_ty
-    BLOCKS: tl.constexpr = CHUNK // 16
-    block = tl.arange(0, BLOCKS)[:, None, None] * 16
-    inner = tl.arange(0, 16)
-    row = inner[None, :, None]
-    column = inner[None, None, :]
-    token = block + column
-    lane = channel[None, :, None]
-    is_channel = lane < KEY_SIZE
-    is_key = is_channel & (token < live_tokens)
-    k = tl.load(key + token * key_token_stride + lane, mask=is_key, other=0.0)
-    q = tl.load(query + token * query_token_stride + lane, mask=is_key, other=0.0)
-    k = k.to(tl.float32) * tl.load(factor + token)
-    q = q.to(tl.float32) * tl.load(factor + CHUNK + token)
-    decay = tl.load(held + token * KEY_SIZE + lane, mask=is_channel, other=0.0)
-    square = (block + row) * CHUNK + block + column
-    d_overlap = tl.load(d_overlaps + square)
-    d_p = tl.load(d_products + square)
-    by_read = tl.zeros([BLOCKS, BLOCK_K, 16], tl.float32)
-    by_query = tl.zeros([BLOCKS, BLOCK_K, 16], tl.float32)
-    by_added = tl.zeros([BLOCKS, BLOCK_K, 16], tl.float32)
-    for level in range(4):
-        border = ((token >> (level + 1)) << (level + 1)) + (1 << level) - 1
-        there = tl.load(held + border * KEY_SIZE + lane, mask=is_channel, other=0.0)
-        weight = tl.exp(-tl.abs(decay - there))
-        is_pair = ((row >> level) ^ (column >> level)) == 1
-        is_later = ((column >> level) & 1) == 1
-        decayed = tl.where(is_key, k * weight, 0.0).to(dtype)
-        by_keys = tl.dot(decayed, tl.where(is_pair, d_overlap, 0.0), input_precision=PRECISION)
-        mixed = (tl.where(is_later, q, k) * weight).to(dtype)
-        by_both = weight * tl.dot(mixed, tl.where(is_pair, d_p, 0.0), input_precision=PRECISION)
-        by_keys *= weight
-        by_read += tl.where(is_later, by_keys, 0.0)
-        by_query += tl.where(is_later, by_both, 0.0)
-        by_added += tl.where(is_later, 0.0, by_keys + by_both)
-    return _in_a_row(by_read, BLOCK_K, CHUNK), _in_a_row(by_query, BLOCK_K, CHUNK), _in_a_row(by_added, BLOCK_K, CHUNK)
-
-
-@triton.jit
-def _in_a_row(blocks, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr):
-    return tl.reshape(tl.permute(blocks, (1, 0, 2)), [BLOCK_K, CHUNK])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import chunk_columns, chunk_rows, zero_padding
+from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding
 from torch_core.device.work import locate_tile
 from torch_core.state.kernels.delta.systems import inverse_norms
 
@@ -20,7 +20,6 @@ def gated_delta_value_gradients_kernel(
     query,
     key,
     value,
-    g,
     d_out,
     query_start_loc,
     inverses,
@@ -33,8 +32,8 @@ def gated_delta_value_gradients_kernel(
     befores,
     d_afters,
     d_value,
-    d_beta,
-    d_g,
+    rate_parts,
+    decay_parts,
     corrections,
     d_rights,
     num_tokens,
@@ -45,7 +44,6 @@ def gated_delta_value_gradients_kernel(
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    g_token_stride,
     d_out_token_stride,
     d_out_head_stride,
     NUM_HEADS: tl.constexpr,
@@ -53,28 +51,26 @@ def gated_delta_value_gradients_kernel(
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads). Writes the gradients of values, betas and gates of heads.
+    """Grid: (chunks of the batch by a static bound, heads, tiles of BLOCK_V values). Writes the gradients of values.
 
-    And U as `corrections` and the gradients of R as `d_rights`, both [values, tokens] for each chunk and head.
+    And U as `corrections` and the gradients of R as `d_rights`, both [values, tokens] for each chunk and head; and what
+    its values add to the gradients of betas, and of the decay from the chunk's start, as `rate_parts` and
+    `decay_parts`, in float32.
     """
     dtype: tl.constexpr = key.dtype.element_ty
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    one = tl.arange(0, 1)
-    zero_padding(d_beta + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
-    if d_g is not None:
-        zero_padding(d_g + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
-    whole = tl.arange(0, VALUE_PADDED)
-    own = d_value + head * VALUE_SIZE + whole
+    element = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_element = element < VALUE_SIZE
     value_stride: tl.constexpr = NUM_HEADS * VALUE_SIZE
-    zero_padding(own, query_start_loc, num_tokens, num_seqs, value_stride, whole < VALUE_SIZE, BLOCK_T)
+    own = d_value + head * VALUE_SIZE
+    zero_padding(own + element, query_start_loc, num_tokens, num_seqs, value_stride, is_element, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -88,78 +84,103 @@ def gated_delta_value_gradients_kernel(
     is_channel = channel < KEY_SIZE
     is_key = is_channel[:, None] & live[None, :]
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
+    square = chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :]
+    is_value = is_element[:, None] & live[None, :]
+    values = chunk_columns(value + head * value_head_stride, origin, step, element, value_token_stride)
+    results = chunk_columns(d_out + head * d_out_head_stride, origin, step, element, d_out_token_stride)
+    plane = chunk * VALUE_SIZE * KEY_SIZE + element[:, None] * KEY_SIZE + channel[None, :]
+    inside = is_element[:, None] & is_channel[None, :]
+    state = tl.load(befores + plane, mask=inside, other=0.0)
+    d_state = tl.load(d_afters + plane, mask=inside, other=0.0)
     if through is None:
         keys = chunk_columns(key + head // GROUP * key_head_stride, origin, step, channel, key_token_stride)
         source = chunk_columns(query + head // GROUP * query_head_stride, origin, step, channel, query_token_stride)
         k = tl.load(keys, mask=is_key, other=0.0)
         q = tl.load(source, mask=is_key, other=0.0)
         held = factors + chunk * 5 * CHUNK
-        into = tl.load(held + step)
-        read = tl.load(held + CHUNK + step)
-        added = tl.load(held + 2 * CHUNK + step)
-        last = tl.load(held + 3 * CHUNK)
+        r = tl.dot(state, k, input_precision=PRECISION) * tl.load(held + step)[None, :]
+        found = tl.dot(state, q, input_precision=PRECISION) * tl.load(held + CHUNK + step)[None, :]
+        d_u = tl.dot(d_state, k, input_precision=PRECISION) * tl.load(held + 2 * CHUNK + step)[None, :]
+        d_last = tl.load(held + 3 * CHUNK) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     else:
         rows = chunk * CHUNK * KEY_SIZE + step[None, :] * KEY_SIZE + channel[:, None]
         k = tl.load(reads + rows, mask=is_channel[:, None], other=0.0)
         added_keys = tl.load(adds + rows, mask=is_channel[:, None], other=0.0)
-    square = chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :]
-    d_rate = tl.zeros([BLOCK_V, CHUNK], tl.float32)
-    # Of the decay from the chunk's start to each token, and to its end.
-    d_decay = tl.zeros([BLOCK_V, CHUNK], tl.float32)
-    d_last = 0.0
-    for first in range(0, VALUE_PADDED, BLOCK_V):
-        element = first + tl.arange(0, BLOCK_V)
-        is_element = element < VALUE_SIZE
-        is_value = is_element[:, None] & live[None, :]
-        values = chunk_columns(value + head * value_head_stride, origin, step, element, value_token_stride)
-        results = chunk_columns(d_out + head * d_out_head_stride, origin, step, element, d_out_token_stride)
-        plane = chunk * VALUE_SIZE * KEY_SIZE + element[:, None] * KEY_SIZE + channel[None, :]
-        inside = is_element[:, None] & is_channel[None, :]
-        state = tl.load(befores + plane, mask=inside, other=0.0)
-        d_state = tl.load(d_afters + plane, mask=inside, other=0.0)
-        v = tl.load(values, mask=is_value, other=0.0).to(tl.float32)
-        d_o = tl.load(results, mask=is_value, other=0.0)
-        # Read for each part of the values: registers are scarce.
-        inverse = tl.load(inverses + square)
-        p = tl.load(products + square)
-        lower = tl.load(lowers + square)
-        known = tl.dot(state, k, input_precision=PRECISION)
-        if through is None:
-            known *= into[None, :]
-        r = known + v
-        u = tl.dot(r.to(dtype), tl.trans(inverse), input_precision=PRECISION)
-        u_narrow = u.to(dtype)
-        if through is None:
-            d_last += last * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
-            d_u = tl.dot(d_state, k, input_precision=PRECISION) * added[None, :]
-            d_last += tl.sum(tl.sum(d_u * u, 1), 0)
-            found = tl.dot(state, q, input_precision=PRECISION) * read[None, :]
-            found = tl.dot(u_narrow, tl.trans(p), acc=found, input_precision=PRECISION)
-            d_decay += found * d_o.to(tl.float32)
-        else:
-            d_u = tl.dot(d_state, added_keys, input_precision=PRECISION)
-        d_u = tl.dot(d_o, p, acc=d_u, input_precision=PRECISION)
-        d_r = tl.dot(d_u.to(dtype), inverse, input_precision=PRECISION)
-        d_r_narrow = d_r.to(dtype)
-        target = chunk_columns(d_value + head * VALUE_SIZE, origin, step, element, value_stride)
-        tl.store(target, d_r.to(d_value.dtype.element_ty), mask=is_value)
-        flat = chunk * CHUNK * VALUE_SIZE + element[:, None] * CHUNK + step[None, :]
-        tl.store(corrections + flat, u_narrow, mask=is_element[:, None])
-        tl.store(d_rights + flat, d_r_narrow, mask=is_element[:, None])
-        # The error that beta multiplies, and its gradient divided by beta.
-        error = r - tl.dot(u_narrow, tl.trans(lower), input_precision=PRECISION)
-        d_error = d_u - tl.dot(d_r_narrow, lower, input_precision=PRECISION)
-        d_rate += error * d_error
-        if through is None:
-            # What a token reads, less what later ones read of it.
-            d_decay += d_r * (error - v) - u * d_error
-    place = origin * NUM_HEADS + head + step * NUM_HEADS
-    tl.store(d_beta + place, tl.sum(d_rate, 0).to(d_beta.dtype.element_ty), mask=live)
+        r = tl.dot(state, k, input_precision=PRECISION)
+        d_u = tl.dot(d_state, added_keys, input_precision=PRECISION)
+    v = tl.load(values, mask=is_value, other=0.0).to(tl.float32)
+    d_o = tl.load(results, mask=is_value, other=0.0)
+    r += v
+    inverse = tl.load(inverses + square)
+    u = tl.dot(r.to(dtype), tl.trans(inverse), input_precision=PRECISION)
+    u_narrow = u.to(dtype)
+    p = tl.load(products + square)
+    if through is None:
+        d_last += tl.sum(tl.sum(d_u * u, 1), 0)
+        found = tl.dot(u_narrow, tl.trans(p), acc=found, input_precision=PRECISION)
+    d_u = tl.dot(d_o, p, acc=d_u, input_precision=PRECISION)
+    d_r = tl.dot(d_u.to(dtype), inverse, input_precision=PRECISION)
+    d_r_narrow = d_r.to(dtype)
+    target = chunk_columns(own, origin, step, element, value_stride)
+    tl.store(target, d_r.to(d_value.dtype.element_ty), mask=is_value)
+    flat = chunk * CHUNK * VALUE_SIZE + element[:, None] * CHUNK + step[None, :]
+    tl.store(corrections + flat, u_narrow, mask=is_element[:, None])
+    tl.store(d_rights + flat, d_r_narrow, mask=is_element[:, None])
+    # The error that beta multiplies, and its gradient divided by beta.
+    lower = tl.load(lowers + square)
+    error = r - tl.dot(u_narrow, tl.trans(lower), input_precision=PRECISION)
+    d_error = d_u - tl.dot(d_r_narrow, lower, input_precision=PRECISION)
+    part = (chunk * tl.num_programs(2) + tl.program_id(2)) * CHUNK + step
+    tl.store(rate_parts + part, tl.sum(error * d_error, 0))
+    if through is None:
+        # The results', and what a token reads, less what later ones read of it.
+        d_decay = tl.sum(found * d_o.to(tl.float32) + d_r * (error - v) - u * d_error, 0)
+        tl.store(decay_parts + part, d_decay + tl.where(step == CHUNK - 1, d_last, 0.0))
+
+
+@triton.jit
+def gated_delta_rate_gradients_kernel(
+    g,
+    query_start_loc,
+    rate_parts,
+    decay_parts,
+    d_beta,
+    d_g,
+    num_tokens,
+    num_seqs,
+    g_token_stride,
+    NUM_HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, heads). Writes the gradients of betas, and of gates of heads."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    one = tl.arange(0, 1)
+    zero_padding(d_beta + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
     if d_g is not None:
-        gates = g + origin * g_token_stride + head + step * g_token_stride
-        gate = tl.load(gates, mask=live, other=0.0).to(tl.float32)
-        by_token = tl.sum(d_decay, 0) + tl.where(step == CHUNK - 1, d_last, 0.0)
-        d_gate = tl.cumsum(by_token, 0, reverse=True)
+        zero_padding(d_g + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    step = tl.arange(0, CHUNK)
+    live = index * CHUNK + step < tl.load(query_start_loc + seq + 1) - start
+    token = (start + index * CHUNK + step).to(tl.int64)
+    part = (tile * NUM_HEADS + head).to(tl.int64) * PARTS * CHUNK + step
+    d_rate = tl.zeros([CHUNK], tl.float32)
+    d_decay = tl.zeros([CHUNK], tl.float32)
+    for number in range(PARTS):
+        d_rate += tl.load(rate_parts + part + number * CHUNK)
+        if d_g is not None:
+            d_decay += tl.load(decay_parts + part + number * CHUNK)
+    place = token * NUM_HEADS + head
+    tl.store(d_beta + place, d_rate.to(d_beta.dtype.element_ty), mask=live)
+    if d_g is not None:
+        gate = tl.load(g + token * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
+        d_gate = tl.cumsum(d_decay, 0, reverse=True)
         tl.store(d_g + place, tl.where(gate > -100.0, d_gate, 0.0).to(d_g.dtype.element_ty), mask=live)
 
 
@@ -218,7 +239,7 @@ def gated_delta_product_gradients_kernel(
     if norms is not None:
         held = norms + chunk * 3 * CHUNK
         decay = tl.load(held + 2 * CHUNK + row)[:, None] - tl.load(held + 2 * CHUNK + column)[None, :]
-        weights = tl.exp(tl.minimum(decay, 0.0)) * tl.load(held + column)[None, :]
+        weights = natural_exp(tl.minimum(decay, 0.0)) * tl.load(held + column)[None, :]
         d_p *= weights * tl.load(held + CHUNK + row)[:, None]
         d_overlap *= weights * tl.load(held + row)[:, None]
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import load_state, store_state, zero_padding
+from torch_core.device.states import load_state, natural_exp, store_state, zero_padding
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def gated_delta_kernel(
         next_v = tl.load(values, mask=is_row & is_token, other=0.0)
         next_rate = tl.load(rates, mask=is_token, other=0.0)
         if g is not None:
-            state *= tl.exp(next_gate.to(tl.float32))
+            state *= natural_exp(next_gate.to(tl.float32))
             gates += g_token_stride
             next_gate = tl.load(gates, mask=is_token, other=0.0)
         if gk is not None:
-            state *= tl.exp(next_key_gate.to(tl.float32))[None, :, :]
+            state *= natural_exp(next_key_gate.to(tl.float32))[None, :, :]
             key_gates += gk_token_stride
             next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
         k_norm = 1.0

@@ -8,7 +8,11 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import block_seqs, named_launch, power_of_two, strides
 from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer, Scalar
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
-from torch_core.state.kernels.delta.channels import gated_delta_channels_kernel, gated_delta_pairs_kernel
+from torch_core.state.kernels.delta.channels import (
+    gated_delta_channels_kernel,
+    gated_delta_far_pairs_kernel,
+    gated_delta_near_pairs_kernel,
+)
 from torch_core.state.kernels.delta.systems import gated_delta_inverses_kernel, gated_delta_overlaps_kernel
 
 #: Tokens of a chunk.
@@ -45,10 +49,12 @@ def system_launches(
         written = ("overlaps", "products", "factors", *lowers, *norms)
         launches = [launch(gated_delta_overlaps_kernel, (chunks, heads // members), *written, maxnreg=registers)]
     else:
-        written = ("factors", "decays", *_BY_CHANNEL)
+        written, pairs = ("factors", "decays", *_BY_CHANNEL), ("overlaps", "products", *lowers)
         launches = [
             launch(gated_delta_channels_kernel, (chunks, heads), *written, num_warps=8),
-            launch(gated_delta_pairs_kernel, (chunks, heads), "overlaps", "products", *lowers),
+            # A warp for 16 tokens needs no barrier.
+            launch(gated_delta_near_pairs_kernel, (chunks, heads, CHUNK // 16), *pairs, num_warps=1),
+            launch(gated_delta_far_pairs_kernel, (chunks, heads), *pairs),
         ]
     # A warp for each chunk: its blocks of 16 then need no barrier.
     return [*launches, launch(gated_delta_inverses_kernel, (chunks, heads), "inverses", num_warps=1)]

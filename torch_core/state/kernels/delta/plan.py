@@ -39,6 +39,8 @@ _LEAST_SEGMENT = 8
 _LEAST_SEGMENTS = 4
 # Segments of that many chunks and fewer go faster with half the rows, which leave them longer.
 _SHORT_SEGMENT, _HALF_ROWS = 32, 64
+# Two programs of a summary then fit a multiprocessor: more than one of all rows, which results of chunks need.
+_SUMMARY_ROWS = 64
 
 
 class _Tile(NamedTuple):
@@ -111,9 +113,11 @@ def _in_chunks(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], 
 
     tiles = call.num_seqs
     if tile.segment is not None:
-        tiles = chunk_tiles(call, tile.segment)
-        grid = (tiles, heads, ceil_div(value_rows + key_rows, tile.rows))
-        launches.append(launch(gated_delta_summaries_kernel, grid, "summaries", **through))
+        tiles, rows = chunk_tiles(call, tile.segment), min(tile.rows, _SUMMARY_ROWS)
+        grid = (tiles, heads, ceil_div(value_rows + key_rows, rows))
+        constexprs["BLOCK_V"] = rows
+        launches.append(launch(gated_delta_summaries_kernel, grid, "summaries", **{**through, "num_warps": 4}))
+        constexprs["BLOCK_V"] = tile.rows
         grid = (call.num_seqs, heads, value_rows // _START_ROWS)
         launches.append(
             launch(gated_delta_starts_kernel, grid, "summaries", num_warps=8, num_stages=tile.stages, hot=True)
