@@ -41,7 +41,7 @@ PAGES = {
     "states": (
         "Layers with a state",
         "Prompts and decode steps of recurrent layers, next to flash-linear-attention and vLLM.",
-        ["states_delta", "states_mamba"],
+        ["states_delta", "states_kda", "states_mamba"],
     ),
     "devices": (
         "Several devices",
