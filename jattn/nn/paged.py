@@ -126,21 +126,15 @@ class PagedAttention(nnx.Module):
     @property
     def options(self) -> LayerOptions:
         """The options that paged and dense attention have in common, as keywords of both."""
-        return {
-            "scale": self.scale,
-            "sliding_window": self.sliding_window,
-            "attention_chunk": self.attention_chunk,
-            "logits_soft_cap": self.logits_soft_cap,
-            "alibi_slopes": None if self.alibi_slopes is None else jnp.array(self.alibi_slopes, jnp.float32),
-            "use_alibi_sqrt": self.use_alibi_sqrt,
-            "implementation": self.implementation,
-            "batch_invariant": self.batch_invariant,
-        }
+        given: Any = {name: getattr(self, name) for name in LayerOptions.__annotations__}
+        if self.alibi_slopes is not None:
+            given["alibi_slopes"] = jnp.array(self.alibi_slopes, jnp.float32)
+        return given
 
     @property
     def sees_distances(self) -> bool:
         """Whether mask or bias depends on the distance between query and key, apart from the causal mask."""
-        return not (self.sliding_window is None and self.attention_chunk is None and self.alibi_slopes is None)
+        return any(getattr(self, name, None) is not None for name in ops.POSITIONAL)
 
     def __call__(
         self,
