@@ -22,7 +22,7 @@ PAGES = {
     ),
     "latents": (
         "Latent attention",
-        "DeepSeek's attention over a cache of latents on one H200.",
+        "DeepSeek's attention over a cache of latents, on one H100 or H200.",
         ["latents", "latents_8bit", "latents_prefill"],
     ),
     "training": (
