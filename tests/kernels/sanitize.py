@@ -110,7 +110,9 @@ def latent_shapes() -> list[LatentCase]:
     cases.append(latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes))
     cases.append(latent_case(1, seq_lens=[333, 0, 9], query_lens=[2, 0, 1], num_heads=16, packed=True, **sizes))
     chosen = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 1], "topk": 130}
-    return [*cases, sparse_case(1, num_heads=16, **chosen, **sizes)]
+    for heads, packed in ((16, False), (16, True), (128, True)):
+        cases.append(sparse_case(1, num_heads=heads, packed=packed, **chosen, **sizes))
+    return cases
 
 
 def state_calls() -> list[Call[torch.Tensor]]:

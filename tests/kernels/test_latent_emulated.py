@@ -79,8 +79,18 @@ def test_warpgroups_of_few_rows_take_turns_at_tiles(rows: str, dtype: str, seed:
     )  # fmt: skip
 
 
-def test_packed_rows_of_blocks_of_one_token_are_gathered(seed: int) -> None:
+@pytest.mark.parametrize(("num_heads", "kernel"), [(5, "few_latent_kernel"), (20, "hopper_latent_kernel")])
+def test_packed_rows_of_blocks_of_one_token_are_gathered(num_heads: int, kernel: str, seed: int) -> None:
     _check(
-        seed, "few_latent_kernel", seq_lens=[385, 3, 0], query_lens=[1, 0, 1], num_heads=5, padding_tokens=2,
-        block_size=1, packed=True,
+        seed, kernel, seq_lens=[385, 3, 0], query_lens=[1, 0, 1], num_heads=num_heads, padding_tokens=2, block_size=1,
+        packed=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", EIGHT_BITS)
+def test_many_rows_of_8_bits_are_unpacked(rows: str, seed: int) -> None:
+    """Chunks of one and of two tiles, and a sequence of several rows."""
+    _check(
+        seed, "hopper_latent_kernel", seq_lens=[300, 0, 65], query_lens=[4, 0, 1], num_heads=5, padding_tokens=2,
+        block_size=16, kv_chunk_size=128, **EIGHT_BITS[rows],
     )  # fmt: skip

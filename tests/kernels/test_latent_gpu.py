@@ -103,8 +103,11 @@ def test_batches_of_64_find_their_chunks(seed):
 
 
 @pytest.mark.parametrize("heads", [3, 16, 128])
-def test_jax_gives_torchs_bits(heads, seed):
-    case = latent_case(seed, seq_lens=[900, 64, 0], query_lens=[2, 1, 0], num_heads=heads, dtype="bfloat16", **DEEPSEEK)
+@pytest.mark.parametrize("packed", [False, True])
+def test_jax_gives_torchs_bits(heads, packed, seed):
+    case = latent_case(
+        seed, seq_lens=[900, 64, 0], query_lens=[2, 1, 0], num_heads=heads, dtype="bfloat16", packed=packed, **DEEPSEEK
+    )
     arrays = {name: jnp.asarray(array) for name, array in case.operands.items()}
     limits: dict[str, Any] = case.limits
     found = jax.jit(

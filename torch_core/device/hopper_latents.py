@@ -17,6 +17,10 @@ BLOCK_N = gl.constexpr(64)
 #: Elements of half a latent, and of a rotary key.
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
+#: Of a packed row: all bytes, and the first one of its scales and of its rotary key.
+PACKED_BYTES = gl.constexpr(656)
+SCALE_OFFSET = gl.constexpr(512)
+ROPE_OFFSET = gl.constexpr(528)
 # Rows of padding that a program clears, and sequences that it looks at together.
 _ROWS = gl.constexpr(64)
 _SEQS = gl.constexpr(32)
@@ -197,7 +201,11 @@ def places_of(work, table, step, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
     """Where the tile number `step` lies: the rows of its boxes, or with a BOX of 0 each row, -1 where there is none."""
     if SHAPE.BOX == 0:
         key = work.start + step * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
-        found = gl.load(table + key, mask=key < work.end, other=-1)
+        if SHAPE.BLOCK_SIZE == 1:
+            found = gl.load(table + key, mask=key < work.end, other=-1)
+        else:
+            block = gl.load(table + key // SHAPE.BLOCK_SIZE, mask=key < work.end, other=0)
+            found = gl.where(key < work.end, block * SHAPE.BLOCK_ROWS + key % SHAPE.BLOCK_SIZE, -1)
     else:
         found = _boxes_of(work, table, step, SHAPE)
     return found

@@ -76,7 +76,7 @@ def _kernel(call: LatentCall[ArraySpec], limits: DeviceLimits, rows: int) -> Lat
     is_few = rows <= _FEW_ROWS
     is_small = is_few and call.block_size > 1 and call.num_seqs * call.table_tokens < _MANY_TOKENS
     return (
-        (None if is_small else hopper_latent(call, limits))
-        or (few_latent(call, limits) if is_few else None)
+        (few_latent(call, limits) if is_few else None)
+        or (None if is_small else hopper_latent(call, limits))
         or portable_latent(call, limits, rows)
     )

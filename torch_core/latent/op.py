@@ -119,6 +119,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "chosen latents packed": replace(
             _latent_decode(16), latent_cache=ArraySpec((64 * _NUM_BLOCKS, 1, 656), "uint8"), block_tables=_CHOSEN
         ),
+        "chosen latents packed 128 heads": replace(
+            _latent_decode(128), latent_cache=ArraySpec((64 * _NUM_BLOCKS, 1, 656), "uint8"), block_tables=_CHOSEN
+        ),
         "latent decode float32": _latent_decode(16, "float32", dtype="float32"),
         "indexer": IndexerCall(
             query=ArraySpec((64, 64, 128), "bfloat16"),

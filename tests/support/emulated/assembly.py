@@ -31,6 +31,8 @@ def emulated_assembly(asm: str, args: list[np.ndarray]) -> Any:
         if "setp.neu.f32 moved" in asm:
             # A warp without a row that moved leaves its rows: all their factors are 1.
             return Tensor(args[0] * args[1])
+        if "prmt.b32 word" in asm:
+            return _unpacked_codes(*args)
         if "max.f32" in asm:
             return _softmax_step(*args, first="settled" not in asm, dtype=_E4M3 if "e4m3x2" in asm else dtype)
         if asm == "prmt.b32 $0, $1, 0, 0x1032;":
@@ -46,6 +48,15 @@ def emulated_assembly(asm: str, args: list[np.ndarray]) -> Any:
             weights = _halves(args[0], dtype).astype(np.float32)
             return Tensor(_packed(weights * np.stack(args[1:], -1), dtype))
     raise NotImplementedError(f"inline assembly that the emulator does not know: {asm}")
+
+
+def _unpacked_codes(codes: np.ndarray, *scale: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Words of bfloat16 from words of e4m3, times a scale that is the sum of two numbers; rounded once."""
+    dtype = DTYPES["bfloat16"].numpy
+    values = _bytes(codes).view(_E4M3).astype(np.float32)
+    if scale:
+        values = values * sum(_halves(part, dtype)[..., :1].astype(np.float32) for part in scale)
+    return Tensor(_packed(values[..., :2], dtype)), Tensor(_packed(values[..., 2:], dtype))
 
 
 def _bytes(words: np.ndarray) -> np.ndarray:

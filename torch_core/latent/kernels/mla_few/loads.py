@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_core.device.gluon_names import async_load
-from torch_core.device.hopper_latents import BLOCK_N, ROPE
+from torch_core.device.hopper_latents import BLOCK_N, PACKED_BYTES, ROPE, ROPE_OFFSET, SCALE_OFFSET
 
 #: Rows (query token, head) of a program.
 COLUMNS = gl.constexpr(16)
@@ -19,10 +19,6 @@ GROUP = gl.constexpr(128)
 GROUPS = gl.constexpr(4)
 #: Eight threads copy 128 bytes of a gathered row side by side.
 GATHERED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-# Of a packed row: all bytes, and where its scales and its rotary key start.
-_PACKED_BYTES = gl.constexpr(656)
-_SCALE_OFFSET = gl.constexpr(512)
-_ROPE_OFFSET = gl.constexpr(528)
 
 
 class Room(NamedTuple):
@@ -69,7 +65,7 @@ def _gather(slot, rows, source, room, SHAPE: gl.constexpr):
     for j in gl.static_range(GROUPS):
         pointers = starts[:, None] + (j * GROUP + columns)[None, :]
         async_copy.async_copy_global_to_shared(room.codes.index(GROUPS * slot + j), pointers, mask=inside)
-    pointers = starts[:, None] + (_ROPE_OFFSET + columns)[None, :]
+    pointers = starts[:, None] + (ROPE_OFFSET + columns)[None, :]
     async_copy.async_copy_global_to_shared(room.ropes.index(slot), pointers, mask=inside)
     async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
 
@@ -77,7 +73,7 @@ def _gather(slot, rows, source, room, SHAPE: gl.constexpr):
 @gluon.jit
 def _copy(slot, boxes, source, room, SHAPE: gl.constexpr):
     BOX: gl.constexpr = SHAPE.BOX
-    ROPE_COLUMN: gl.constexpr = GROUPS * GROUP if source.packed is None else _ROPE_OFFSET
+    ROPE_COLUMN: gl.constexpr = GROUPS * GROUP if source.packed is None else ROPE_OFFSET
     lanes = gl.arange(0, 32, layout=boxes.type.layout)
     full = room.full.index(slot)
     mbarrier.expect(full, (GROUPS * GROUP + room.ropes.shape[2]) * BLOCK_N)
@@ -109,7 +105,7 @@ def load_scales(work, source, step, layout: gl.constexpr, SHAPE: gl.constexpr):
     block = gl.load(source.table + key // SHAPE.BLOCK_SIZE, mask=inside, other=0)
     # A gathered row is a block, and BLOCK_ROWS its elements.
     BLOCK_ROWS: gl.constexpr = 1 if SHAPE.BOX == 0 else SHAPE.BLOCK_ROWS
-    row = (block * BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * _PACKED_BYTES + _SCALE_OFFSET
+    row = (block * BLOCK_ROWS + key % SHAPE.BLOCK_SIZE).to(gl.int64) * PACKED_BYTES + SCALE_OFFSET
     scale = (source.packed + row).to(gl.pointer_type(gl.float32), bitcast=True)
     scales = ()
     for i in gl.static_range(GROUPS):

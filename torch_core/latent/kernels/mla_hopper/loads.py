@@ -15,8 +15,9 @@ from torch_core.device.hopper_work import zero_outside
 
 #: Rows (query token, head) of a program.
 ROWS = gl.constexpr(64)
-#: Halves of tiles, and rotary parts of tiles, that shared memory has room for.
+#: Halves of tiles that shared memory has room for: as they are, and unpacked. Rotary parts of tiles.
 SLOTS = gl.constexpr(5)
+CODED_SLOTS = gl.constexpr(4)
 ROPES = gl.constexpr(3)
 #: Eight threads copy 128 bytes of a gathered row side by side.
 GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -37,7 +38,13 @@ class Room(NamedTuple):
     query: Any
     query_full: Any  # A barrier: the query has come.
     query_read: Any  # A barrier: the parts in the rings have been read.
-    raw: Any  # For each half a barrier for latents that are zeroed in part before their slot counts as full.
+    # For each half a barrier for latents that are zeroed in part, or unpacked, before their slot counts as full.
+    raw: Any
+    # codes, scales, rope_codes: 8-bit latents of a tile as the cache holds them, for each half; the scales of packed
+    # rows, likewise; rotary keys of 8 bits. None where there are none.
+    codes: Any
+    scales: Any
+    rope_codes: Any
     weights: Any  # A ring of one slot: weights of a step.
     factors: Any  # Factors of the accumulated rows, which apply before the weights of the same slot are added.
 
@@ -63,8 +70,9 @@ def load_query(work, source, room, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(number):
+def slot_of(number, room):
     """Slot and phase of a half's number."""
+    SLOTS: gl.constexpr = room.latents.full.shape[0]
     turn = number // SLOTS
     return number - turn * SLOTS, turn & 1
 
@@ -72,7 +80,7 @@ def slot_of(number):
 @gluon.jit
 def load_half(PART: gl.constexpr, step, boxes, work, source, room, SHAPE: gl.constexpr):
     """Loads the half PART of a tile."""
-    slot, _ = slot_of(2 * step + PART)
+    slot, _ = slot_of(2 * step + PART, room)
     full = room.latents.full.index(slot)
     if SHAPE.BOX == 0:
         _gather(PART, slot, step, boxes, full, source, room, SHAPE)

@@ -21,17 +21,19 @@ def hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKe
 
     It takes the calls of `is_hopper_latent` whose latents have the query's dtype, with scales that are numbers, and
     strides, blocks and alignments that the copy engine can follow. Of blocks of one token it gathers the rows, for
-    sequences of one query token.
+    sequences of one query token; e4m3 and packed rows it gathers from blocks of any size, for queries of bfloat16.
     """
     query = _rows(call)
+    coded = call.is_packed or call.latent_cache.dtype == "float8_e4m3fn"
     if (
         query is None
-        or not is_hopper_latent(call, limits)
-        or call.latent_cache.dtype != call.query.dtype
+        or not is_hopper_latent(call, limits, *(["k_scale"] if coded else []))
+        or not (coded or call.latent_cache.dtype == call.query.dtype)
         or call.num_tokens * call.num_heads >= 2**31
     ):
         return None
-    latents = _gathered(call) if call.block_size == 1 else _copied(call)
+    read = _unpacked if coded else _gathered if call.block_size == 1 else _copied
+    latents = read(call)
     if latents is None:
         return None
     dtype = call.query.dtype
@@ -66,6 +68,21 @@ def _gathered(call: LatentCall[ArraySpec]) -> tuple[dict[str, int], dict[str, Ar
     if call.max_query_len > 1 or inner != 1 or row_stride % 8 or not call.latent_cache.aligned:
         return None
     return {"BOX": 0, "BLOCK_ROWS": row_stride}, {"latent_rope": ABSENT}
+
+
+def _unpacked(call: LatentCall[ArraySpec]) -> tuple[dict[str, int], dict[str, Argument]] | None:
+    """Returns constexprs and arguments of 8-bit rows; None where threads cannot gather or unpack them."""
+    row_bytes, cache = call.latent_cache.shape[2], call.latent_cache
+    block_rows, rest = divmod(cache.element_strides[0], row_bytes)
+    if (
+        call.query.dtype != "bfloat16"
+        or not cache.aligned
+        or rest
+        or cache.element_strides[1:] != (row_bytes, 1)
+        or (call.block_size == 1 and block_rows != 1)
+    ):
+        return None
+    return {"BOX": 0, "BLOCK_ROWS": block_rows}, {"latent_rope": ABSENT}
 
 
 def _rows(call: LatentCall[ArraySpec]) -> Matrix | None:

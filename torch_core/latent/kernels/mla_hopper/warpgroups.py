@@ -12,18 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_core.device.gluon_names import thread_barrier
-from torch_core.device.hopper_latents import (
-    BLOCK_N,
-    HALF,
-    places_of,
-    rescale_rows,
-    slots_of,
-    store_sums,
-    visible_latents,
-)
+from torch_core.device.hopper_latents import BLOCK_N, places_of, store_sums, visible_latents
 from torch_core.device.hopper_rows import mask_scores
 from torch_core.device.mask import LOG2E
-from torch_core.latent.kernels.mla_hopper.loads import GATHERED, ROPES, ROWS, SLOTS, load_half, load_query, slot_of
+from torch_core.latent.kernels.mla_hopper.loads import GATHERED, ROWS, SLOTS, load_half, load_query, slot_of
+from torch_core.latent.kernels.mla_hopper.weighing import store_weighed, weigh_tile, zero_sums
 
 # A maximum that grows by no more bits than this stays the reference of weights: they are up to 2^8 then.
 _SLACK = gl.constexpr(8.0)
@@ -64,15 +57,15 @@ def make_weights(work, scale, window_right, room, results, SHAPE: gl.constexpr):
 @gluon.jit
 def _scores(step, query, room, SHAPE: gl.constexpr):
     """The products of the query and the tile number `step`, whose first half has come."""
-    slot, _ = slot_of(2 * step)
+    slot, _ = slot_of(2 * step, room)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, _SCORES)
     s = warpgroup_mma(query[0], room.latents.tiles.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-    slot, phase = slot_of(2 * step + 1)
+    slot, phase = slot_of(2 * step + 1, room)
     mbarrier.wait(room.latents.full.index(slot), phase)
     if SHAPE.BOX == 0:
         fence_async_shared()
     s = warpgroup_mma(query[1], room.latents.tiles.index(slot).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(query[2], room.rope.index(step % ROPES).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(query[2], room.rope.index(step % room.rope.shape[0]).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -94,7 +87,7 @@ def _leave_weights(s, step, position, last, full_end, factor, row_max, row_sum, 
     if step + 1 < work.tiles:
         # The fence is for the next tile's first half too: latents that threads copied. The other warpgroups read a tile
         # after this one has told them of its weights.
-        slot, phase = slot_of(2 * step + 2)
+        slot, phase = slot_of(2 * step + 2, room)
         mbarrier.wait(room.latents.full.index(slot), phase)
     fence_async_shared()
     mbarrier.arrive(room.weights.full.index(0), count=1)
@@ -113,8 +106,6 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
     # Half number 2 * i + OWN gives its slot to half PART of tile i + LEAD.
     PART: gl.constexpr = (OWN + SLOTS) % 2
     LEAD: gl.constexpr = (OWN + SLOTS) // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    IN_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if OWN == 0:
         load_query(work, source, room, SHAPE)
     for step in gl.static_range(2):
@@ -124,49 +115,12 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         mbarrier.wait(room.query_read, 0)
         if work.tiles > 2:
             load_half(0, 2, places_of(work, source.table, 2, GATHERED, SHAPE), work, source, room, SHAPE)
-    acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+    acc = zero_sums()
     for step in range(work.tiles):
         boxes = places_of(work, source.table, step + LEAD, GATHERED, SHAPE)
-        slot, phase = slot_of(2 * step + OWN)
+        slot, phase = slot_of(2 * step + OWN, room)
         mbarrier.wait(room.latents.full.index(slot), phase)
-        mbarrier.wait(room.weights.full.index(0), step & 1)
-        acc = rescale_rows(acc, room.factors.load(IN_ROWS))
-        acc = warpgroup_mma(room.weights.tiles, room.latents.tiles.index(slot), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        # Every warp is done with the slot before it is filled again.
-        thread_barrier()
-        mbarrier.arrive(room.weights.empty.index(0), count=1)
+        acc = weigh_tile(OWN, step, acc, room)
         if step + LEAD < work.tiles:
             load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
-    mbarrier.wait(room.weights.full.index(0), work.tiles & 1)
-    acc = acc * room.factors.load(IN_ROWS)[:, None]
-    if work.chunks == 1:
-        _store(OWN, acc.to(results.output.out.dtype.element_ty), work, room, results, SHAPE)
-    elif results.rows is not None:
-        tokens, heads, columns = _places(OWN, work, LAYOUT, SHAPE)
-        offsets = slots_of(work, tokens, heads, results, SHAPE) * (2 * HALF)
-        pointers = results.rows + offsets[:, None] + columns[None, :]
-        gl.store(pointers, acc, mask=(tokens < work.query_len)[:, None])
-
-
-@gluon.jit
-def _store(OWN: gl.constexpr, finished, work, room, results, SHAPE: gl.constexpr):
-    """Stores the half OWN of finished rows, in whole pieces of rows."""
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    # By way of the last slot of this half, which no warpgroup reads any more.
-    slot, _ = slot_of(gl.maximum(2 * work.tiles - 2, 0) + OWN)
-    tile = room.latents.tiles.index(slot)
-    tile.store(finished)
-    thread_barrier()
-    tokens, heads, columns = _places(OWN, work, STORED, SHAPE)
-    offsets = (work.query_start + tokens).to(gl.int64) * SHAPE.OUT_STRIDES[0] + heads * SHAPE.OUT_STRIDES[1]
-    pointers = results.output.out + offsets[:, None] + columns[None, :]
-    gl.store(pointers, tile.load(STORED), mask=(tokens < work.query_len)[:, None])
-
-
-@gluon.jit
-def _places(OWN: gl.constexpr, work, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
-    """Query tokens and heads of the rows, and elements of the half OWN."""
-    rows = work.first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = OWN * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
-    return rows // SHAPE.NUM_HEADS, rows % SHAPE.NUM_HEADS, columns
+    store_weighed(OWN, acc, work, room, results, SHAPE)
