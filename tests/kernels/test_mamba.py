@@ -43,7 +43,7 @@ def test_prompts_go_in_chunks(dtype, options, seed):
 
 def test_spans_of_long_prompts_run_at_the_same_time(monkeypatch, seed):
     monkeypatch.setattr(parts, "SPANS", (64,))
-    call = mamba_call(seed, (70, 3, 0, 65, 130), heads=(2, 1), dtype="bfloat16")
+    call = mamba_call(seed, (70, 3, 0, 40, 65, 130, 33), heads=(2, 1), dtype="bfloat16")
     assert len(plan.plan_mamba_chunk_scan(call.map(array_spec), plan.DeviceLimits()).launches) == 5
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
@@ -57,7 +57,7 @@ def test_prompts_that_no_chunk_serves_go_token_by_token(change, seed):
 
 @pytest.mark.parametrize(
     ("lens", "wanted"),
-    [((512,), None), ((8192,), 512), ((32768,), 2048), ((8192, 8192), 2048), ((100, 8192), 512), ((600,) * 40, None)],
+    [((512,), None), ((8192,), 2048), ((32768,), 8192), ((8192, 8192), 2048), ((100, 8192), 2048), ((600,) * 40, None)],
 )
 def test_spans_fill_a_device_with_few_sequences(lens, wanted, seed):
     call = mamba_call(seed, lens, heads=(32, 1), sizes=(2, 128), dtype="bfloat16", padding=0).map(array_spec)

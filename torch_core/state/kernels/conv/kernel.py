@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.states import zero_padding
 from torch_core.device.work import locate_tile
 
 
@@ -91,6 +92,88 @@ def causal_conv_kernel(
         _replace_state(
             state, sequence, kept, inside, reads_state, state_token_stride, x_token_stride, PAST, BLOCK_STATE
         )
+
+
+@triton.jit
+def causal_conv_step_kernel(
+    x,
+    weight,
+    bias,
+    query_start_loc,
+    cache_indices,
+    has_initial_state,
+    num_kept_tokens,
+    conv_states,
+    out,
+    num_tokens,
+    num_seqs,
+    num_states,
+    x_token_stride,
+    weight_channel_stride,
+    weight_tap_stride,
+    state_slot_stride,
+    state_token_stride,
+    out_token_stride,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Grid: (sequences, tiles of BLOCK_C channels). The same, token by token: nothing is searched for.
+
+    The first sequence's programs zero the rows of padded tokens.
+    """
+    PAST: tl.constexpr = WIDTH - 1
+    seq = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < CHANNELS
+    start = tl.load(query_start_loc + seq)
+    length = tl.load(query_start_loc + seq + 1) - start
+    sequence = x + start.to(tl.int64) * x_token_stride + channel
+    results = out + channel
+    kept = length if num_kept_tokens is None else tl.load(num_kept_tokens + seq)
+    state = sequence
+    state_stride = x_token_stride
+    reads_state = False
+    if conv_states is not None:
+        reads_state = True if has_initial_state is None else tl.load(has_initial_state + seq) != 0
+        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
+        has_slot = (slot >= 0) & (slot < num_states) & (length > 0)
+        reads_state = reads_state & has_slot
+        state = conv_states + slot.to(tl.int64) * state_slot_stride + channel
+        state_stride = state_token_stride
+    first = tl.zeros([BLOCK_C], tl.float32)
+    if bias is not None:
+        first += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for index in range(length):
+        sums = first
+        for tap in tl.static_range(WIDTH):
+            factor = tl.load(weight + channel * weight_channel_stride + tap * weight_tap_stride, mask=inside, other=0.0)
+            sums += _input(
+                sequence, state, index + tap - PAST, inside, reads_state, x_token_stride, state_stride, PAST
+            ) * factor.to(tl.float32)
+        if SILU:
+            sums = sums * tl.sigmoid(sums)
+        place = results + (start + index).to(tl.int64) * out_token_stride
+        tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
+    if conv_states is not None:
+        # An entry comes from a later one, which is not yet replaced.
+        for entry in tl.static_range(PAST):
+            latest = _input(
+                sequence, state, kept + entry - PAST, inside, reads_state, x_token_stride, state_stride, PAST
+            )
+            held = state + entry * state_stride
+            tl.store(held, latest.to(conv_states.dtype.element_ty), mask=inside & has_slot & (kept > 0))
+    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, inside, BLOCK_T)
+
+
+@triton.jit
+def _input(sequence, state, token, inside, reads_state, x_stride, state_stride, PAST: tl.constexpr):
+    """Returns an input of a sequence in float32; before the first one its state has them, or zeros."""
+    value = tl.load(sequence + token * x_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
+    is_past = inside & (token < 0) & reads_state
+    return value + tl.load(state + (token + PAST) * state_stride, mask=is_past, other=0.0).to(tl.float32)
 
 
 @triton.jit

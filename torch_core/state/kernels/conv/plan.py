@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import block_seqs, ceil_div, named_launch, power_of_two, strides
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, OperationPlan, Pointer, Scalar
 from torch_core.state.conv_call import CausalConvCall
-from torch_core.state.kernels.conv.kernel import causal_conv_kernel
+from torch_core.state.kernels.conv.kernel import causal_conv_kernel, causal_conv_step_kernel
 
 # Batches with at most this many tokens for each sequence take small tiles: most of their sequences are decoded.
 _FEW_TOKENS = 8
@@ -43,12 +45,12 @@ def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> O
         "BLOCK_C": columns,
         "BLOCK_STATE": power_of_two(call.width - 1),
     }
+    # As many tokens as sequences are decoded ones, but for a few batches.
+    kernel: Any = causal_conv_step_kernel if num_tokens <= call.num_seqs else causal_conv_kernel
     # Every sequence has at most one tile that is not full, and so has the padding.
-    grid = (num_tokens // rows + call.num_seqs + 1, ceil_div(num_channels, columns))
-    in_place = tuple(name for name in call.written if name != "out")
-    launch = named_launch(
-        causal_conv_kernel, grid, arguments, constexprs, writes=(*in_place, "out"), num_stages=1, hot=True
-    )
+    programs = call.num_seqs if kernel is causal_conv_step_kernel else num_tokens // rows + call.num_seqs + 1
+    grid, in_place = (programs, ceil_div(num_channels, columns)), tuple(name for name in call.written if name != "out")
+    launch = named_launch(kernel, grid, arguments, constexprs, writes=(*in_place, "out"), num_stages=1, hot=True)
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         launches=(launch,),

@@ -12,6 +12,7 @@ from torch_core.state.kernels.mamba.chunks import mamba_products_kernel
 from torch_core.state.kernels.mamba.gradients import mamba_gradients_kernel, mamba_sums_kernel
 from torch_core.state.kernels.mamba.parts import (
     LEAST_TILE,
+    PASSED_ROWS,
     WHOLE,
     arguments_of,
     constexprs_of,
@@ -26,14 +27,14 @@ from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 _CHUNK, _ROWS = 32, 32
 # Elements of a state that a program takes; float32 needs twice the registers.
 _STATE_ELEMENTS = 8192
-# Rows of a state in a program that passes states on, which waits for memory alone.
-_PASSED_ROWS = 8
 # States of more columns let the compiler spill some registers.
 _UNSPILT_STATE = 128
 # Heads of a part whose gradients of B and C are summed in registers; sums of fewer cost more memory traffic.
 _LEAST_MEMBERS = 4
 # Programs that fill a multiprocessor.
 _PROGRAMS = 2
+# Programs of a span that a multiprocessor holds.
+_RESIDENT = 4
 # Three chunks need up to 110 KB; smaller devices load a chunk when they need it.
 _LARGE_SHARED_MEMORY = 112 * 1024
 
@@ -46,12 +47,12 @@ def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: Dev
     size, padded = max(LEAST_TILE, power_of_two(call.x.shape[2])), constexprs["STATE_PADDED"]
     rows = min(size, _ROWS, max(LEAST_TILE, _STATE_ELEMENTS // (2 if is_wide else 1) // padded))
     tiles = (call.num_heads, 2 * ceil_div(call.x.shape[2], rows))
-    passed = min(rows, _PASSED_ROWS)
-    span = span_of(call, limits, tiles[0] * tiles[1])
+    passed = min(rows, PASSED_ROWS)
+    span = span_of(call, limits, tiles[0] * tiles[1], resident=_RESIDENT)
     chunks, spans = tiles_of(call, _CHUNK), tiles_of(call, span)
     members = _members(call, chunks, limits)
     parts = call.num_heads // members
-    scratch = scratch_of(call, _CHUNK, span, directions=2)
+    scratch = scratch_of(call, _CHUNK, span, spans, directions=2)
     scratch["kept"] = ArraySpec((chunks, call.num_heads, 2, *call.x.shape[2:], call.state_size), call.x.dtype)
     scratch["head_sums"] = ArraySpec((chunks, 3, call.num_heads), "float32")
     if parts > call.num_kv_heads:
@@ -64,7 +65,14 @@ def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: Dev
         **arguments_of(call, arrays, {**outputs, **scratch}),
         **strides("d_out", ("token", "head"), call.d_out),
     }
-    constexprs |= {"DIM_PADDED": size, "MEMBERS": members, "MIN_TOKENS": 1, "BLOCK_ROWS": rows, "SPAN": span}
+    constexprs |= {
+        "DIM_PADDED": size,
+        "MEMBERS": members,
+        "MIN_TOKENS": 1,
+        "BLOCK_ROWS": rows,
+        "SPAN": span,
+        "BINARY": False,
+    }
 
     def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **changes: Any) -> LaunchPlan:
         own, sizes = {**arguments, **changes.pop("arguments", {})}, {**constexprs, **changes.pop("constexprs", {})}

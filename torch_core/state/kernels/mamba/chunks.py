@@ -15,6 +15,10 @@ from torch_core.device.states import load_state, store_state
 from torch_core.device.work import locate_tile
 from torch_core.state.kernels.mamba.kernel import step_sizes
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+# The largest power of two whose product with 0 is 0.
+_MOST = tl.constexpr(126.0)
+
 
 @triton.jit
 def mamba_products_kernel(
@@ -46,11 +50,16 @@ def mamba_products_kernel(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
+    BINARY: tl.constexpr,
 ):
     """Grid: (chunks of the batch by a static bound, groups).
 
     Writes for each token the `products` of its C with B of its chunk's tokens, and for each of the group's heads its
     step size and the logarithm of the decay from the chunk's start on.
+
+    With BINARY the products with later tokens are 0, logarithms are binary ones, and instead of its step size a token
+    has the logarithm of the step size over its decay: what it adds to a later token, or to the state, is then one power
+    of a sum of two numbers.
     """
     tile = tl.program_id(0)
     group = tl.program_id(1)
@@ -64,6 +73,9 @@ def mamba_products_kernel(
     c = rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
     target = products + (place * NUM_GROUPS + group)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     product = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    if BINARY:
+        token = tl.arange(0, CHUNK)
+        product = tl.where(token[:, None] >= token[None, :], product, 0.0)
     tl.store(target, product.to(products.dtype.element_ty), mask=live[:, None])
     for first in range(0, GROUP, BLOCK_HEADS):
         member = first + tl.arange(0, BLOCK_HEADS)
@@ -73,8 +85,11 @@ def mamba_products_kernel(
         found = step_sizes(found, dt_bias, head[None, :], least_step, largest_step, SOFTPLUS)
         found = tl.where(is_value, found, 0.0)
         places = head.to(tl.int64)[None, :] * num_tokens + place[:, None]
-        tl.store(steps + places, found, mask=is_value)
         decay = tl.cumsum(found * tl.load(A + head).to(tl.float32)[None, :], 0)
+        if BINARY:
+            decay *= _LOG2E
+            found = tl.log2(found) - decay
+        tl.store(steps + places, found, mask=is_value)
         tl.store(decays + places, decay, mask=is_value)
 
 
@@ -89,9 +104,9 @@ def mamba_span_states_kernel(
     span_decays,
     num_tokens,
     num_seqs,
-    x_token_stride,
+    x_token_stride: tl.constexpr,
     x_head_stride,
-    B_token_stride,
+    B_token_stride: tl.constexpr,
     B_group_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -123,18 +138,31 @@ def mamba_span_states_kernel(
     column = tl.arange(0, STATE_PADDED)
     state = tl.zeros([STATE_PADDED, BLOCK_ROWS], tl.float32)
     total_decay = 0.0
+    token = tl.arange(0, CHUNK).to(tl.int64)
+    by_head = head.to(tl.int64) * num_tokens
     for first in range(index * SPAN, (index + 1) * SPAN, CHUNK):
-        place, live = tokens_of(start, first, length, CHUNK)
-        values = rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
-        b = rows_of(B + head // GROUP * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
-        step = tl.load(steps + head.to(tl.int64) * num_tokens + place)
-        decay = tl.load(decays + head.to(tl.int64) * num_tokens + place)
-        last = tl.load(decays + head.to(tl.int64) * num_tokens + start + first + CHUNK - 1)
-        state = _advanced(state, values, b, step, decay, last)
+        origin = (start + first).to(tl.int64)
+        values = _chunk_rows(
+            x + head * x_head_stride, origin, token, token, row, x_token_stride, False, HEAD_DIM, BLOCK_ROWS
+        )
+        b = _chunk_rows(
+            B + head // GROUP * B_group_stride,
+            origin,
+            token,
+            token,
+            column,
+            B_token_stride,
+            False,
+            STATE_SIZE,
+            STATE_PADDED,
+        )
+        step = tl.load(steps + by_head + origin + token)
+        last = tl.load(decays + by_head + origin + CHUNK - 1)
+        state = _advanced(state, values, b, step, last)
         total_decay += last
-    held, inside = _span_state(span_states, start, seq, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN)
+    held, inside = _span_state(span_states, start, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN)
     tl.store(held, state, mask=inside)
-    tl.store(span_decays + span_number(start, seq, index, head, NUM_HEADS, SPAN), total_decay)
+    tl.store(span_decays + _long_span_number(start, index, head, NUM_HEADS, SPAN), total_decay)
 
 
 @triton.jit
@@ -153,20 +181,19 @@ def mamba_pass_kernel(
     HEAD_DIM: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     STATE_PADDED: tl.constexpr,
-    MIN_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     """Grid: (sequences, heads, tiles of BLOCK_ROWS rows of a state).
 
-    Replaces the state that each span ends with by the one that it starts from.
+    Replaces the state that each span ends with by the one that it starts from. Sequences of one span have none.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
-    if length < MIN_TOKENS:
+    if length <= SPAN:
         return
     column = tl.arange(0, STATE_PADDED)
     state = load_state(
@@ -175,14 +202,12 @@ def mamba_pass_kernel(
     )  # fmt: skip
     count = (length + SPAN - 1) // SPAN
     for index in range(count):
-        held, inside = _span_state(
-            span_states, start, seq, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN
-        )
+        held, inside = _span_state(span_states, start, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN)
         has_next = index + 1 < count
         ended = tl.load(held, mask=inside & has_next, other=0.0)
-        decay = tl.load(span_decays + span_number(start, seq, index, head, NUM_HEADS, SPAN), mask=has_next, other=0.0)
+        decay = tl.load(span_decays + _long_span_number(start, index, head, NUM_HEADS, SPAN), mask=has_next, other=0.0)
         tl.store(held, state, mask=inside)
-        state = state * tl.exp(decay) + ended
+        state = state * tl.exp2(decay) + ended
 
 
 @triton.jit
@@ -203,16 +228,16 @@ def mamba_scan_kernel(
     num_tokens,
     num_seqs,
     num_states,
-    x_token_stride,
+    x_token_stride: tl.constexpr,
     x_head_stride,
-    B_token_stride,
+    B_token_stride: tl.constexpr,
     B_group_stride,
-    C_token_stride,
+    C_token_stride: tl.constexpr,
     C_group_stride,
     states_slot_stride,
     states_head_stride,
-    states_row_stride,
-    out_token_stride,
+    states_row_stride: tl.constexpr,
+    out_token_stride: tl.constexpr,
     out_head_stride,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -233,47 +258,54 @@ def mamba_scan_kernel(
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, SPAN, MIN_TOKENS)
     if tile >= total:
         return
-    dtype: tl.constexpr = x.dtype.element_ty
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
     column = tl.arange(0, STATE_PADDED)
-    if span_states is None:
-        state = load_state(
-            states, cache_indices, has_initial_state, seq, head, row[None, :], column[:, None], num_states,
-            states_slot_stride, states_head_stride, states_row_stride, HEAD_DIM, STATE_SIZE,
-        )  # fmt: skip
-    else:
-        held, inside = _span_state(
-            span_states, start, seq, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN
-        )
-        state = tl.load(held, mask=inside, other=0.0)
+    is_long = span_states is not None and length > SPAN
+    state = load_state(
+        states, cache_indices, has_initial_state, seq, head, row[None, :], column[:, None],
+        tl.where(is_long, 0, num_states), states_slot_stride, states_head_stride, states_row_stride, HEAD_DIM,
+        STATE_SIZE,
+    )  # fmt: skip
+    if span_states is not None:
+        held, inside = _span_state(span_states, start, index, head, row, column, NUM_HEADS, HEAD_DIM, STATE_SIZE, SPAN)
+        state += tl.load(held, mask=inside & is_long, other=0.0)
     skip = 0.0
     if D is not None:
         skip += tl.load(D + head).to(tl.float32)
-    group = head // GROUP
-    token = tl.arange(0, CHUNK)
-    is_past = token[:, None] >= token[None, :]
     end = tl.minimum((index + 1) * SPAN, length)
-    first_step = head.to(tl.int64) * num_tokens
+    dtype: tl.constexpr = x.dtype.element_ty
+    group = head // GROUP
+    token = tl.arange(0, CHUNK).to(tl.int64)
     for first in range(index * SPAN, end, CHUNK):
-        place, live = tokens_of(start, first, length, CHUNK)
-        values = rows_of(x + head * x_head_stride, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
-        b = rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
-        c = rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
-        step = tl.load(steps + first_step + place, mask=live, other=0.0)
-        decay = tl.load(decays + first_step + place, mask=live, other=0.0)
-        last = tl.load(decays + first_step + start + tl.minimum(first + CHUNK, end) - 1)
-        product = products + (place * NUM_GROUPS + group)[:, None] * CHUNK + token[None, :]
+        count = tl.minimum(end - first, CHUNK)
+        live = token < count
+        origin = (start + first).to(tl.int64)
+        by_head = head.to(tl.int64) * num_tokens + origin
+        product = products + (origin * NUM_GROUPS + group) * CHUNK
+        product += token[:, None] * (NUM_GROUPS * CHUNK) + token[None, :]
+        decay = tl.load(decays + by_head + token, mask=live, other=0.0)
+        step = tl.load(steps + by_head + token, mask=live, other=float("-inf"))
         weights = tl.load(product, mask=live[:, None], other=0.0).to(tl.float32)
-        # Of later tokens the difference would be positive without a bound.
-        weights *= tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf"))) * step[None, :]
-        found = tl.dot(c, state.to(dtype)) * tl.exp(decay)[:, None]
-        found = tl.dot(weights.to(dtype), values, found)
+        # Of later tokens the power has no bound, but the product is 0.
+        weights = (weights * tl.exp2(tl.minimum(decay[:, None] + step[None, :], _MOST))).to(dtype)
+        c = _chunk_rows(
+            C + group * C_group_stride, origin, token, live, column, C_token_stride, True, STATE_SIZE, STATE_PADDED
+        )
+        found = tl.dot(c, state.to(dtype)) * tl.exp2(decay)[:, None]
+        values = _chunk_rows(
+            x + head * x_head_stride, origin, token, live, row, x_token_stride, True, HEAD_DIM, BLOCK_ROWS
+        )
+        found = tl.dot(weights, values, found)
         if D is not None:
             found += skip * values.to(tl.float32)
-        places = out + place[:, None] * out_token_stride + head * out_head_stride + row[None, :]
+        places = out + origin * out_token_stride + head * out_head_stride
+        places += token[:, None] * out_token_stride + row[None, :]
         tl.store(places, found.to(out.dtype.element_ty), mask=live[:, None] & (row < HEAD_DIM)[None, :])
-        state = _advanced(state, values, b, step, decay, last)
+        b = _chunk_rows(
+            B + group * B_group_stride, origin, token, live, column, B_token_stride, True, STATE_SIZE, STATE_PADDED
+        )
+        state = _advanced(state, values, b, step, tl.load(decays + by_head + count - 1))
     if end == length:
         store_state(
             states, state, cache_indices, seq, head, row[None, :], column[:, None], num_states, states_slot_stride,
@@ -297,21 +329,44 @@ def rows_of(array, place, live, column, stride, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _advanced(state, values, b, step, decay, last):
+def _chunk_rows(
+    array, origin, token, live, column, stride, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns rows of a chunk: a scalar address and offsets within the chunk take few registers."""
+    places = array + origin * stride + token[:, None] * stride + column[None, :]
+    if SIZE % BLOCK != 0:
+        inside = (column < SIZE)[None, :]
+        return tl.load(places, mask=inside & live[:, None] if MASKED else inside, other=0.0)
+    if MASKED:
+        return tl.load(places, mask=live[:, None], other=0.0)
+    return tl.load(places)
+
+
+@triton.jit
+def _advanced(state, values, b, step, last):
     """Returns a state [columns, rows] after the tokens of a chunk."""
-    scaled = values.to(tl.float32) * (tl.exp(last - decay) * step)[:, None]
-    return tl.dot(tl.trans(b), scaled.to(b.dtype), state * tl.exp(last))
+    scaled = values.to(tl.float32) * tl.exp2(last + step)[:, None]
+    return tl.dot(tl.trans(b), scaled.to(b.dtype), state * tl.exp2(last))
 
 
 @triton.jit
 def _span_state(
-    span_states, start, seq, index, head, row, column, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    span_states, start, index, head, row, column, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     STATE_SIZE: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Returns the places of a span's state [columns, rows], and which of them exist."""
-    number = span_number(start, seq, index, head, NUM_HEADS, SPAN)
+    number = _long_span_number(start, index, head, NUM_HEADS, SPAN)
     places = span_states + (number * HEAD_DIM + row)[None, :] * STATE_SIZE + column[:, None]
     return places, (row < HEAD_DIM)[None, :] & (column < STATE_SIZE)[:, None]
+
+
+@triton.jit
+def _long_span_number(start, index, head, NUM_HEADS: tl.constexpr, SPAN: tl.constexpr):
+    """Returns a number of a span and head of a sequence that has several spans, without a search.
+
+    A sequence of n > SPAN tokens takes at most 2 * n // SPAN spans, as many as these numbers leave it.
+    """
+    return (2 * start // SPAN + index).to(tl.int64) * NUM_HEADS + head
 
 
 @triton.jit

@@ -13,14 +13,14 @@ from torch_core.state.mamba_call import MambaChunkScanCall
 WHOLE = 1 << 30
 #: Matrix units take 16 rows and columns and more.
 LEAST_TILE = 16
+#: Rows of a state in a program that passes states on, which waits for memory alone.
+PASSED_ROWS = 8
 #: Tokens of a span; one of few numbers, so that few variants are compiled. A sequence in one span needs no launches for
 #: its spans' states, in several it fills the device.
 SPANS = (8192, 2048, 512)
 # Heads of a group whose step sizes are computed together.
 _HEADS = 32
 _PADDED_ROWS = 16
-# Programs that fill a multiprocessor.
-_PROGRAMS = 4
 # The largest float32 stands for infinity.
 _LARGEST = 3.4028234663852886e38
 
@@ -50,19 +50,21 @@ def tiles_of(call: MambaChunkScanCall[ArraySpec], tokens: int) -> int:
     return call.num_tokens // tokens + call.num_seqs
 
 
-def span_of(call: MambaChunkScanCall[ArraySpec], limits: DeviceLimits, programs: int) -> int:
-    """Returns the tokens of a span, given the programs of one sequence in one span."""
+def span_of(call: MambaChunkScanCall[ArraySpec], limits: DeviceLimits, programs: int, *, resident: int) -> int:
+    """Returns the tokens of a span, given the programs of one sequence in one span, and those of a multiprocessor."""
     # In a batch of equal sequences as long as the bound, all run at the same time; another batch may be one sequence.
     is_even = call.num_tokens == call.num_seqs * call.max_query_len
-    wanted = _PROGRAMS * limits.num_sms / (programs * (call.num_seqs if is_even else 1))
+    wanted = resident * limits.num_sms / (programs * (call.num_seqs if is_even else 1))
     fitting = [span for span in SPANS if span < call.max_query_len]
     if wanted <= 1 or not fitting:
         return WHOLE
     return next((span for span in fitting if wanted * span <= call.max_query_len), fitting[-1])
 
 
-def scratch_of(call: MambaChunkScanCall[ArraySpec], chunk: int, span: int, directions: int = 1) -> dict[str, ArraySpec]:
-    """Returns the scratch of what does not depend on a state, and of the states of spans."""
+def scratch_of(
+    call: MambaChunkScanCall[ArraySpec], chunk: int, span: int, num_spans: int, directions: int = 1
+) -> dict[str, ArraySpec]:
+    """Returns the scratch of what does not depend on a state, and of the states of as many spans."""
     by_head = (call.num_heads, call.num_tokens)
     scratch = {
         # float16 would overflow.
@@ -73,7 +75,7 @@ def scratch_of(call: MambaChunkScanCall[ArraySpec], chunk: int, span: int, direc
         "decays": ArraySpec(by_head, "float32"),
     }
     if span != WHOLE:
-        spans = (tiles_of(call, span), call.num_heads, directions)
+        spans = (num_spans, call.num_heads, directions)
         scratch["span_states"] = ArraySpec((*spans, call.x.shape[2], call.state_size), "float32")
         scratch["span_decays"] = ArraySpec(spans, "float32")
     return scratch

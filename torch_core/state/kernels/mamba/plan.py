@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan
+from torch_core.launch.plan import DeviceLimits, LaunchPlan, OperationPlan, Scalar
 from torch_core.state.kernels.mamba.chunks import (
     mamba_pass_kernel,
     mamba_products_kernel,
@@ -17,6 +17,7 @@ from torch_core.state.kernels.mamba.chunks import (
 from torch_core.state.kernels.mamba.kernel import mamba_step_kernel
 from torch_core.state.kernels.mamba.parts import (
     LEAST_TILE,
+    PASSED_ROWS,
     WHOLE,
     arguments_of,
     constexprs_of,
@@ -26,13 +27,17 @@ from torch_core.state.kernels.mamba.parts import (
 )
 from torch_core.state.mamba_call import MambaChunkScanCall
 
-# A program's part of a state, in registers.
-_STATE_ELEMENTS = 4096
+# A program's part of a state, in registers: token by token, and chunk by chunk.
+_STATE_ELEMENTS, _CHUNK_ELEMENTS = 4096, 8192
+# Addresses of a tile's elements then differ by constants, and take few registers.
+_CONSTANT_STRIDES = ("x_token_stride", "B_token_stride", "C_token_stride", "out_token_stride", "states_row_stride")
+# Programs that a multiprocessor holds.
+_RESIDENT = 2
 # Sequences that are not longer go token by token, and so do all of float32, whose chunks do not fit registers.
 _FEW_TOKENS = 16
 _CHUNK = 64
 _LARGEST_STATE = 256
-# A pipeline of two chunks needs 87 KB, of the widest states 151 KB. Hopper must have one: without it Triton 3.6 reads
+# A pipeline of two chunks needs 97 KB, of the widest states 157 KB. Hopper must have one: without it Triton 3.6 reads
 # the transposed keys of a state of 256 columns behind the end of the shared memory.
 _LARGE_SHARED_MEMORY = 160 * 1024
 
@@ -53,10 +58,11 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
     least = LEAST_TILE if in_chunks else 1
     constexprs = constexprs_of(call, _CHUNK, least)
     padded, size = constexprs["STATE_PADDED"], max(least, power_of_two(call.x.shape[2]))
-    rows = min(size, max(least, _STATE_ELEMENTS // padded))
+    rows = min(size, max(least, (_CHUNK_ELEMENTS if in_chunks else _STATE_ELEMENTS) // padded))
     tiles = (call.num_heads, ceil_div(call.x.shape[2], rows))
-    span = span_of(call, limits, math.prod(tiles)) if in_chunks else WHOLE
-    scratch = scratch_of(call, _CHUNK, span) if in_chunks else {}
+    span = span_of(call, limits, math.prod(tiles), resident=_RESIDENT) if in_chunks else WHOLE
+    # Of sequences of several spans; the number of others does not count, each with states of megabytes.
+    scratch = scratch_of(call, _CHUNK, span, 2 * call.num_tokens // span + 1) if in_chunks else {}
     arguments = arguments_of(call, arrays, {**scratch, "out": results["out"]})
     in_place = tuple(name for name in call.written if name != "out")
     constexprs |= {
@@ -64,10 +70,17 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
         "MIN_TOKENS": _FEW_TOKENS + 1,
         "BLOCK_ROWS": rows,
         "SPAN": span,
+        "BINARY": True,
+        **{
+            name: each.value
+            for name, each in arguments.items()
+            if name in _CONSTANT_STRIDES and isinstance(each, Scalar)
+        },
     }
 
     def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **options: Any) -> LaunchPlan:
-        return named_launch(kernel, grid, arguments, constexprs, writes=writes, **{"num_stages": 1, **options})
+        sizes = constexprs | {"BLOCK_ROWS": options.pop("rows", rows)}
+        return named_launch(kernel, grid, arguments, sizes, writes=writes, **{"num_stages": 1, **options})
 
     launches = [launch(mamba_step_kernel, (call.num_seqs, *tiles), *in_place, "out", hot=is_narrow)]
     if in_chunks:
@@ -75,10 +88,10 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
         stages = 2 if limits.shared_memory >= _LARGE_SHARED_MEMORY else 1
         launches += [launch(mamba_products_kernel, (chunks, call.num_kv_heads), "products", "steps", "decays")]
         if span != WHOLE:
-            written = ("span_states", "span_decays")
+            written, passed = ("span_states", "span_decays"), (call.num_heads, ceil_div(size, PASSED_ROWS))
             launches += [
                 launch(mamba_span_states_kernel, (spans, *tiles), *written, num_stages=stages, hot=True),
-                launch(mamba_pass_kernel, (call.num_seqs, *tiles), "span_states"),
+                launch(mamba_pass_kernel, (call.num_seqs, *passed), "span_states", rows=PASSED_ROWS),
             ]
         launches += [launch(mamba_scan_kernel, (spans, *tiles), *in_place, "out", num_stages=stages, hot=True)]
     return OperationPlan(
