@@ -34,8 +34,8 @@ PAGES = {
         "Engine and layers",
         "Whole models in the engine, layers of experts, and a Flax module.",
         [
-            *("engine_vllm", "kernels_beside_vllm", "serve", "start", "engine", "engine_fp8", "batch_invariance"),
-            *("adapters", "experts", "experts_parts", "generate_cpu", "flax_module"),
+            *("engine_vllm", "kernels_beside_vllm", "serve", "start", "engine", "engine_fp8", "engine_hybrid"),
+            *("batch_invariance", "adapters", "experts", "experts_parts", "generate_cpu", "flax_module"),
         ],
     ),
     "states": (
