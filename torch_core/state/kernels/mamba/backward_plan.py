@@ -13,6 +13,7 @@ from torch_core.state.kernels.mamba.gradients import mamba_gradients_kernel, mam
 from torch_core.state.kernels.mamba.parts import (
     LEAST_TILE,
     PASSED_ROWS,
+    UNSPILT_STATE,
     WHOLE,
     arguments_of,
     constexprs_of,
@@ -27,8 +28,6 @@ from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 _CHUNK, _ROWS = 32, 32
 # Elements of a state that a program takes; float32 needs twice the registers.
 _STATE_ELEMENTS = 8192
-# States of more columns let the compiler spill some registers.
-_UNSPILT_STATE = 128
 # Heads of a part whose gradients of B and C are summed in registers; sums of fewer cost more memory traffic.
 _LEAST_MEMBERS = 4
 # Programs that fill a multiprocessor.
@@ -100,7 +99,7 @@ def plan_mamba_backward(call: MambaChunkScanBackwardCall[ArraySpec], limits: Dev
         launch(mamba_both_states_kernel, (spans, *tiles), *initial, "kept", **through),
         launch(
             mamba_gradients_kernel, (chunks, parts), "d_x", "d_dt", *tokens, "head_sums", arguments=summed,
-            num_warps=8, hot=not is_wide and padded <= _UNSPILT_STATE,
+            num_warps=8, hot=not is_wide and padded <= UNSPILT_STATE,
         ),
         launch(
             mamba_sums_kernel, (ceil_div(call.num_tokens, constexprs["BLOCK_T"]) if summed else 1, call.num_kv_heads),

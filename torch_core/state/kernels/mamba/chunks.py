@@ -282,21 +282,22 @@ def mamba_scan_kernel(
         live = token < count
         origin = (start + first).to(tl.int64)
         by_head = head.to(tl.int64) * num_tokens + origin
+        c = _chunk_rows(
+            C + group * C_group_stride, origin, token, live, column, C_token_stride, True, STATE_SIZE, STATE_PADDED
+        )
+        found = tl.dot(c, state.to(dtype))
         product = products + (origin * NUM_GROUPS + group) * CHUNK
         product += token[:, None] * (NUM_GROUPS * CHUNK) + token[None, :]
         decay = tl.load(decays + by_head + token, mask=live, other=0.0)
         step = tl.load(steps + by_head + token, mask=live, other=float("-inf"))
-        weights = tl.load(product, mask=live[:, None], other=0.0).to(tl.float32)
+        weights = tl.load(product, mask=live[:, None], other=0.0)
+        found *= tl.exp2(decay)[:, None]
         # Of later tokens the power has no bound, but the product is 0.
-        weights = (weights * tl.exp2(tl.minimum(decay[:, None] + step[None, :], _MOST))).to(dtype)
-        c = _chunk_rows(
-            C + group * C_group_stride, origin, token, live, column, C_token_stride, True, STATE_SIZE, STATE_PADDED
-        )
-        found = tl.dot(c, state.to(dtype)) * tl.exp2(decay)[:, None]
+        weights = weights.to(tl.float32) * tl.exp2(tl.minimum(decay[:, None] + step[None, :], _MOST))
         values = _chunk_rows(
             x + head * x_head_stride, origin, token, live, row, x_token_stride, True, HEAD_DIM, BLOCK_ROWS
         )
-        found = tl.dot(weights, values, found)
+        found = tl.dot(weights.to(dtype), values, found)
         if D is not None:
             found += skip * values.to(tl.float32)
         places = out + origin * out_token_stride + head * out_head_stride

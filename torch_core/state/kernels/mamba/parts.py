@@ -15,6 +15,8 @@ WHOLE = 1 << 30
 LEAST_TILE = 16
 #: Rows of a state in a program that passes states on, which waits for memory alone.
 PASSED_ROWS = 8
+#: States of more columns let the compiler spill some registers.
+UNSPILT_STATE = 128
 #: Tokens of a span; one of few numbers, so that few variants are compiled. A sequence in one span needs no launches for
 #: its spans' states, in several it fills the device.
 SPANS = (8192, 2048, 512)

@@ -18,6 +18,7 @@ from torch_core.state.kernels.mamba.kernel import mamba_step_kernel
 from torch_core.state.kernels.mamba.parts import (
     LEAST_TILE,
     PASSED_ROWS,
+    UNSPILT_STATE,
     WHOLE,
     arguments_of,
     constexprs_of,
@@ -93,7 +94,8 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
                 launch(mamba_span_states_kernel, (spans, *tiles), *written, num_stages=stages, hot=True),
                 launch(mamba_pass_kernel, (call.num_seqs, *passed), "span_states", rows=PASSED_ROWS),
             ]
-        launches += [launch(mamba_scan_kernel, (spans, *tiles), *in_place, "out", num_stages=stages, hot=True)]
+        is_hot = padded <= UNSPILT_STATE
+        launches += [launch(mamba_scan_kernel, (spans, *tiles), *in_place, "out", num_stages=stages, hot=is_hot)]
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         scratch=tuple(scratch.items()), launches=tuple(launches),
