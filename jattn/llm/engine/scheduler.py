@@ -21,8 +21,8 @@ from torch_core.cache import CacheManager, CommittedStep
 
 # Requests that overtake one that waits for a slot of an adapter.
 _OVERTAKING = 64
-# A step of fewer tokens takes as long, because it reads all weights; and the tokens of padding that are worth two steps
-# instead of one, in whose first some prompts end earlier and in whose second others end later.
+# A step of fewer tokens takes as long, because it reads all weights.
+# Two steps instead of one save at least this many tokens of padding: the prompts of the second one end later.
 _CHEAPEST_TOKENS, _WORTH_TWO_STEPS = 256, 512
 # From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
