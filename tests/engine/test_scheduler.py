@@ -149,6 +149,15 @@ def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, ste
     assert [bench.step() for _ in steps] == steps
 
 
+def test_a_sample_that_waits_for_the_second_step_keeps_its_prompt() -> None:
+    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=(256, 512, 1024, 2048, 3072, 4096))
+    bench.add_samples(tuple(range(100)), 4)
+    assert bench.step() == {"first": 99}
+    bench.add("long", 2047, order=0)
+
+    assert [bench.step(), bench.step()] == [{"first": 1, "long": 2047}, {"long": 1, "first": 1, "second": 1}]
+
+
 def test_no_more_than_max_num_seqs_run_and_a_place_that_falls_free_is_the_next_ones() -> None:
     bench = Bench(max_num_seqs=2)
     for name in "abc":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -203,15 +203,10 @@ class Scheduler:
         if (fitting := self._fitting(num_new, len(decodable))) < num_new:
             whole, prompts = prompts, self._prefill_candidates(fitting)
             chosen = {row.request.request_id for row in prompts}
-            for row in whole:
-                if row.request.request_id not in chosen:
-                    self._hold_back(row.request)
+            self._hold_back_all(row.request for row in whole if row.request.request_id not in chosen)
         decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
         if others_run and prompts and not self._is_served([*decoding, *prompts]):
-            for row in prompts:
-                # The further samples of a prompt share its blocks.
-                if not row.request.index:
-                    self._hold_back(row.request)
+            self._hold_back_all(row.request for row in prompts)
             return None
         while prompts:
             rows = [*decoding, *prompts]
@@ -324,6 +319,12 @@ class Scheduler:
         if request.state is not RequestState.RUNNING:
             # A prefix that it holds while it waits could be missing for an older request.
             self._drop_blocks(request)
+
+    def _hold_back_all(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            # The further samples of a prompt share its blocks.
+            if not request.index:
+                self._hold_back(request)
 
     def _schedule_decode(self, decodable: Sequence[_Decodable]) -> ScheduledStep | None:
         num_steps, num_guesses = self._num_scheduler_steps, self._num_guesses
