@@ -145,17 +145,19 @@ class Direct(contextlib.AbstractAsyncContextManager):
         loop, ended = asyncio.get_running_loop(), asyncio.Semaphore(0)
 
         def next_request() -> None:
-            try:
-                _, prompt, (_, num_tokens) = waiting.popleft()
-            except IndexError:
-                loop.call_soon_threadsafe(ended.release)
-                return
-            timelines.append(timeline := Timeline(time.perf_counter()))
-            try:
-                self._send(timeline, prompt, num_tokens, next_request)
-            except Exception as error:
-                timeline.error = str(error) or type(error).__name__
-                next_request()
+            while True:
+                try:
+                    _, prompt, (_, num_tokens) = waiting.popleft()
+                except IndexError:
+                    loop.call_soon_threadsafe(ended.release)
+                    return
+                timelines.append(timeline := Timeline(time.perf_counter()))
+                try:
+                    self._send(timeline, prompt, num_tokens, next_request)
+                except Exception as error:
+                    timeline.error = str(error) or type(error).__name__
+                else:
+                    return
 
         await asyncio.gather(*(loop.run_in_executor(self.adders, next_request) for _ in range(count)))
         for _ in range(count):

@@ -53,8 +53,10 @@ def _by_row(norm: Any, x: jax.Array, mask: jax.Array | None, norm_type: str) -> 
         name = next(name for name, is_given in given.items() if is_given)
         raise Unsupported(name, "is given and batch_invariant is True", "a row is the last axis, and all of it counts")
     features, bias = x.shape[-1], getattr(norm, "bias", None)
-    scale = jnp.ones(features, norm.param_dtype) if norm.scale is None else norm.scale[...]
-    parts = (x, scale) if bias is None else (x, scale, bias[...])
-    x, weight, *rest = norm.promote_dtype(parts, dtype=norm.dtype)
-    options = {"bias": rest[0][None] if rest else None, "epsilon": norm.epsilon, "norm_type": norm_type}
-    return ops.row_norm(x.reshape(-1, features), weight[None], **options).reshape(x.shape)
+    parameters = {name: each[...] for name, each in (("weight", norm.scale), ("bias", bias)) if each is not None}
+    x, *promoted = norm.promote_dtype((x, *parameters.values()), dtype=norm.dtype)
+    # Ones that replace a missing scale decide no dtype.
+    rows = {"weight": jnp.ones(features, x.dtype), **dict(zip(parameters, promoted, strict=True))}
+    rows = {name: row[None] for name, row in rows.items()}
+    options = {"epsilon": norm.epsilon, "norm_type": norm_type}
+    return ops.row_norm(x.reshape(-1, features), **rows, **options).reshape(x.shape)

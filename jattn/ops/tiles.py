@@ -91,7 +91,7 @@ def rowwise(function: Callable[..., Any], *arrays: jax.Array, trailing: int = 1)
 
 def _by_tile(function: Callable[..., Any], rows: Any, shared: Any) -> Any:
     num_rows = len(jax.tree.leaves(rows)[0])
-    count = -(-num_rows // TILE)
+    count = max(1, -(-num_rows // TILE))
     padded = jax.tree.map(lambda x: _padded(x, count * TILE), rows)
     one = jax.eval_shape(lambda rows: function(rows, *shared), jax.tree.map(lambda x: _of_tile(x, 0), padded))
     results = jax.tree.map(lambda x: jnp.zeros((count * TILE, *x.shape[1:]), x.dtype), one)

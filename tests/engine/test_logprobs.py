@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, CompletionOutput, Engine, EngineConfig, SamplingParams
 from jattn.llm.engine.device.sampler import likeliest
+from jattn.llm.engine.request.outputs import RequestMetrics, SamplingMask
+from jattn.llm.engine.request.request import Request
 from jattn.llm.models import Decoder
 from tests.engine.test_engine import compiled_forward, prompts_of
 from torch_core.base.errors import InvalidInput
@@ -53,3 +55,16 @@ def test_a_mask_is_refused_where_the_engine_records_none(decoder: Decoder) -> No
         InvalidInput, match=r"^return_sampling_mask .* EngineConfig\(enable_return_sampling_mask=True\)"
     ):
         engine.add([1, 2], SamplingParams(return_sampling_mask=True))
+
+
+def test_a_sample_without_tokens_has_no_mask_and_its_later_part_keeps_its_own() -> None:
+    request = Request(
+        "a", (1,), SamplingParams(), np.zeros(0, np.int32), frozenset(), RequestMetrics(0.0), keeps_mask=True
+    )
+    first, mask = request.completion((), None), SamplingMask(np.ones((1, 2), np.uint32))
+    later = CompletionOutput("x", (1,), None, sampling_mask=mask)
+
+    assert first.sampling_mask is None
+    assert (first + later).sampling_mask is mask
+    assert (later + first).sampling_mask is mask
+    assert (later + later).sampling_mask.bits.shape == (2, 2)

@@ -12,7 +12,7 @@ from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.engine.scheduler import ScheduledStep, Scheduler
 from torch_core.base.errors import RequestTooLong
-from torch_core.cache import CacheConfig, CacheManager, CommittedStep
+from torch_core.cache import CacheConfig, CacheManager, CommittedStep, StateConfig
 
 
 class Bench:
@@ -27,6 +27,7 @@ class Bench:
         steps_of_device: int | None = None,
         most_served: int = 1 << 30,
         prompt_sizes: tuple[int, ...] = (),
+        states: StateConfig | None = None,
         **sizes: Any,
     ) -> None:
         self.most_served = most_served
@@ -48,6 +49,7 @@ class Bench:
                 block_size=4,
                 enable_prefix_caching=config.enable_prefix_caching,
                 num_host_blocks=num_host_blocks,
+                states=states,
             )
         )
         self.swaps: list[CommittedStep] = []
@@ -128,34 +130,14 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     assert list(bench.step()) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "steps"),
-    [
-        # One step of 1,536 would cost as much as the two, and end "b" later.
-        ((500, 600), [{"a": 500, "b": 600}]),
-        # The rest of 52 rides with a step of the cheapest kind.
-        ((1000, 1100), [{"a": 1000, "b": 1048}, {"a": 1, "b": 52}]),
-        ((1000, 1000), [{"a": 1000, "b": 1000}]),
-        # "c" waits, and holds no blocks meanwhile.
-        ((1000, 1048, 300), [{"a": 1000, "b": 1048}, {"a": 1, "b": 1, "c": 300}]),
-    ],
-)
-def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, steps) -> None:
-    sizes = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=sizes)
-    for name, length in zip("abc", prompts, strict=False):
-        bench.add(name, length)
+def test_steps_of_several_tokens_end_at_each_boundary_of_a_snapshot() -> None:
+    states = StateConfig(num_slots=16, snapshot_blocks=2)
+    bench = Bench(num_blocks=128, num_scheduler_steps=4, enable_prefix_caching=True, states=states)
+    bench.add("a", 6, 14)
+    while bench.step():
+        pass
 
-    assert [bench.step() for _ in steps] == steps
-
-
-def test_a_sample_that_waits_for_the_second_step_keeps_its_prompt() -> None:
-    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=(256, 512, 1024, 2048, 3072, 4096))
-    bench.add_samples(tuple(range(100)), 4)
-    assert bench.step() == {"first": 99}
-    bench.add("long", 2047, order=0)
-
-    assert [bench.step(), bench.step()] == [{"first": 1, "long": 2047}, {"long": 1, "first": 1, "second": 1}]
+    assert bench.cache.stats().snapshots == 3, "behind 4, 8 and 16 tokens"
 
 
 def test_no_more_than_max_num_seqs_run_and_a_place_that_falls_free_is_the_next_ones() -> None:

@@ -292,7 +292,7 @@ def test_states_have_experts_and_embeddings(seed):
         ({"target_modules": [3]}, r"target_modules is \[3\]; it must be a list of names"),
         ({"exclude_modules": ["q_proj"]}, r"exclude_modules has 'model\.layers\.0\.self_attn\.q_proj', of"),
         ({"layers_to_transform": [1, 2]}, r"layers_to_transform leaves out 'model\.layers\.0\.self_attn\.q_proj', of"),
-        ({"layers_to_transform": [0], "layers_pattern": "h"}, "layers_pattern is 'h'"),
+        ({"layers_to_transform": [0], "layers_pattern": "x"}, "layers_pattern is 'x'"),
         ({"layers_to_transform": -1}, r"layers_to_transform\[0\] is -1"),
         ({"rank_pattern": {"(a+)+$": 3}}, "rank_pattern has "),
         ({"r": 0}, "adapter_config.json: r is 0; it must be"),
@@ -313,7 +313,7 @@ def test_keys_that_change_nothing_are_read_over(tmp_path, seed):
     """What PEFT 0.21 writes, and keys of other versions without a value."""
     inert = {
         "fan_in_fan_out": True, "qalora_group_size": 16, "megatron_core": "megatron.core", "lora_dropout": 0.1,
-        "loftq_config": {}, "init_lora_weights": "gaussian", "newer": None, "later": False, "layers_pattern": None,
+        "loftq_config": {}, "init_lora_weights": "gaussian", "newer": None, "later": False, "layers_pattern": "h",
         "target_modules": ["q_proj", "self_attn.o_proj"], "layers_to_transform": [0, 5], "exclude_modules": ["lm_head"],
     }  # fmt: skip
     folder = peft_folder(tmp_path, peft_tensors(CONFIG, seed, modules=("q_proj", "o_proj")), **inert)

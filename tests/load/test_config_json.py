@@ -262,6 +262,7 @@ PUBLISHED = {
     "Phi3ForCausalLM": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "GPT2LMHeadModel": {"n_special": 0, "predict_special_tokens": True},
     "FalconForCausalLM": {"ff_factor": 4},
+    "OPTForCausalLM": {"output_projection": True, "learned_embeddings": True, "scale_embeddings": False},
     "BartForConditionalGeneration": {"num_hidden_layers": 12},
 }
 

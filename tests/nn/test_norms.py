@@ -40,6 +40,9 @@ def test_a_norm_is_that_of_flax_and_its_rows_are_independent_when_switched(kind,
     spacing = 2.0 ** (-7 if found.dtype == jnp.bfloat16 else -20)
     np.testing.assert_allclose(found.astype(jnp.float32), flax(x).astype(jnp.float32), rtol=spacing, atol=spacing)
     np.testing.assert_array_equal(jax.jit(norm)(x[1, 2:3]), found[1, 2:3])
+    few = x[0, :1].astype(jnp.bfloat16)
+    for rows in (few, few[:0]):
+        assert (norm(rows).shape, norm(rows).dtype) == (rows.shape, flax(rows).dtype)
 
 
 def test_a_mask_and_other_axes_are_refused_when_switched():

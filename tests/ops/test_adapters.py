@@ -94,6 +94,13 @@ def test_gradients_are_those_of_each_rows_own_matrices(seed):
         np.testing.assert_allclose(each, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_no_row_is_no_error():
+    x, rows = jnp.zeros((0, 8)), AdapterRows.of(jnp.zeros(0, jnp.int32), 3)
+    lora_a, lora_b = jnp.ones((3, 2, 8)), jnp.ones((3, 8, 2))
+    assert add_lora_linear(x, x, lora_a, lora_b, *rows).shape == (0, 8)
+    assert add_lora_linear(x, None, lora_a, lora_b, *rows).shape == (0, 8)
+
+
 def test_rows_of_unknown_slots_have_no_adapter():
     rows = AdapterRows.of(jnp.array([3, 1, -1, 0, 1]), 3)
     assert rows.lora_token_start_loc.tolist() == [0, 1, 3, 3]

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from jattn.llm.engine import LLM, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.llm.engine import LLM, CompletionOutput, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.serve import AsyncLLM
+from jattn.llm.serve.async_llm import Submission, Update, _Mailbox
 from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
 
@@ -265,6 +267,33 @@ def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> 
     assert not llm.is_running
 
 
+def test_an_error_while_the_last_output_is_made_reaches_the_caller(llm, monkeypatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(PromptReader, "output", broken)
+    with pytest.raises(RuntimeError, match="the request failed: broken"):
+        asyncio.run(outputs_of(llm, PROMPTS[0], output_kind=KINDS.FINAL_ONLY))
+
+
+def test_an_error_is_not_overtaken_by_later_parts() -> None:
+    async def ask() -> None:
+        submission = Submission(None, _Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
+        submission.ids += ["a", "b"]
+        part = Update(CompletionOutput("x", (1,), None), False, None)
+        for update in (part, ZeroDivisionError(), part):
+            submission._updates.put_nowait((0, update))
+        turns = 0
+        async for _ in submission.joined():
+            # A reader that is slower than the steps.
+            submission._updates.put_nowait((0, part))
+            turns += 1
+            assert turns < 9
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(ask())
+
+
 def test_parts_that_wait_together_come_as_one(llm, expected) -> None:
     async def ask() -> tuple[list[int], list[str], int]:
         params = params_of(logprobs=1, output_kind=KINDS.FINAL_ONLY)
@@ -272,7 +301,8 @@ def test_parts_that_wait_together_come_as_one(llm, expected) -> None:
         # All that comes waits for its reader.
         while llm.num_unfinished:
             await asyncio.sleep(0.001)
-        parts = [part async for part in submission.joined()]
+        # The second prompt may be added, and end, first.
+        parts = sorted([part async for part in submission.joined()], key=lambda part: part[0])
         for _, new, output in parts:
             assert output is not None
             (whole,) = output.outputs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jattn.bench.arrivals import Load, Timeline, row_of
+from jattn.bench.clients import Direct, send
 from jattn.bench.runner import main
 from jattn.bench.serve import BENCHMARK, run
 from jattn.cli import main as cli
@@ -50,6 +52,16 @@ def test_requests_that_fail_are_counted_and_the_exit_says_so(server, capsys) -> 
 
     assert "wrong" not in printed.out, "the title has the command without the key"
     assert "\njattn: at 4x5:inf/s:2 2 requests failed; the first: status 401: " in printed.err
+
+
+def test_users_of_a_load_that_is_refused_send_all_of_it() -> None:
+    class Refuses:
+        def add(self, *_: object, **__: object) -> None:
+            raise InvalidInput("too long")
+
+    with ThreadPoolExecutor(2) as adders:
+        timelines, _ = send(Direct(Refuses(), adders), Load.of("4x4:1users:2000"), 0, 100, False)  # type: ignore[arg-type]
+    assert [timeline.error for timeline in timelines] == ["too long"] * 2000
 
 
 def test_what_json_has_no_numbers_for_is_spelled_otherwise(server, capsys) -> None:

@@ -121,6 +121,26 @@ def test_a_convolution_of_drafts_starts_after_the_accepted_ones(seed):
         start, accepted = start + kept, kept
 
 
+def test_padding_writes_no_state(seed):
+    torch.manual_seed(seed)
+    state, x, weight = torch.randn(4, 3, 4), torch.randn(3, 3, 2), torch.randn(3, 4)
+    for slots in ([2, -1, 1], [2, -1, 0]):
+        old, new = state.clone(), state.clone()
+        slots, accepted = torch.tensor(slots), torch.ones(3, dtype=torch.int32)
+        options = {"conv_state_indices": slots, "num_accepted_tokens": accepted, "null_block_id": -1}
+        ops.causal_conv1d_update(x, new, weight, **options)
+        for slot in range(4):
+            assert torch.equal(new[slot], old[slot]) == (slot not in slots.tolist())
+
+    x, final = torch.randn(3, 2, 4), torch.zeros(4, 2, 4, 5)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    ops.mamba_chunk_scan_combined_varlen(
+        x, torch.rand(3, 2), -torch.rand(2), torch.randn(3, 1, 5), torch.randn(3, 1, 5), 8, starts, None, None, None,
+        torch.empty_like(x), final_states_out=final, final_state_indices=torch.tensor([2, -1]),
+    )  # fmt: skip
+    assert [bool(each.any()) for each in final] == [False, False, True, False]
+
+
 def test_mamba2_of_prompts_and_of_decoded_tokens(seed):
     call = mamba_call(seed, LENS, padding=0).with_arrays({"cache_indices": None, "has_initial_state": None})
     call = call.with_arrays({"states": torch.randn(len(LENS), *call.states.shape[1:])})

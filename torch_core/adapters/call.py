@@ -87,7 +87,7 @@ class LoraCall(Call[A]):
     @property
     def rows_of_input(self) -> int:
         """Rows of the result for each row of `x`."""
-        return self.num_rows // self.x.shape[0]
+        return self.num_rows // max(1, self.x.shape[0])
 
     @property
     def first_heads(self) -> int:

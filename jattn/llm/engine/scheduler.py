@@ -198,9 +198,12 @@ class Scheduler:
 
         If other requests can run, prompts wait for the program that serves them.
         """
+        swapped = self._swapped.copy()
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
         num_new = sum(row.num_new_tokens for row in prompts)
-        if (fitting := self._fitting(num_new, len(decodable))) < num_new:
+        # What came back from host memory would be computed again if it had to wait.
+        is_back = any(row.request.request_id in swapped for row in prompts)
+        if not is_back and (fitting := self._fitting(num_new, len(decodable))) < num_new:
             whole, prompts = prompts, self._prefill_candidates(fitting)
             chosen = {row.request.request_id for row in prompts}
             self._hold_back_all(row.request for row in whole if row.request.request_id not in chosen)
@@ -339,7 +342,7 @@ class Scheduler:
             for request, wanted in decodable:
                 # The last token that a request wants follows its guesses.
                 if self._cache.config.states is not None:
-                    wanted = self._cache.until_snapshot(request.request_id, wanted)
+                    wanted = self._cache.until_snapshot(request.request_id, min(wanted, num_steps + num_guesses))
                 guesses = self._guesses.guess(request, min(num_guesses, wanted - 1)) if num_guesses else ()
                 count = min(wanted, num_steps) + len(guesses)
                 work.append((request.request_id, count))

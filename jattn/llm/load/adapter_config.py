@@ -41,6 +41,8 @@ _READ = (
 )  # fmt: skip
 # Ways to initialise that leave the base's weights as they are; others change them.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Names of lists of layers, whose number is the first one in a module's name.
+_LISTS = ("layers", "h", "blocks", "layer")
 _LAYER = re.compile(r".*?\.(\d{1,9})\.")
 # A name, all of it, or as PEFT writes the joined kernel of experts: ".*\.gate_up_proj".
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?[\w.]+")
@@ -152,7 +154,7 @@ def _layers(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     layers = layers if isinstance(layers, list) else [layers]
     for index, layer in enumerate(layers):
         check_int(f"layers_to_transform[{index}]", layer, 0)
-    if raw.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
+    if raw.get("layers_pattern") not in (None, "", [], *_LISTS, *([each] for each in _LISTS)):
         wanted = "this build reads layers by the first number in a module's name"
         raise Unsupported("layers_pattern", value=raw["layers_pattern"], wanted=wanted)
     return tuple(layers)

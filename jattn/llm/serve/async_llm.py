@@ -302,12 +302,13 @@ class _Entry:
         new = reader.read(delta)
         if new is None:
             return
-        if reader.finished:
-            self.llm.end(self)
         if kind is RequestOutputKind.DELTA:
             output = reader.output((new,))
         elif reader.finished or kind is RequestOutputKind.CUMULATIVE:
             output = reader.output()
+        # Of an ended request no error would be delivered.
+        if reader.finished:
+            self.llm.end(self)
         self.deliver(Update(new, reader.finished, output))
 
 
@@ -396,12 +397,11 @@ class Submission(contextlib.AbstractContextManager):
         requests with `RequestOutputKind.FINAL_ONLY`.
         """
         async for index, update in self:
-            found = {(index, update.new.index): (update.new, update.output)}
+            found, error = {(index, update.new.index): (update.new, update.output)}, None
             while not self._updates.empty():
                 index, update = self._updates.get_nowait()
                 if isinstance(update, BaseException):
-                    # The next turn raises it.
-                    self._updates.put_nowait((index, update))
+                    error = update
                     break
                 self._num_finished += update.finished
                 key = index, update.new.index
@@ -409,3 +409,5 @@ class Submission(contextlib.AbstractContextManager):
                 found[key] = new, update.output
             for (index, _), (new, output) in found.items():
                 yield index, new, output
+            if error is not None:
+                raise error

@@ -161,12 +161,12 @@ def causal_conv1d_update(
     )
     if num_accepted_tokens is not None:
         starts = call.query_start_loc.long()
-        held, places = _last_inputs(call, conv_state, num_accepted_tokens)
+        held = _last_inputs(call, conv_state, num_accepted_tokens)
         found = run(call.with_arrays({"conv_states": held.clone(), "cache_indices": None}))["out"]
         # The inputs before the new ones, and these, as many as the state has places for.
         tokens = starts[:-1, None] + torch.arange(conv_state.shape[2] - past + 1, device=x.device)
         new = rows[tokens.clamp(max=len(rows) - 1)].to(conv_state.dtype)
-        conv_state[places] = torch.cat([held[:, 1:], new], 1).mT
+        _write_slots(conv_state, slots, torch.cat([held[:, 1:], new], 1).mT)
     else:
         if conv_state.shape[2] != past:
             raise InvalidInput("conv_state", f"holds {conv_state.shape[2]} inputs", f"{past} are needed")
@@ -234,7 +234,7 @@ def mamba_chunk_scan_combined_varlen(
         out.copy_(out.float() * functional.silu(z.float()))
     if final_states_out is None or final_state_indices is None:
         return states.to(state_dtype or x.dtype)
-    final_states_out[final_state_indices.long()] = states.to(final_states_out.dtype)
+    _write_slots(final_states_out, final_state_indices, states)
     return None
 
 
@@ -343,13 +343,28 @@ def _with_slots(call: Any, names: tuple[str, ...], slots: Tensor | None, num_acc
     return out
 
 
-def _last_inputs(call: CausalConvCall[Tensor], conv_state: Tensor, num_accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the inputs before the new tokens, [num_seqs, width - 1, channels], and the slots of the sequences."""
+def _last_inputs(call: CausalConvCall[Tensor], conv_state: Tensor, num_accepted: Tensor) -> Tensor:
+    """Returns the inputs before the new tokens, [num_seqs, width - 1, channels]."""
     slots = call.cache_indices
     places = torch.arange(call.num_seqs, device=conv_state.device) if slots is None else slots.long().clamp(min=0)
     columns = num_accepted.long()[:, None] - 1 + torch.arange(call.width - 1, device=conv_state.device)
     held = conv_state[places].mT
-    return held.gather(1, columns[..., None].expand(-1, -1, held.shape[2])), places
+    return held.gather(1, columns[..., None].expand(-1, -1, held.shape[2]))
+
+
+def _write_slots(states: Tensor, slots: Tensor | None, rows: Tensor) -> None:
+    """Writes rows to slots, in order without any; those of padding, whose slots are negative, change nothing.
+
+    The device is not waited for, so that CUDA graphs can hold it: padding writes what slot 0 will have.
+    """
+    rows = rows.to(states.dtype)
+    if slots is None:
+        states[: len(rows)] = rows
+    elif len(rows):
+        is_first = slots == 0
+        kept = torch.where(is_first.any(), rows[is_first.int().argmax()], states[0])
+        is_padding = (slots < 0).view(-1, *[1] * (rows.ndim - 1))
+        states[slots.long().clamp(min=0)] = torch.where(is_padding, kept, rows)
 
 
 def _slots(name: str, slots: Tensor | None, *padding: int) -> Tensor | None:

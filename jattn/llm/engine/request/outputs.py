@@ -184,14 +184,19 @@ class CompletionOutput:
 
     def __add__(self, later: CompletionOutput) -> CompletionOutput:
         """Returns this part of a sample and the part behind it as one."""
-        total, mask = self.cumulative_logprob, self.sampling_mask
+        total, mask, more = self.cumulative_logprob, self.sampling_mask, later.sampling_mask
+        if mask is None or more is None:
+            # A part without tokens has none.
+            mask = more if mask is None else mask
+        else:
+            mask += more
         return replace(
             later,
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
             cumulative_logprob=None if total is None else total + (later.cumulative_logprob or 0.0),
-            sampling_mask=mask if later.sampling_mask is None or mask is None else mask + later.sampling_mask,
+            sampling_mask=mask,
         )
 
 

@@ -268,7 +268,7 @@ class Request:
         """
         logprobs = self.known_logprobs(start, token_ids) if logprobs is None else logprobs
         mask = None
-        if self.keeps_mask:
+        if self.keeps_mask and token_ids:
             kept = [each.kept for each in self.logprobs[start : start + len(token_ids)]]
             mask = SamplingMask(np.array(kept, np.uint32).reshape(len(kept), -1))
         total = None

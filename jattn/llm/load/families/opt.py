@@ -42,8 +42,8 @@ OPT = Family(
     derive=_norms,
     derived={"word_embed_proj_dim": None},
     absent=("head_dim", "num_key_value_heads"),
-    inert={"layer_norm_elementwise_affine": True},
-    ignored=("layerdrop",),
+    inert={"layer_norm_elementwise_affine": True, "learned_embeddings": True, "scale_embeddings": False},
+    ignored=("layerdrop", "output_projection"),
     names={
         "embed_tokens": "model.decoder.embed_tokens",
         "position_embedding": "model.decoder.embed_positions",

@@ -1,0 +1,50 @@
+"""Steps with prompts that are cut where padding would cost more than a second step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.test_scheduler import Bench
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps"),
+    [
+        # One step of 1,536 would cost as much as the two, and end "b" later.
+        ((500, 600), [{"a": 500, "b": 600}]),
+        # The rest of 52 rides with a step of the cheapest kind.
+        ((1000, 1100), [{"a": 1000, "b": 1048}, {"a": 1, "b": 52}]),
+        ((1000, 1000), [{"a": 1000, "b": 1000}]),
+        # "c" waits, and holds no blocks meanwhile.
+        ((1000, 1048, 300), [{"a": 1000, "b": 1048}, {"a": 1, "b": 1, "c": 300}]),
+    ],
+)
+def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, steps) -> None:
+    sizes = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=sizes)
+    for name, length in zip("abc", prompts, strict=False):
+        bench.add(name, length)
+
+    assert [bench.step() for _ in steps] == steps
+
+
+def test_a_sample_that_waits_for_the_second_step_keeps_its_prompt() -> None:
+    bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=(256, 512, 1024, 2048, 3072, 4096))
+    bench.add_samples(tuple(range(100)), 4)
+    assert bench.step() == {"first": 99}
+    bench.add("long", 2047, order=0)
+
+    assert [bench.step(), bench.step()] == [{"first": 1, "long": 2047}, {"long": 1, "first": 1, "second": 1}]
+
+
+def test_a_request_that_came_back_from_the_host_is_not_computed_again_for_less_padding() -> None:
+    sizes = (256, 512, 1024, 2048, 3072, 4096)
+    bench = Bench(num_blocks=1200, num_host_blocks=600, max_num_batched_tokens=4096, prompt_sizes=sizes)
+    request = bench.add("swapped", 400, order=5)
+    bench.step()
+    bench.step()
+    bench.scheduler._preempt(request)
+    bench.add("first", 1000, order=1)
+    bench.add("second", 1048, order=2)
+
+    assert bench.step()["swapped"] == 1
