@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import load_state, store_state
+from torch_core.device.states import chunk_rows, load_state, store_state
 from torch_core.device.work import locate_tile
 from torch_core.state.kernels.mamba.kernel import step_sizes
 
@@ -333,8 +333,8 @@ def rows_of(array, place, live, column, stride, SIZE: tl.constexpr, BLOCK: tl.co
 def _chunk_rows(
     array, origin, token, live, column, stride, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns rows of a chunk: a scalar address and offsets within the chunk take few registers."""
-    places = array + origin * stride + token[:, None] * stride + column[None, :]
+    """Returns rows of a chunk, of those that are live if they are MASKED."""
+    places = chunk_rows(array, origin, token, column, stride)
     if SIZE % BLOCK != 0:
         inside = (column < SIZE)[None, :]
         return tl.load(places, mask=inside & live[:, None] if MASKED else inside, other=0.0)
