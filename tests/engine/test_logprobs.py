@@ -67,4 +67,6 @@ def test_a_sample_without_tokens_has_no_mask_and_its_later_part_keeps_its_own() 
     assert first.sampling_mask is None
     assert (first + later).sampling_mask is mask
     assert (later + first).sampling_mask is mask
-    assert (later + later).sampling_mask.bits.shape == (2, 2)
+    both = (later + later).sampling_mask
+    assert both is not None
+    assert both.bits.shape == (2, 2)

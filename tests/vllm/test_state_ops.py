@@ -133,10 +133,10 @@ def test_padding_writes_no_state(seed):
             assert torch.equal(new[slot], old[slot]) == (slot not in slots.tolist())
 
     x, final = torch.randn(3, 2, 4), torch.zeros(4, 2, 4, 5)
-    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    starts, unused = torch.tensor([0, 2, 3], dtype=torch.int32), torch.empty(0)
     ops.mamba_chunk_scan_combined_varlen(
-        x, torch.rand(3, 2), -torch.rand(2), torch.randn(3, 1, 5), torch.randn(3, 1, 5), 8, starts, None, None, None,
-        torch.empty_like(x), final_states_out=final, final_state_indices=torch.tensor([2, -1]),
+        x, torch.rand(3, 2), -torch.rand(2), torch.randn(3, 1, 5), torch.randn(3, 1, 5), 8, starts, unused, unused,
+        unused, torch.empty_like(x), final_states_out=final, final_state_indices=torch.tensor([2, -1]),
     )  # fmt: skip
     assert [bool(each.any()) for each in final] == [False, False, True, False]
 
