@@ -10,7 +10,7 @@ import torch
 from tests.support.reference import copy_blocks, merge_states, write_kv_cache
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import PAD_SLOT_ID
-from torch_core.cache_writes.reference.cache import largest_code
+from torch_core.cache_writes.reference import largest_code
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_core import reference
 from torch_core.experts.call import ExpertsCall
-from torch_core.experts.reference.experts import activated
+from torch_core.experts.reference import activated
 from torch_core.experts.routing_call import RouteCall
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch_core.launch.serves import strides
 register(
     Op(
         call=WriteCall,
-        reference="torch_core.cache_writes.reference.cache:write_kv_cache",
-        cpu="torch_core.cache_writes.cpu.blocks:write_kv_cache",
+        reference="torch_core.cache_writes.reference:write_kv_cache",
+        cpu="torch_core.cache_writes.cpu:write_kv_cache",
         plan="torch_core.cache_writes.kernels.write.plan:plan_write",
         serves=(
             key_dtype("kv_cache", "key_cache", "value_cache", "key"),
@@ -25,8 +25,8 @@ register(
     ),
     Op(
         call=RotaryWriteCall,
-        reference="torch_core.cache_writes.reference.rotary:rotate_and_write",
-        cpu="torch_core.cache_writes.cpu.rotary:rotate_and_write",
+        reference="torch_core.cache_writes.reference:rotate_and_write",
+        cpu="torch_core.cache_writes.cpu:rotate_and_write",
         plan="torch_core.cache_writes.kernels.rotate_and_write.plan:plan_rotary_write",
         serves=(
             key_dtype("kv_cache", "qkv"),
@@ -35,8 +35,8 @@ register(
     ),
     Op(
         call=CopyCall,
-        reference="torch_core.cache_writes.reference.cache:copy_blocks",
-        cpu="torch_core.cache_writes.cpu.blocks:copy_blocks",
+        reference="torch_core.cache_writes.reference:copy_blocks",
+        cpu="torch_core.cache_writes.cpu:copy_blocks",
         plan="torch_core.cache_writes.kernels.copy.plan:plan_copy",
         serves=(strides(contiguous=("block_mapping",), free=("kv_cache",)),),
     ),

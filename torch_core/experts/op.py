@@ -15,7 +15,7 @@ from torch_core.launch.serves import ALL, compute_dtype, strides
 register(
     Op(
         call=ExpertsCall,
-        reference="torch_core.experts.reference.experts:fused_experts",
+        reference="torch_core.experts.reference:fused_experts",
         cpu="torch_core.experts.cpu:fused_experts",
         plan="torch_core.experts.plan:plan_experts",
         serves=(
@@ -26,7 +26,7 @@ register(
     ),
     Op(
         call=RouteCall,
-        reference="torch_core.experts.reference.routing:route_experts",
+        reference="torch_core.experts.reference:route_experts",
         cpu="torch_core.experts.cpu:route_experts",
         plan="torch_core.experts.kernels.route.plan:plan_route",
         serves=(

@@ -40,8 +40,8 @@ def _biases(call: LatentCall[Any], implementation: str) -> str | None:
 register(
     Op(
         call=LatentCall,
-        reference="torch_core.latent.reference.latent:mla_attention",
-        cpu="torch_core.latent.cpu.latent:mla_attention",
+        reference="torch_core.latent.reference:mla_attention",
+        cpu="torch_core.latent.cpu:mla_attention",
         plan="torch_core.latent.choose:plan_latent",
         serves=(
             compute_dtype("query", (*QUERY_DTYPES, *FP8_DTYPES)),
@@ -59,22 +59,22 @@ register(
     ),
     Op(
         call=LatentWriteCall,
-        reference="torch_core.latent.reference.latent:write_latent_cache",
-        cpu="torch_core.latent.cpu.latent:write_latent_cache",
+        reference="torch_core.latent.reference:write_latent_cache",
+        cpu="torch_core.latent.cpu:write_latent_cache",
         plan="torch_core.latent.kernels.write.plan:plan_latent_write",
         serves=(key_dtype("latent_cache", "kv_c", "k_pe"), strides(contiguous=("slot_mapping",))),
     ),
     Op(
         call=IndexerCall,
-        reference="torch_core.latent.reference.sparse:indexer_logits",
-        cpu="torch_core.latent.cpu.indexer:indexer_logits",
+        reference="torch_core.latent.reference:indexer_logits",
+        cpu="torch_core.latent.cpu:indexer_logits",
         plan="torch_core.latent.kernels.indexer.plan:plan_indexer",
         serves=(strides(),),
     ),
     Op(
         call=ChoiceCall,
-        reference="torch_core.latent.reference.sparse:sparse_mla_attention",
-        cpu="torch_core.latent.cpu.choice:chosen_slots",
+        reference="torch_core.latent.reference:sparse_mla_attention",
+        cpu="torch_core.latent.cpu:chosen_slots",
         plan="torch_core.latent.kernels.indexer.plan:plan_choice",
         serves=(strides(),),
     ),

@@ -1,1 +1,0 @@
-"""Cache writes on CPU tensors."""

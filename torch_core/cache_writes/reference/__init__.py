@@ -1,1 +1,0 @@
-"""The specification of cache writes in plain torch."""

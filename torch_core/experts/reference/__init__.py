@@ -1,1 +1,0 @@
-"""The specification of expert layers and routers in plain torch."""

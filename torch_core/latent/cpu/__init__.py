@@ -1,1 +1,0 @@
-"""Latent attention on CPU tensors."""

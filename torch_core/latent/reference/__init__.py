@@ -1,1 +1,0 @@
-"""The specification of latent attention in plain torch."""
