@@ -207,7 +207,7 @@ def _read(name: str, key: Key, value: Any) -> Any:
 def _first_of_another_kind(raw: Raw, family: Family) -> str | None:
     """Returns the first key without whose value the rest of the file can be read."""
     for name in raw:
-        default = family.defaults.get(name)
+        default = family.all_defaults.get(name)
         try:
             _built({**raw, name: None if callable(default) else default}, family)
         except (JattnError, *_OF_ANOTHER_KIND):
@@ -299,7 +299,7 @@ def _write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
     written: dict[str, Any] = {} if family.windows is None else {"sliding_window": window}
     if family.two_sided_window:
         written = {} if window is None else {family.two_sided_window: 2 * (window - 1)}
-    if family.windows is not None and "use_sliding_window" in family.defaults:
+    if family.windows is not None and "use_sliding_window" in family.all_defaults:
         written["use_sliding_window"] = window is not None
     if family.windows not in (None, "all") or (family.has_states and "layer_types" not in family.absent):
         names = {kind: name for name, kind in reversed([*family.layer_types.items()])}

@@ -159,11 +159,11 @@ def checked_keys(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         for name, key in family.all_keys.items()
         if {field.removeprefix("encoder.") for field in key.fields} & {*REQUIRED_FIELDS, *_REQUIRED_OF_PARTS}
     ]
-    missing = [key for key in required if key not in given and key not in family.defaults]
+    missing = [key for key in required if key not in given and key not in family.all_defaults]
     if missing:
         raise InvalidInput(FILE, f"lacks {', '.join(missing)}")
     _check_layer_count(given, family)
-    for key, default in family.defaults.items():
+    for key, default in family.all_defaults.items():
         if callable(default) and given.get(key) is None:
             # A value that is not a number is ignored here; its check raises the error.
             with contextlib.suppress(TypeError, ArithmeticError, LookupError):
@@ -216,7 +216,7 @@ def _allowed(family: Family) -> set[str]:
 
 def _check_derived(given: dict[str, Any], family: Family) -> None:
     """Checks the keys that functions of a family read, before they read them; a null flag is its default."""
-    for name, default in family.defaults.items():
+    for name, default in family.all_defaults.items():
         if isinstance(default, bool) and name not in _WINDOW_KEYS:
             given[name] = default if given[name] is None else given[name]
             if not isinstance(given[name], bool):

@@ -26,7 +26,7 @@ _OLD_NAMES = {"su": "longrope"}
 def read_rope(raw: Mapping[str, Any], family: Family, context: int) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that are about rotary embeddings."""
     name = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
-    if name == "rope_parameters" and raw.get("rope_scaling") not in (None, family.defaults.get("rope_scaling")):
+    if name == "rope_parameters" and raw.get("rope_scaling") not in (None, family.all_defaults.get("rope_scaling")):
         raise InvalidInput("both rope_scaling and rope_parameters are given; keep one.")
     given = raw.get(name)
     if given is not None and not isinstance(given, dict):
@@ -108,7 +108,7 @@ def write_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     if _LOCAL in family.rope_keys:
         written[family.rope_keys[_LOCAL]] = config.rope_local_theta
     if scaling is None:
-        return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.defaults else None}
+        return written | {"rope_scaling": {"rope_type": "default"} if "rope_scaling" in family.all_defaults else None}
     if scaling.rope_type == "longrope":
         written[_ORIGINAL] = scaling.original_max_position_embeddings
     values = _scaling_values(scaling)

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.mixers import DeltaNetConfig, KimiDeltaConfig, LightningConfig, MambaConfig, ShortConvConfig
-from jattn.llm.models.parts import (
-    FullAttentionConfig,
-    LatentConfig,
-    MoEConfig,
-    PerLayerInputConfig,
-    TemperatureConfig,
-    ValueHeadConfig,
-)
+from jattn.llm.models.parts import RopeScaling
 from torch_core.base.limits import limits_of
 
 #: The configs of the parts that a model may have, by their fields.
-PARTS = MappingProxyType(
+PARTS: Mapping[str, type[Any]] = MappingProxyType(
     {
-        "moe": MoEConfig,
-        "temperature": TemperatureConfig,
-        "latent": LatentConfig,
-        "full_attention": FullAttentionConfig,
-        "value_head": ValueHeadConfig,
-        "per_layer_input": PerLayerInputConfig,
-        "short_conv": ShortConvConfig,
-        "delta_net": DeltaNetConfig,
-        "kimi_delta": KimiDeltaConfig,
-        "lightning": LightningConfig,
-        "mamba": MambaConfig,
+        name: kind
+        for name, hint in get_type_hints(ModelConfig).items()
+        for kind in get_args(hint)
+        if isinstance(kind, type) and is_dataclass(kind) and kind not in (ModelConfig, RopeScaling)
     }
 )
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -36,7 +36,7 @@ AXK1 = dataclasses.replace(
     # As the first files spell it.
     also_types=("AXK1",),
     keys={name: key for name, key in DEEPSEEK_V3.keys.items() if name != "first_k_dense_replace"},
-    defaults={name: value for name, value in DEEPSEEK_V3.defaults.items() if name not in _SPARSE}
+    defaults={name: value for name, value in DEEPSEEK_V3.all_defaults.items() if name not in _SPARSE}
     | {"n_routed_experts": 192},
     options={**DEEPSEEK_V3.options, "moe.output_norm": True},
     derive=_dense_layers,

@@ -16,7 +16,7 @@ BAILING_HYBRID = Family(
     model_type="bailing_hybrid",
     keys={name: key for name, key in KIMI_LINEAR.keys.items() if name != "q_lora_rank"},
     defaults={
-        **{name: KIMI_LINEAR.defaults[name] for name in ("moe_renormalize", *LATENT_KEYS) if name != "q_lora_rank"},
+        **{name: KIMI_LINEAR.all_defaults[name] for name in ("moe_renormalize", *LATENT_KEYS) if name != "q_lora_rank"},
         "model_max_length": 262144,
         "num_expert_group": 8,
         "topk_group": 4,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from jattn.llm.load.families.cohere2_moe_files import DERIVED, has_window, layers, written
 from jattn.llm.load.families.deepseek_v2 import NAMES
+from jattn.llm.load.families.family import Key
 from jattn.llm.load.families.window_rope import COHERE2
 
 COHERE2_MOE = replace(
@@ -15,22 +16,16 @@ COHERE2_MOE = replace(
     keys={
         **COHERE2.keys,
         "intermediate_size": "moe.intermediate_size",
-        "prefix_dense_intermediate_size": "intermediate_size",
-        "num_experts": "moe.num_experts",
-        "num_experts_per_tok": "moe.num_experts_per_tok",
-        "num_shared_experts": "moe.n_shared_experts",
-        "norm_topk_prob": "moe.norm_topk_prob",
-        "expert_selection_fn": "moe.scoring_func",
+        "prefix_dense_intermediate_size": Key("intermediate_size", default=lambda raw: raw["intermediate_size"]),
+        "num_experts": Key("moe.num_experts", default=8),
+        "num_experts_per_tok": Key("moe.num_experts_per_tok", default=2),
+        "num_shared_experts": Key("moe.n_shared_experts", default=0),
+        "norm_topk_prob": Key("moe.norm_topk_prob", default=True),
+        "expert_selection_fn": Key("moe.scoring_func", default="softmax"),
     },
     defaults={
-        **COHERE2.defaults,
+        **COHERE2.all_defaults,
         **DERIVED,
-        "prefix_dense_intermediate_size": lambda raw: raw["intermediate_size"],
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 0,
-        "norm_topk_prob": True,
-        "expert_selection_fn": "softmax",
         "head_dim": 128,
     },
     derive=layers,

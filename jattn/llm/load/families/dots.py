@@ -8,7 +8,7 @@ from jattn.llm.load.families.family import BOTH_BIASES
 from jattn.llm.load.families.glm_moe import EXPERT_KEYS, GLM4_MOE
 from jattn.llm.load.families.qwen import above
 
-_DOTS_DEFAULTS = {name: value for name, value in GLM4_MOE.defaults.items() if name in EXPERT_KEYS}
+_DOTS_DEFAULTS = {name: value for name, value in GLM4_MOE.all_defaults.items() if name in EXPERT_KEYS}
 DOTS1 = replace(
     GLM4_MOE,
     architecture="Dots1ForCausalLM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3
+from jattn.llm.load.families.family import Key
 from jattn.llm.load.families.window_rope import EXAONE4
 
 EXAONE_MOE = replace(
@@ -14,21 +15,18 @@ EXAONE_MOE = replace(
     keys={
         **{name: DEEPSEEK_V3.keys[name] for name in ("n_group", "topk_group", "first_k_dense_replace")},
         **{name: f"moe.{name}" for name in ("norm_topk_prob", "num_experts", "num_experts_per_tok")},
-        "num_shared_experts": "moe.n_shared_experts",
-        "moe_intermediate_size": "moe.intermediate_size",
-        "routed_scaling_factor": "moe.routed_scaling_factor",
+        "num_shared_experts": Key("moe.n_shared_experts", default=1),
+        "moe_intermediate_size": Key("moe.intermediate_size", default=1024),
+        "routed_scaling_factor": Key("moe.routed_scaling_factor", default=2.5),
     },
     defaults={
-        **EXAONE4.defaults,
+        **EXAONE4.all_defaults,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
         "num_experts": 64,
         "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1024,
-        "routed_scaling_factor": 2.5,
     },
     options={"qk_norm": "head", **DEEPSEEK_V3.options},
     aliases={"num_local_experts": "num_experts"},

@@ -51,7 +51,7 @@ FALCON_H1 = Family(
         "projectors_bias": "mamba.out_bias",
         "embedding_multiplier": "embedding_multiplier",
         "lm_head_multiplier": "logits_scale",
-        "mlp_multipliers": Key("mlp_multipliers", tuple, list),
+        "mlp_multipliers": Key("mlp_multipliers", tuple, list, default=lambda raw: [1.0, 1.0]),
         "ssm_multipliers": Key("mamba.multipliers", tuple, lambda factors: factors and list(factors)),
         "ssm_in_multiplier": "mamba.in_multiplier",
         "ssm_out_multiplier": "mamba.out_multiplier",
@@ -60,7 +60,6 @@ FALCON_H1 = Family(
     | _DERIVED
     | {
         "rms_norm_eps": 1e-5,
-        "mlp_multipliers": lambda raw: [1.0, 1.0],
         "ssm_multipliers": lambda raw: [1.0] * 5,
         "layer_types": lambda raw: ["hybrid"] * raw["num_hidden_layers"],
     },

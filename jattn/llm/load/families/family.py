@@ -30,11 +30,13 @@ class Key:
             several that share a value in a tuple.
         read: the value of the file to the field's.
         write: the inverse.
+        default: as in `Family.defaults`; `...` if a file needs the key, or its field has a default.
     """
 
     field: str | tuple[str, ...]
     read: Callable[[Any], Any] = _same
     write: Callable[[Any], Any] = _same
+    default: Any = ...
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -104,7 +106,8 @@ class Family:
         architecture: name in config.json.
         model_type: likewise.
         keys: keys of config.json beyond the common ones, and the fields they set; a bare name is a field of that name.
-        defaults: values of keys that a file may leave out; a function gets the file's values, and is used for null too.
+        defaults: values of further keys that a file may leave out, and of these instead of their own; a function gets
+            the file's values, and is used for null too.
         options: fields of `ModelConfig` that are so in every model of the family.
         derive: further fields, from the file's values.
         write: further keys of the file, from the model's config.
@@ -192,6 +195,12 @@ class Family:
         own = {name: Key(key) if isinstance(key, str) else key for name, key in self.keys.items()}
         named = {name for key in own.values() for name in key.fields} | {*self.options, *self.absent}
         return {name: key for name, key in _COMMON_KEYS.items() if key.field not in named} | own
+
+    @property
+    def all_defaults(self) -> dict[str, Any]:
+        """Values of all keys that a file may leave out."""
+        own = {name: key.default for name, key in self.all_keys.items() if key.default is not ...}
+        return {**own, **self.defaults}
 
     @property
     def has_states(self) -> bool:

@@ -58,7 +58,7 @@ EMBEDDING_GEMMA = replace(
     GEMMA3,
     architecture="Gemma3TextModel",
     keys={name: key for name, key in GEMMA3.keys.items() if name != "final_logit_softcapping"},
-    defaults={name: value for name, value in GEMMA3.defaults.items() if name != "final_logit_softcapping"},
+    defaults={name: value for name, value in GEMMA3.all_defaults.items() if name != "final_logit_softcapping"},
     options={**GEMMA3.options, "is_encoder": True},
     derive=_two_sided,
     derived={"use_bidirectional_attention": True},

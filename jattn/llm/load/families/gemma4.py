@@ -48,7 +48,7 @@ GEMMA4 = Family(
         **_PARTS,
     },
     defaults={
-        **{name: GEMMA3.defaults[name] for name in ("hidden_activation", "tie_word_embeddings", "head_dim")},
+        **{name: GEMMA3.all_defaults[name] for name in ("hidden_activation", "tie_word_embeddings", "head_dim")},
         "sliding_window": 512,
         "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": _FULL},
         **dict.fromkeys(_PARTS) | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},

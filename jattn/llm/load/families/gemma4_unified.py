@@ -17,7 +17,7 @@ GEMMA4_UNIFIED = replace(
     keys={name: key for name, key in GEMMA4.keys.items() if not str(key).startswith(("moe.", "per_layer_input."))},
     defaults={
         name: value
-        for name, value in GEMMA4.defaults.items()
+        for name, value in GEMMA4.all_defaults.items()
         if name in GEMMA4.derived or name in ("hidden_activation", "tie_word_embeddings", "head_dim", "rope_parameters")
     }
     | {"sliding_window": 1024},

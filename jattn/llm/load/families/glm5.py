@@ -52,7 +52,7 @@ GLM_MOE_DSA = dataclasses.replace(
     architecture="GlmMoeDsaForCausalLM",
     model_type="glm_moe_dsa",
     defaults={
-        **DEEPSEEK_V32.defaults,
+        **DEEPSEEK_V32.all_defaults,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 2048,
         "qk_nope_head_dim": 192,

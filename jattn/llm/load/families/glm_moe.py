@@ -18,15 +18,13 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     keys={
         **EXPERT_KEYS,
-        "norm_topk_prob": "moe.norm_topk_prob",
-        "attention_bias": "attention_bias",
+        "norm_topk_prob": Key("moe.norm_topk_prob", default=True),
+        "attention_bias": Key("attention_bias", default=False),
         "use_qk_norm": Key("qk_norm", lambda used: "head" if used else None, lambda kind: kind is not None),
     },
     defaults={
         "rms_norm_eps": 1e-5,
         "use_qk_norm": False,
-        "attention_bias": False,
-        "norm_topk_prob": True,
         "n_routed_experts": 128,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
@@ -53,7 +51,7 @@ GLM4_MOE_LITE = dataclasses.replace(
     also_types=(),
     keys={name: key for name, key in DEEPSEEK_V3.keys.items() if name != "first_k_dense_replace"},
     defaults={
-        **DEEPSEEK_V3.defaults,
+        **DEEPSEEK_V3.all_defaults,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,

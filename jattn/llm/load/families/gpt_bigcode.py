@@ -12,7 +12,7 @@ GPT_BIGCODE = replace(
     architecture="GPTBigCodeForCausalLM",
     model_type="gpt_bigcode",
     keys={**GPT2.keys, "multi_query": Key("num_key_value_heads", write=lambda heads: heads == 1)},
-    defaults={**GPT2.defaults, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
+    defaults={**GPT2.all_defaults, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
     derive=lambda raw: {"num_key_value_heads": 1 if raw["multi_query"] else raw["n_head"]},
     absent=("head_dim",),
     inert={"scale_attn_weights": True},

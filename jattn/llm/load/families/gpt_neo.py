@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import Family, Raw, attention_names
+from jattn.llm.load.families.family import Family, Key, Raw, attention_names
 from jattn.llm.load.families.gpt2 import GPT2
 from jattn.llm.models.config import ModelConfig
 from torch_core.base.errors import InvalidInput
@@ -42,13 +42,11 @@ GPT_NEO = Family(
     keys={
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": Key("hidden_act", default="gelu_new"),
+        "layer_norm_epsilon": Key("rms_norm_eps", default=1e-5),
     },
     defaults={
         "intermediate_size": lambda raw: 4 * raw["hidden_size"],
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
         "sliding_window": 256,
         "attention_types": lambda raw: [[["global", "local"], 12]],

@@ -19,17 +19,15 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     keys={
         "attention_bias": BOTH_BIASES,
-        "layer_norm_eps": "rms_norm_eps",
+        "layer_norm_eps": Key("rms_norm_eps", default=1e-5),
         # One function by two names.
-        "hidden_act": Key("hidden_act", lambda name: "gelu_new" if name == "gelu_fast" else name),
+        "hidden_act": Key("hidden_act", lambda name: "gelu_new" if name == "gelu_fast" else name, default="gelu"),
         "use_parallel_residual": Key(
             "parallel_block", lambda used: "two_norms" if used else None, lambda kind: kind is not None
         ),
     },
     defaults={
         "attention_bias": True,
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",
         "use_parallel_residual": True,
         "partial_rotary_factor": 0.25,
     },

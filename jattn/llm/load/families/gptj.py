@@ -20,7 +20,7 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     model_type="gptj",
     keys=GPT2.keys,
-    defaults={**GPT2.defaults, "tie_word_embeddings": False, "rotary_dim": 64, "partial_rotary_factor": _share},
+    defaults={**GPT2.all_defaults, "tie_word_embeddings": False, "rotary_dim": 64, "partial_rotary_factor": _share},
     options={
         **{name: value for name, value in GPT2.options.items() if not name.startswith(("attention", "position"))},
         "parallel_block": "shared_norm",

@@ -18,7 +18,7 @@ GRANITE_MOE = replace(
         "num_local_experts": "moe.num_experts",
         "num_experts_per_tok": "moe.num_experts_per_tok",
     },
-    defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
+    defaults={**GRANITE.all_defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
     names=EXPERT_NAMES,
     # transformers' module.
     also_spelled={"router.layer.": "router."},
@@ -31,7 +31,7 @@ GRANITE_MOE_SHARED = replace(
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
     keys={**GRANITE_MOE.keys, "shared_intermediate_size": "moe.shared_intermediate_size"},
-    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    defaults={**GRANITE_MOE.all_defaults, "shared_intermediate_size": 0},
     options={"moe.shared_expert_gate": False},
     names={**EXPERT_NAMES, **SHARED_NAMES},
 )

@@ -39,7 +39,7 @@ def _with_sinks(family: Family, architecture: str, model_type: str) -> Family:
         family,
         architecture=architecture,
         model_type=model_type,
-        defaults={**family.defaults, "sliding_window": 128, "rope_theta": 10000.0},
+        defaults={**family.all_defaults, "sliding_window": 128, "rope_theta": 10000.0},
         options={**family.options, "attention_sinks": True},
         derive=_without_rope,
         write=_written,

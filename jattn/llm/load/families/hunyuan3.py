@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw, expert_names, mlp_layer_types
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw, expert_names, mlp_layer_types
 from jattn.llm.load.families.glm_moe import NEXT
 from torch_core.base.checks import check_int
 
@@ -21,21 +21,16 @@ HY_V3 = Family(
     model_type="hy_v3",
     keys={
         "attention_bias": BOTH_BIASES,
-        "num_experts": "moe.num_experts",
-        "num_experts_per_tok": "moe.num_experts_per_tok",
-        "num_shared_experts": "moe.n_shared_experts",
-        "moe_intermediate_size": "moe.intermediate_size",
-        "router_scaling_factor": "moe.routed_scaling_factor",
+        "num_experts": Key("moe.num_experts", default=192),
+        "num_experts_per_tok": Key("moe.num_experts_per_tok", default=8),
+        "num_shared_experts": Key("moe.n_shared_experts", default=1),
+        "moe_intermediate_size": Key("moe.intermediate_size", default=1536),
+        "router_scaling_factor": Key("moe.routed_scaling_factor", default=2.826),
     },
     defaults={
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
         "rope_theta": 11158840.0,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1536,
-        "router_scaling_factor": 2.826,
     },
     options={"qk_norm": "head", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
     derive=_dense_layers,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.deepseek_v2 import LATENT_KEYS
-from jattn.llm.load.families.family import Family, expert_names, mlp_layer_types
+from jattn.llm.load.families.family import Family, Key, expert_names, mlp_layer_types
 from jattn.llm.load.families.kimi_files import ALSO_SPELLED, OF_OBJECT, layer_types, of_object, parts
+from jattn.llm.load.families.mixtral import MIXTRAL
 
 _JOINED = ("q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj")
 _ALONE = ("f_b_proj", "g_b_proj", "dt_bias", "A_log")
@@ -14,15 +15,15 @@ KIMI_LINEAR = Family(
     model_type="kimi_linear",
     keys=LATENT_KEYS
     | {
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "moe.norm_topk_prob",
-        "num_expert_group": "moe.n_group",
-        "topk_group": "moe.topk_group",
-        "num_experts": "moe.num_experts",
-        "num_experts_per_token": "moe.num_experts_per_tok",
-        "num_shared_experts": "moe.n_shared_experts",
-        "moe_intermediate_size": "moe.intermediate_size",
-        "routed_scaling_factor": "moe.routed_scaling_factor",
+        "model_max_length": Key("max_position_embeddings", default=1 << 20),
+        "moe_renormalize": Key("moe.norm_topk_prob", default=True),
+        "num_expert_group": Key("moe.n_group", default=1),
+        "topk_group": Key("moe.topk_group", default=1),
+        "num_experts": Key("moe.num_experts", default=256),
+        "num_experts_per_token": Key("moe.num_experts_per_tok", default=8),
+        "num_shared_experts": Key("moe.n_shared_experts", default=1),
+        "moe_intermediate_size": Key("moe.intermediate_size", default=1024),
+        "routed_scaling_factor": Key("moe.routed_scaling_factor", default=2.446),
         "linear_num_heads": "kimi_delta.num_heads",
         "linear_head_dim": "kimi_delta.head_dim",
         "linear_conv_kernel_dim": "kimi_delta.conv_size",
@@ -32,15 +33,6 @@ KIMI_LINEAR = Family(
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "model_max_length": 1 << 20,
-        "moe_renormalize": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1024,
-        "routed_scaling_factor": 2.446,
         "rms_norm_eps": 1e-5,
         **{key: lambda raw, name=name: of_object(raw, name) for key, name in OF_OBJECT.items()},
     },
@@ -60,10 +52,8 @@ KIMI_LINEAR = Family(
     default_types=layer_types,
     layer_types={"linear_attention": "kimi_delta_attention"},
     names={
-        "moe.router": "block_sparse_moe.gate",
+        **MIXTRAL.names,
         "moe.e_score_correction_bias": "block_sparse_moe.gate.e_score_correction_bias",
-        "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
         "kda.in_proj": tuple(f"self_attn.{name}" for name in _JOINED),
         "kda.conv1d": tuple(f"self_attn.{name}_conv1d" for name in "qkv"),
         "kda.norm": "self_attn.o_norm",

@@ -42,7 +42,7 @@ def with_labels(family: Family, architecture: str, pooler: str, classifier: str)
             "sbert_ce_default_activation_function": older,
             "sentence_transformers": newer,
         },
-        defaults={**family.defaults, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
+        defaults={**family.all_defaults, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
         also=(),
         names={**family.names, "pooler": pooler, "classifier": classifier},
         unread=r".*position_ids",

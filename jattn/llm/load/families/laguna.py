@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, expert_names
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, expert_names
 from jattn.llm.load.families.laguna_files import DERIVED, gate_name, sizes, written
 
 LAGUNA = Family(
@@ -10,22 +10,17 @@ LAGUNA = Family(
     model_type="laguna",
     keys={
         "attention_bias": BOTH_BIASES,
-        "num_experts": "moe.num_experts",
-        "num_experts_per_tok": "moe.num_experts_per_tok",
-        "moe_intermediate_size": "moe.intermediate_size",
-        "shared_expert_intermediate_size": "moe.shared_intermediate_size",
-        "moe_routed_scaling_factor": "moe.routed_scaling_factor",
+        "num_experts": Key("moe.num_experts", default=256),
+        "num_experts_per_tok": Key("moe.num_experts_per_tok", default=8),
+        "moe_intermediate_size": Key("moe.intermediate_size", default=512),
+        "shared_expert_intermediate_size": Key("moe.shared_intermediate_size", default=512),
+        "moe_routed_scaling_factor": Key("moe.routed_scaling_factor", default=1.0),
     },
     defaults={
         "attention_bias": False,
         "head_dim": 128,
         "num_key_value_heads": 8,
         "sliding_window": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "moe_routed_scaling_factor": 1.0,
         "rope_parameters": {
             "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
             "sliding_attention": {"rope_theta": 1e4},

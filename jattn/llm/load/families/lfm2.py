@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import Family, Raw
+from jattn.llm.load.families.family import Family, Key, Raw
 
 
 def _layer_types(raw: Raw) -> list[str]:
@@ -28,17 +28,13 @@ LFM2 = Family(
     architecture="Lfm2ForCausalLM",
     model_type="lfm2",
     keys={
-        "norm_eps": "rms_norm_eps",
+        "norm_eps": Key("rms_norm_eps", default=1e-5),
         "block_ff_dim": "intermediate_size",
-        "tie_embedding": "tie_word_embeddings",
-        "conv_L_cache": "short_conv.conv_size",
-        "conv_bias": "short_conv.use_bias",
+        "tie_embedding": Key("tie_word_embeddings", default=True),
+        "conv_L_cache": Key("short_conv.conv_size", default=3),
+        "conv_bias": Key("short_conv.use_bias", default=False),
     },
     defaults={
-        "norm_eps": 1e-5,
-        "tie_embedding": True,
-        "conv_L_cache": 3,
-        "conv_bias": False,
         "rope_theta": 1e6,
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 256,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.deepseek_v2 import LATENT_KEYS
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw
 from jattn.llm.models.config import ModelConfig
 
 
@@ -35,7 +35,7 @@ MINICPM3 = Family(
     | {
         "attention_bias": BOTH_BIASES,
         "mlp_bias": "mlp_bias",
-        "scale_emb": "embedding_multiplier",
+        "scale_emb": Key("embedding_multiplier", default=12),
     },
     defaults={
         "kv_lora_rank": 256,
@@ -43,7 +43,6 @@ MINICPM3 = Family(
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": lambda raw: raw["hidden_size"] // raw["num_attention_heads"],
-        "scale_emb": 12,
         "scale_depth": 1.4,
         "dim_model_base": 256,
         "rms_norm_eps": 1e-5,

@@ -46,7 +46,7 @@ MISTRAL4 = dataclasses.replace(
     model_type="mistral4",
     also_types=(),
     defaults={
-        **DEEPSEEK_V3.defaults,
+        **DEEPSEEK_V3.all_defaults,
         "n_group": 1,
         "topk_group": 1,
         "kv_lora_rank": 256,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key
 from jattn.llm.load.families.labels import with_labels
 
 _HEAD = ("classifier_activation", "classifier_bias", "classifier_pooling")
@@ -19,16 +19,13 @@ MODERNBERT = Family(
     model_type="modernbert",
     keys={
         "attention_bias": BOTH_BIASES,
-        "hidden_activation": "hidden_act",
+        "hidden_activation": Key("hidden_act", default="gelu"),
         "mlp_bias": "mlp_bias",
-        "norm_bias": "norm_bias",
-        "norm_eps": "rms_norm_eps",
+        "norm_bias": Key("norm_bias", default=False),
+        "norm_eps": Key("rms_norm_eps", default=1e-5),
     },
     defaults={
         "attention_bias": False,
-        "hidden_activation": "gelu",
-        "norm_bias": False,
-        "norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "global_rope_theta": 160000.0,
         "local_rope_theta": 10000.0,
@@ -62,7 +59,7 @@ MODERNBERT_CLASSIFIER = replace(
     _LABELS,
     keys={**_LABELS.keys, **dict(zip(_HEAD, ("pooler_act", "pooler_bias", "label_pooling"), strict=True))},
     defaults={
-        **_LABELS.defaults,
+        **_LABELS.all_defaults,
         "classifier_activation": "gelu",
         "classifier_bias": False,
         "classifier_pooling": "cls",

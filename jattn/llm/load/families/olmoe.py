@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, check_rotary_dim, expert_names
-from jattn.llm.load.families.mixtral import KEYS
+from jattn.llm.load.families.mixtral import KEYS, MIXTRAL
 from jattn.llm.load.families.norms import OLMO2
 
 # OLMoE (arXiv:2409.02060): norms on all heads of queries and of keys at once, no windows.
@@ -68,10 +68,8 @@ MINIMAX_M2 = Family(
     },
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
     names={
-        "moe.router": "block_sparse_moe.gate",
+        **MIXTRAL.names,
         "moe.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-        "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
     },
     # transformers' module.
     also_spelled={".block_sparse_moe.": ".mlp."},

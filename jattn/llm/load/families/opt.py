@@ -24,16 +24,14 @@ OPT = Family(
     model_type="opt",
     keys={
         "ffn_dim": "intermediate_size",
-        "activation_function": "hidden_act",
-        "enable_bias": Key(tuple(BIASES)),
+        "activation_function": Key("hidden_act", default="relu"),
+        "enable_bias": Key(tuple(BIASES), default=True),
         "do_layer_norm_before": Key(
             "norm_placement", lambda before: "before" if before else "residual", lambda place: place == "before"
         ),
         "_remove_final_layer_norm": Key("final_norm", lambda removed: not removed, lambda kept: not kept),
     },
     defaults={
-        "activation_function": "relu",
-        "enable_bias": True,
         "do_layer_norm_before": True,
         "_remove_final_layer_norm": False,
         "tie_word_embeddings": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.family import BIASES, BOTH_BIASES, WITHOUT_GATE, Family, Key
+from jattn.llm.load.families.mixtral import MIXTRAL
 
 #: Norms on each head of queries and keys, if there are any.
 QK_LAYERNORM = Key("qk_norm", lambda used: "head" if used else None, bool)
@@ -36,18 +37,14 @@ PHIMOE = Family(
     model_type="phimoe",
     keys={
         "attention_bias": BOTH_BIASES,
-        "lm_head_bias": "lm_head_bias",
-        "num_local_experts": "moe.num_experts",
-        "num_experts_per_tok": "moe.num_experts_per_tok",
-        "router_jitter_noise": "moe.sparsemixer_eps",
+        "lm_head_bias": Key("lm_head_bias", default=False),
+        "num_local_experts": Key("moe.num_experts", default=16),
+        "num_experts_per_tok": Key("moe.num_experts_per_tok", default=2),
+        "router_jitter_noise": Key("moe.sparsemixer_eps", default=0.01),
     },
     defaults={
         "rms_norm_eps": 1e-5,
         "attention_bias": False,
-        "lm_head_bias": False,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
         "rope_theta": 1e6,
     },
     options={"norm_type": "layer_norm", "norm_bias": True, "moe.scoring_func": "sparsemixer"},
@@ -55,11 +52,7 @@ PHIMOE = Family(
     ignored=("input_jitter_noise",),
     windows="all",
     rope_keys={"short_mscale": "short_mscale"},
-    names={
-        "moe.router": "block_sparse_moe.gate",
-        "moe.gate_up_proj": ("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-        "moe.down_proj": "block_sparse_moe.experts.{expert}.w2",
-    },
+    names=MIXTRAL.names,
     # transformers' module.
     also_spelled={"block_sparse_moe.gate.": "mlp.router."},
     brings_code=True,

@@ -28,7 +28,7 @@ ROBERTA = replace(
             lambda length: length + _OFFSET,
         ),
     },
-    defaults={**BERT.defaults, "max_position_embeddings": 512},
+    defaults={**BERT.all_defaults, "max_position_embeddings": 512},
     options={**BERT.options, "position_offset": _OFFSET},
     inert={**BERT.inert, "pad_token_id": 1},
     also=("RobertaForMaskedLM",),

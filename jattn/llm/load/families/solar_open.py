@@ -13,7 +13,7 @@ SOLAR_OPEN = dataclasses.replace(
     model_type="solar_open",
     keys={**_SOLAR_KEYS, "attention_bias": "attention_bias"},
     defaults={
-        **{name: value for name, value in GLM4_MOE.defaults.items() if name in _SOLAR_KEYS},
+        **{name: value for name, value in GLM4_MOE.all_defaults.items() if name in _SOLAR_KEYS},
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
         "moe_intermediate_size": 1280,

@@ -10,15 +10,12 @@ STABLELM = Family(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     keys={
-        "use_qkv_bias": "attention_bias",
-        "layer_norm_eps": "rms_norm_eps",
-        "qk_layernorm": Key("qk_norm", lambda used: "per_head" if used else None, bool),
+        "use_qkv_bias": Key("attention_bias", default=False),
+        "layer_norm_eps": Key("rms_norm_eps", default=1e-5),
+        "qk_layernorm": Key("qk_norm", lambda used: "per_head" if used else None, bool, default=False),
         "use_parallel_residual": Key("parallel_block", lambda used: "shared_norm" if used else None, bool),
     },
     defaults={
-        "use_qkv_bias": False,
-        "layer_norm_eps": 1e-5,
-        "qk_layernorm": False,
         "use_parallel_residual": False,
         "partial_rotary_factor": 0.25,
     },
