@@ -141,14 +141,7 @@ def swap_out(state: CacheState, seq_id: str) -> CommittedStep:
     state.counters["swapped_out"] += len(swaps)
     state.version += 1
     state_swaps = () if state_slot is None else (StateSwap(table.slot, state_slot, True),)
-    blocks_to_scrub, slots_to_scrub = state.take_dirty()
-    return CommittedStep(
-        step_id=step_id,
-        swaps=tuple(swaps),
-        state_swaps=state_swaps,
-        blocks_to_scrub=blocks_to_scrub,
-        slots_to_scrub=slots_to_scrub,
-    )
+    return state.committed(step_id, swaps=tuple(swaps), state_swaps=state_swaps)
 
 
 def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
@@ -194,14 +187,7 @@ def swap_in(state: CacheState, seq_id: str) -> CommittedStep:
     record.host_slots.extend(slot for column in swapped.slots for slot in column if slot is not None)
     state.counters["swapped_in"] += len(swaps)
     state.version += 1
-    blocks_to_scrub, slots_to_scrub = state.take_dirty()
-    return CommittedStep(
-        step_id=step_id,
-        swaps=swaps,
-        state_swaps=state_swaps,
-        blocks_to_scrub=blocks_to_scrub,
-        slots_to_scrub=slots_to_scrub,
-    )
+    return state.committed(step_id, swaps=swaps, state_swaps=state_swaps)
 
 
 def remove(state: CacheState, seq_id: str) -> None:

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
@@ -14,6 +15,7 @@ from torch_core.cache.config import CacheConfig
 from torch_core.cache.keys import KeyChain
 from torch_core.cache.pool import BlockPool
 from torch_core.cache.prefix import PrefixIndex
+from torch_core.cache.records import CommittedStep
 from torch_core.cache.slots import StateSlots
 from torch_core.cache.table import SequenceState, SequenceTable
 
@@ -85,9 +87,10 @@ class CacheState:
         self.host_free = list(range(self.config.num_host_blocks - 1, -1, -1))
         self.slots = None if self.config.states is None else StateSlots(self.config, self.config.states)
 
-    def take_dirty(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the blocks and the slots that the step that is being committed scrubs, and forgets them."""
-        return self.pool.take_dirty(), () if self.slots is None else self.slots.pool.take_dirty()
+    def committed(self, step_id: int, **moves: Any) -> CommittedStep:
+        """Returns a step with these moves, which also scrubs the blocks and slots freed since the last one."""
+        slots = () if self.slots is None else self.slots.pool.take_dirty()
+        return CommittedStep(step_id=step_id, blocks_to_scrub=self.pool.take_dirty(), slots_to_scrub=slots, **moves)
 
     def known(self, seq_id: object) -> SequenceState:
         """Returns a sequence, or raises InvalidInput if there is none of that id."""

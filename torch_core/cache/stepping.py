@@ -92,15 +92,7 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     state.counters["copies"] += len(copies)
     state.version += 1
     state.counters["state_copies"] += len(state_copies)
-    blocks_to_scrub, slots_to_scrub = state.take_dirty()
-    return CommittedStep(
-        step_id=step_id,
-        rows=rows,
-        copies=tuple(copies),
-        state_copies=state_copies,
-        blocks_to_scrub=blocks_to_scrub,
-        slots_to_scrub=slots_to_scrub,
-    )
+    return state.committed(step_id, rows=rows, copies=tuple(copies), state_copies=state_copies)
 
 
 def retire_step(state: CacheState, step_id: int, num_kept_tokens: Mapping[str, int] | None = None) -> None:

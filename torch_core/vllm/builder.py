@@ -51,6 +51,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.vllm_config = vllm_config
         self.device = torch.device(device)
         vllm_config.context_parallel.refuse_both_kinds()
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Checks the specification and the configuration further, and derives values from them; nothing by default."""
 
     @classmethod
     def get_cudagraph_support(

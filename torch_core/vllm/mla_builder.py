@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Generic
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch_core.launch.run import scratch_of
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder, M
-from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.mla import MLACommonDecodeMetadata, MLACommonMetadata, MLACommonPrefillMetadata, MLAContextChunk
 from torch_core.vllm.ranks import RankArrays
 from torch_core.vllm.types import AttentionCGSupport
@@ -33,14 +32,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata], Gene
         InvalidInput: a cache of keys and values, or one of other sizes than the configuration's.
     """
 
-    def __init__(
-        self,
-        kv_cache_spec: LatentCacheSpec,
-        layer_names: Sequence[str],
-        vllm_config: BuilderConfig,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def _set_up(self) -> None:
+        kv_cache_spec, vllm_config = self.kv_cache_spec, self.vllm_config
         dims = vllm_config.mla_dims
         if not isinstance(kv_cache_spec, LatentCacheSpec) or dims is None:
             wanted = "latent attention needs a LatentCacheSpec, and mla_dims in the configuration"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from torch_core.base.errors import InvalidInput
@@ -43,21 +42,15 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             return support
         return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda kind: kind.value)
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec | LatentCacheSpec,
-        layer_names: Sequence[str],
-        vllm_config: BuilderConfig,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def _set_up(self) -> None:
+        kv_cache_spec = self.kv_cache_spec
         if not isinstance(kv_cache_spec, KVCacheSpec):
             others = "Those with a state have the builders of torch_core.vllm.states"
             if isinstance(kv_cache_spec, LatentCacheSpec):
                 others = "Latent ones have TritonMLAMetadataBuilder"
             wanted = f"{type(self).__name__} is for layers of keys and values. {others}"
             raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__}", wanted)
-        self._ranks = RankArrays(vllm_config.context_parallel, kv_cache_spec.block_size)
+        self._ranks = RankArrays(self.vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(
         self,

@@ -6,7 +6,7 @@ its slot has the state of another sequence. Slots of padding are -1, where vLLM 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,6 @@ from torch_core.base.specs import StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.vllm.buffers import upload
 from torch_core.vllm.builder import AttentionMetadataBuilder, M
-from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 
 
@@ -180,18 +179,11 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
 
-    def __init__(
-        self,
-        kv_cache_spec: StateCacheSpec,
-        layer_names: Sequence[str],
-        vllm_config: BuilderConfig,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if not isinstance(kv_cache_spec, StateCacheSpec):
+    def _set_up(self) -> None:
+        if not isinstance(self.kv_cache_spec, StateCacheSpec):
             wanted = f"{type(self).__name__} is for layers with a recurrent state: give a StateCacheSpec"
-            raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__}", wanted)
-        self._continues = torch.zeros(vllm_config.max_num_seqs or 0, dtype=torch.bool, device=self.device)
+            raise InvalidInput("kv_cache_spec", f"is a {type(self.kv_cache_spec).__name__}", wanted)
+        self._continues = torch.zeros(self.vllm_config.max_num_seqs or 0, dtype=torch.bool, device=self.device)
 
     def build(
         self,
@@ -410,16 +402,10 @@ class Mamba2AttentionMetadataBuilder(StateMetadataBuilder[Mamba2AttentionMetadat
         InvalidInput: the configuration has none.
     """
 
-    def __init__(
-        self,
-        kv_cache_spec: StateCacheSpec,
-        layer_names: Sequence[str],
-        vllm_config: BuilderConfig,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        check_int("mamba_chunk_size", vllm_config.mamba_chunk_size, 1)
-        self.chunk_size: Any = vllm_config.mamba_chunk_size
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.chunk_size: Any = self.vllm_config.mamba_chunk_size
+        check_int("mamba_chunk_size", self.chunk_size, 1)
 
     def _made(self, common: CommonAttentionMetadata, counts: dict[str, Any], arrays: Mapping[str, Tensor]) -> Any:
         chunks: dict[str, Any] = dict.fromkeys(("cu_chunk_seqlen_p", "seq_idx_p", "last_chunk_indices_p"))
