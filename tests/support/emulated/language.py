@@ -19,9 +19,9 @@ __all__ = ["Language"]
 class Language:
     """`gl` and what kernels import beside it, for one program; `names` maps imported names to what stands for them."""
 
-    def __init__(self, machine: Machine, program: int, programs: int, num_warps: int) -> None:
+    def __init__(self, machine: Machine, program: int, programs: int) -> None:
         self._machine = machine
-        self._program, self._programs, self._num_warps = program, programs, num_warps
+        self._program, self._programs = program, programs
         for name, dtype in DTYPES.items():
             setattr(self, name, dtype)
         self.names = {
@@ -60,7 +60,7 @@ class Language:
         return Tensor(np.int32(self._programs))
 
     def num_warps(self) -> int:
-        return self._machine.num_warps() or self._num_warps
+        return self._machine.num_warps()
 
     def to_tensor(self, value: Any) -> Any:
         return value if isinstance(value, Tensor) else Tensor(np.int32(value))
@@ -142,7 +142,7 @@ class Language:
         return Shared(memory)
 
     def warp_specialize(self, roles: Sequence[tuple[Any, Sequence[Any]]], warps: Sequence[int], registers: Any) -> None:
-        counts = [self._num_warps, *warps]
+        counts = [self._machine.num_warps(), *warps]
         self._machine.run(
             [
                 (function.__name__, count, lambda function=function, arguments=arguments: function(*arguments))
@@ -159,8 +159,7 @@ class Language:
             return None
         if "ld.acquire" in asm:
             counter, wanted = args
-            if not counter.load().array >= wanted.array:
-                raise AssertionError("a program waits for one that starts after it")
+            self._machine.wait(lambda: bool(counter.load().array >= wanted.array), "a turn")
             return None
         if "red." in asm:
             pointer, value = args

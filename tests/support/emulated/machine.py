@@ -1,30 +1,22 @@
-"""One program's warps, barriers, copies and matrix products; a seeded scheduler decides who comes next.
+"""One program's barriers, copies and matrix products.
 
-Copies happen at any time after they were asked for, products as late as they may: when they are waited for. For
-stretches of time one of the roles, or the copies, stand still for as long as anything else can go on. What reads too
-early or gives memory away too early computes something else then, or never ends, which is an error here; so is what is
-still under way when the program ends, and its shared memory with it.
+Copies happen at any time after they were asked for, products as late as they may: when they are waited for. What reads
+too early or gives memory away too early computes something else then, or never ends, which is an error here; so is what
+is still under way when the program ends, and its shared memory with it.
 """
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tests.support.emulated.barriers import HardwareBarrier, SharedBarrier
+from tests.support.emulated.scheduler import Scheduler, Warps
 from tests.support.emulated.values import Pointer, Shared, Tensor, plain
 
-__all__ = ["Deadlock", "Machine", "Product"]
-
-# How often it is decided anew who stands still.
-_SWITCH = 1 / 32
-
-
-class Deadlock(AssertionError):
-    """Warps wait for what nobody will do."""
+__all__ = ["Machine", "Product"]
 
 
 class Product(Tensor):
@@ -57,203 +49,119 @@ class Product(Tensor):
 
 
 class Machine:
-    """Runs the warps of one program.
+    """What the warps of one program share.
 
     Args:
-        seed: of the order in which warps and copies come.
+        scheduler: decides when they and their copies come.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._barriers: dict[int, _Barrier] = {}
-        self._hardware: dict[int, list[int]] = {}
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._barriers: dict[int, SharedBarrier] = {}
+        self._hardware: dict[int, HardwareBarrier] = {}
         self._copies: list[Callable[[], None]] = []
-        self._local = threading.local()
 
     def run(self, roles: Sequence[tuple[str, int, Callable[[], Any]]]) -> None:
         """Runs roles of (name, warps, function) side by side to their ends.
 
         Raises:
-            Deadlock: all of those left wait.
             AssertionError: copies run, or hardware barriers count threads, when all have ended.
         """
-        warps = [_Warps(self, name, count, function) for name, count, function in roles]
-        late: Any = None
-        try:
-            while any(not warp.done for warp in warps):
-                if self._random.random() < _SWITCH:
-                    late = self._random.choice([None, self._copies, *warps])
-                ready = [warp for warp in warps if not warp.done and warp.condition()]
-                others = [warp for warp in ready if warp is not late]
-                if self._copies and not (others and (late is self._copies or self._random.random() < 0.5)):
-                    self._copies.pop(self._random.randrange(len(self._copies)))()
-                elif ready:
-                    self._random.choice(others or ready).resume()
-                else:
-                    waiting = [f"{warp.name}: {warp.reason}" for warp in warps if not warp.done]
-                    raise Deadlock(f"all wait: {'; '.join(waiting)}")
-        finally:
-            for warp in warps:
-                warp.stop()
-        for warp in warps:
-            if warp.gathers:
-                raise AssertionError(f"{warp.name} told no barrier of {len(warp.gathers)} of its copies")
+        warps = [self._scheduler.start(*role) for role in roles]
+        self._scheduler.wait(lambda: all(one.done for one in warps), "the roles")
+        for one in warps:
+            if one.gathers:
+                raise AssertionError(f"{one.role.name} told no barrier of {len(one.gathers)} of its copies")
         if self._copies:
             raise AssertionError(f"the program ended before {len(self._copies)} of its copies")
-        for number, (threads, _) in self._hardware.items():
-            if threads:
-                raise AssertionError(f"the program ended with {threads} threads at hardware barrier {number}")
+        for number, barrier in self._hardware.items():
+            if barrier.threads:
+                raise AssertionError(f"the program ended with {barrier.threads} threads at hardware barrier {number}")
 
     def num_warps(self) -> int:
-        """How many warps run the function of this thread; 0 before there are roles."""
-        warps = getattr(self._local, "warps", None)
-        return 0 if warps is None else warps.count
+        """How many warps run the function of this thread."""
+        return self._current.count
 
     def wait(self, condition: Callable[[], bool], reason: str) -> None:
         """Lets others run until the condition holds."""
-        self._local.warps.pause(condition, reason)
+        self._scheduler.wait(condition, reason)
 
-    def barrier(self, memory: Shared) -> _Barrier:
+    def barrier(self, memory: Shared) -> SharedBarrier:
         """The barrier in shared memory at this place."""
-        return self._barriers.setdefault(memory.address, _Barrier())
+        return self._barriers.setdefault(memory.address, SharedBarrier())
 
     def arrive(self, memory: Shared, count: int = 1, expected: int = 0) -> None:
         """Arrives at a barrier in shared memory; it waits for so many bytes more."""
-        self.barrier(memory).arrive(count, expected)
+        self.barrier(memory).arrive(count, expected, self._current.role.known)
         self.wait(lambda: True, "")
 
-    def await_phase(self, memory: Shared, phase: int) -> None:
-        """Waits until the phase of this parity is complete."""
-        barrier = self.barrier(memory)
-        self.wait(lambda: barrier.phase != int(phase), f"phase {int(phase)} of a barrier")
+    def await_phase(self, memory: Shared, phase: int, pred: Any = True) -> None:
+        """Waits until the phase of this parity is complete, where `pred` holds."""
+        if not pred:
+            return
+        barrier, role = self.barrier(memory), self._current.role
+        awaited = barrier.awaited(role, int(phase))
+        self.wait(lambda: barrier.is_over(awaited), f"phase {int(phase)} of a barrier")
+        barrier.see(role, awaited)
 
     def copy(self, source: np.ndarray, memory: Shared, barrier: Shared) -> None:
         """Copies at some later time, and tells the barrier."""
+        known = dict(self._current.role.known)
 
         def finish() -> None:
             memory.array[...] = source.reshape(memory.shape)
-            self.barrier(barrier).receive(memory.array.nbytes)
+            self.barrier(barrier).receive(memory.array.nbytes, known)
 
-        self._copies.append(finish)
+        self._later(finish)
 
     def gather(self, memory: Shared, pointer: Pointer, mask: Any) -> None:
         """Copies what is pointed to at some later time, zeros where masked."""
-        self._local.warps.gathers.append((memory, pointer, mask))
+        self._current.gathers.append((memory, pointer, mask))
 
     def arrive_after_gathers(self, memory: Shared) -> None:
         """Lets each thread arrive at a barrier when all that its warps gather has come."""
-        warps = self._local.warps
+        warps = self._current
         gathers, warps.gathers = warps.gathers, []
+        known = dict(warps.role.known)
 
         def finish() -> None:
             for part, pointer, mask in gathers:
                 part.store(pointer.load(mask))
-            self.barrier(memory).arrive(32 * warps.count, 0)
+            self.barrier(memory).arrive(32 * warps.count, 0, known)
 
-        self._copies.append(finish)
+        self._later(finish)
 
     def hardware_barrier(self, number: int, threads: int, *, waits: bool) -> None:
         """A hardware barrier of so many threads; each warp arrives, and stays if it `waits`."""
-        state = self._hardware.setdefault(number, [0, 0])
-        state[0] += 32 * self._local.warps.count
-        if state[0] > threads:
-            raise AssertionError(f"{state[0]} threads at hardware barrier {number} of {threads}")
-        turn = state[1]
-        if state[0] == threads:
-            state[0], state[1] = 0, turn + 1
-        self.wait(lambda: not waits or state[1] != turn, f"hardware barrier {number}")
+        barrier, warps = self._hardware.setdefault(number, HardwareBarrier()), self._current
+        turn = len(barrier.ended)
+        barrier.arrive(warps.role, 32 * warps.count, threads, number)
+        self.wait(lambda: not waits or len(barrier.ended) > turn, f"hardware barrier {number}")
+        if waits:
+            warps.role.learn(barrier.ended[turn])
 
     def multiply(self, left: Any, right: Shared, sums: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
         """Starts a product; the operand in registers is read now, those in shared memory at the end."""
         left = Tensor(plain(left).copy()) if isinstance(left, Tensor) else left
         product = Product(left, right, sums if use_acc else None, sums.shape if use_acc else tuple(sums.shape))
-        self._local.warps.products.append(product)
+        self._current.products.append(product)
         return product if is_async else self.finish_products(0, (product,))
 
     def finish_products(self, running: int, deps: Sequence[Any]) -> Any:
         """Waits until at most so many products are running. Returns `deps`."""
-        products = self._local.warps.products
+        products = self._current.products
         while len(products) > int(running):
             products.pop(0).finish()
         return deps[0] if len(deps) == 1 else tuple(deps)
 
-    def enter(self, warps: _Warps) -> None:
-        """Says which warps this thread is."""
-        self._local.warps = warps
+    @property
+    def _current(self) -> Warps:
+        return self._scheduler.current
 
+    def _later(self, function: Callable[[], None]) -> None:
+        def copy() -> None:
+            self._copies.remove(copy)
+            function()
 
-class _Barrier:
-    """A barrier in shared memory: arrivals and bytes that are still missing."""
-
-    def __init__(self) -> None:
-        self.count = self.missing = self.bytes = self.phase = 0
-
-    def open(self, count: int) -> None:
-        self.count = self.missing = count
-        self.bytes = self.phase = 0
-
-    def arrive(self, count: int, expected: int) -> None:
-        self.missing -= count
-        self.bytes += expected
-        if self.missing < 0:
-            raise AssertionError("more arrivals at a barrier than it has readers")
-        self._settle()
-
-    def receive(self, size: int) -> None:
-        self.bytes -= size
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.missing == 0 and self.bytes == 0:
-            self.missing = self.count
-            self.phase ^= 1
-
-
-class _Warps:
-    """Warps that run one function together, in a thread that runs when it is told to."""
-
-    def __init__(self, machine: Machine, name: str, count: int, function: Callable[[], Any]) -> None:
-        self.name, self.count, self.products = name, count, []  # type: ignore[var-annotated]
-        self.gathers: list[tuple[Shared, Pointer, Any]] = []
-        self.condition: Callable[[], bool] = lambda: True
-        self.reason, self.done = "", False
-        self._error: BaseException | None = None
-        self._stopped = False
-        # Locks that one thread takes and another releases: semaphores of Python's take ten times as long.
-        self._go, self._back = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
-        self._thread = threading.Thread(target=self._run, args=(machine, function), daemon=True)
-        self._thread.start()
-
-    def resume(self) -> None:
-        self._go.release()
-        self._back.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def pause(self, condition: Callable[[], bool], reason: str) -> None:
-        self.condition, self.reason = condition, reason
-        self._back.release()
-        self._go.acquire()
-        if self._stopped:
-            raise SystemExit
-
-    def stop(self) -> None:
-        if not self.done:
-            self._stopped = True
-            self._go.release()
-            self._thread.join()
-
-    def _run(self, machine: Machine, function: Callable[[], Any]) -> None:
-        machine.enter(self)
-        self._go.acquire()
-        try:
-            if not self._stopped:
-                function()
-        except SystemExit:
-            pass
-        except BaseException as error:
-            self._error = error
-        self.done = True
-        self._back.release()
+        self._copies.append(copy)
+        self._scheduler.later(copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.support.emulated.language import Language
 from tests.support.emulated.machine import Machine
+from tests.support.emulated.scheduler import Scheduler
 from tests.support.emulated.values import Pointer, Shared, Tensor, flat_memory
 from tests.support.interpret import run_interpreted_launch
 from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Scalar
@@ -23,16 +25,15 @@ __all__ = ["run_emulated_launch", "run_emulated_operation"]
 
 
 def run_emulated_operation(
-    plan: OperationPlan, buffers: Mapping[str, torch.Tensor], seed: int
+    plan: OperationPlan, buffers: Mapping[str, torch.Tensor], seed: int, resident: int = 1
 ) -> dict[str, torch.Tensor]:
     """Runs a plan on CPU tensors; outputs and scratch are made, and hold poison before. Returns the outputs.
-
-    Programs run one after the other, in the order in which a device starts them.
 
     Args:
         plan: the plan.
         buffers: its inputs by name.
-        seed: of the order in which warps and copies of a program come.
+        seed: of the order in which warps and copies of programs come.
+        resident: how many programs of a Gluon kernel run at the same time; they start in the order of a device.
     """
     tensors = dict(buffers)
     for name, spec in (*plan.outputs, *plan.scratch):
@@ -43,21 +44,24 @@ def run_emulated_operation(
         )
     for launch in plan.launches:
         if launch.kernel.is_gluon():
-            run_emulated_launch(launch, tensors, seed)
+            run_emulated_launch(launch, tensors, seed, resident)
         else:
             run_interpreted_launch(launch, tensors)
     return {name: tensors[name] for name, _ in plan.outputs}
 
 
-def run_emulated_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tensor], seed: int) -> None:
+def run_emulated_launch(launch: LaunchPlan, tensors: Mapping[str, torch.Tensor], seed: int, resident: int = 1) -> None:
     """Runs one launch of a Gluon kernel on the buffers, which it writes in place; see `run_emulated_operation`."""
     given: dict[str, Any] = dict(launch.constexprs)
     for name, argument in launch.arguments:
         given[name] = _argument(argument, tensors)
     (programs,) = launch.grid
-    for program in range(programs):
-        language = Language(Machine(seed + program), program, programs, launch.num_warps)
-        _emulated(launch.kernel, language, {})(**given)
+    scheduler = Scheduler(seed, resident)
+
+    def run(program: int) -> None:
+        _emulated(launch.kernel, Language(Machine(scheduler), program, programs), {})(**given)
+
+    scheduler.run((f"program {i}", launch.num_warps, functools.partial(run, i)) for i in range(programs))
 
 
 def _argument(argument: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
