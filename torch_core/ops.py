@@ -13,12 +13,15 @@ from torch_core.attention.torch import (
 )
 from torch_core.cache_writes.torch import copy_blocks, rotate_and_write, write_kv_cache
 from torch_core.latent.packed import unpack_latents
-from torch_core.latent.torch import mla_attention, mla_attention_with_lse, mla_call, write_latent_cache
-from torch_core.latent.torch_sparse import (
+from torch_core.latent.torch import (
     indexer_topk,
+    mla_attention,
+    mla_attention_with_lse,
+    mla_call,
     sparse_mla_attention,
     sparse_mla_attention_with_lse,
     sparse_mla_call,
+    write_latent_cache,
 )
 from torch_core.launch.run import run
 from torch_core.state.torch import gated_delta_rule, mamba_chunk_scan

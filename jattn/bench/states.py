@@ -17,9 +17,8 @@ from jattn.bench.runner import Benchmark, sizes
 from jattn.bench.session import Column, Session, in_graph
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.run import run as run_call
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall, MambaChunkScanBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 #: Sequences and new tokens of each, in the rows of the default table.

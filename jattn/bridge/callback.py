@@ -16,8 +16,8 @@ import torch
 from jax.experimental.buffer_callback import buffer_callback
 from torch._C import _from_dlpack
 
+from jattn.bridge.calls import pinned
 from jattn.bridge.errors import recorded, typed_errors
-from jattn.bridge.in_place import pinned
 
 
 def call_torch(

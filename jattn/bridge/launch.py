@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.bridge.in_place import pinned
+from jattn.bridge.calls import pinned
 
 _LOG = logging.getLogger(__name__)
 

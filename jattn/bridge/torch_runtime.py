@@ -31,7 +31,7 @@ def run_torch(call: Call[jax.Array]) -> dict[str, jax.Array]:
         from torch_core.launch.planner import plan_call
 
         return launch_operation(plan_call(specs, device_limits()), call.arrays())
-    from torch_core.launch.cpu import run_on_cpu
+    from torch_core.launch.run import run_on_cpu
 
     arrays = call.arrays()
     outputs = call.outputs()

@@ -13,7 +13,7 @@ from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.deferred import advance
 from jattn.ops.state_backward import register_backward
 from jattn.ops.xla import JaxOp, register
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 
 # Tokens of a chunk. With a gate for each channel a chunk has that many squared weights for each one.

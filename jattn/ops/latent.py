@@ -8,19 +8,22 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
-from jattn.ops import latents
 from jattn.ops.arguments import documented, dtype_name, refuse_traced
 from jattn.ops.attention import Request, output, output_and_lse
 from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops.attention_jnp import NARROWED, attend_to_blocks
 from jattn.ops.cache import places
 from jattn.ops.quantise import quantised, scaled
+from jattn.ops.rotate_and_write import rotate
 from jattn.ops.run import run
 from jattn.ops.softmax import compute_dtype
 from jattn.ops.xla import JaxOp, register
 from torch_core.attention.options import LatentOptions
+from torch_core.base.specs import LARGEST_CODE, PACKED_GROUP
 from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.launch.public import operation
+
+_LARGEST = LARGEST_CODE["float8_e4m3fn"]
 
 
 @documented(LatentCall)
@@ -146,19 +149,50 @@ def _blocks(call: LatentCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, 
     rows = call.latent_cache[blocks]
     if call.is_packed:
         dtype = call.query.dtype if call.query.dtype.itemsize > 1 else jnp.bfloat16
-        rows = latents.unpacked(rows, call.kv_lora_rank).astype(dtype)
+        rows = _unpacked(rows, call.kv_lora_rank).astype(dtype)
     return rows, rows[..., : call.kv_lora_rank]
 
 
 def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array]:
     cache, num_slots = call.latent_cache, call.slot_mapping.shape[0]
-    kv_c, k_pe = call.kv_c[:num_slots], latents.rotated(call)
+    kv_c, k_pe = call.kv_c[:num_slots], _rotated(call)
     if call.is_packed:
-        rows = latents.packed(kv_c, k_pe)
+        rows = _packed(kv_c, k_pe)
     else:
         rows = jnp.concatenate([quantised(part, call.k_scale, cache.dtype.name) for part in (kv_c, k_pe)], axis=1)
     blocks, offsets = places(call.slot_mapping, *cache.shape[:2])
     return {"latent_cache": cache.at[blocks, offsets].set(rows, mode="drop")}
+
+
+def _packed(kv_c: jax.Array, k_pe: jax.Array) -> jax.Array:
+    """Returns the rows, uint8[tokens, bytes], of latents and rotated keys."""
+    tokens = kv_c.shape[0]
+    groups = kv_c.astype(jnp.float32).reshape(tokens, -1, PACKED_GROUP)
+    # XLA multiplies by the reciprocal instead: a scale may have another last bit than everywhere else.
+    scales = jnp.maximum(jnp.abs(groups).max(-1) / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    codes = jnp.clip(groups / scales[..., None], -_LARGEST, _LARGEST).astype(jnp.float8_e4m3fn)
+    parts = (codes, scales, k_pe.astype(jnp.bfloat16))
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(tokens, -1) for x in parts], axis=1)
+
+
+def _unpacked(rows: jax.Array, kv_lora_rank: int) -> jax.Array:
+    """Returns the dequantised values of packed rows uint8[..., bytes], float32[..., kv_lora_rank + rope_dim]."""
+    groups = kv_lora_rank // PACKED_GROUP
+    codes, scales, rotary = jnp.split(rows, (kv_lora_rank, kv_lora_rank + 4 * groups), axis=-1)
+    latents = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = jax.lax.bitcast_convert_type(scales.reshape(*rows.shape[:-1], groups, 4), jnp.float32)
+    rotary = jax.lax.bitcast_convert_type(rotary.reshape(*rows.shape[:-1], -1, 2), jnp.bfloat16)
+    latents = latents.reshape(*scales.shape, PACKED_GROUP) * scales[..., None]
+    return jnp.concatenate([latents.reshape(codes.shape), rotary.astype(jnp.float32)], axis=-1)
+
+
+def _rotated(call: LatentWriteCall[jax.Array]) -> jax.Array:
+    """Returns the rotary keys of a call's slots, rotated if the call has positions."""
+    count = call.slot_mapping.shape[0]
+    keys = call.k_pe[:count]
+    if call.cos_sin_cache is None or call.positions is None:
+        return keys
+    return rotate(keys, call.cos_sin_cache[call.positions[:count]], is_neox_style=call.is_neox_style)
 
 
 register(JaxOp(call=LatentCall, jnp=_mla_attention, narrowed=NARROWED))

@@ -13,7 +13,7 @@ from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.deferred import advance
 from jattn.ops.state_backward import register_backward
 from jattn.ops.xla import JaxOp, register
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
+from torch_core.state.backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _CHUNK = 64

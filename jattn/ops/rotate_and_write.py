@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jattn.ops.arguments import documented
 from jattn.ops.cache import write_in_jnp
 from jattn.ops.quantise import quantised
-from jattn.ops.rotary import rotate
 from jattn.ops.run import run
 from jattn.ops.softmax import wide_dtype
 from jattn.ops.xla import JaxOp, register
@@ -72,6 +71,17 @@ def _rotate_and_write(call: RotaryWriteCall[jax.Array]) -> dict[str, jax.Array]:
     if call.out_dtype is not None:
         query = quantised(query, None, call.out_dtype)
     return {"out": query, **write_in_jnp(WriteCall(**new, k_scale=call.k_scale, v_scale=call.v_scale))}
+
+
+def rotate(heads: jax.Array, cos_sin: jax.Array, *, is_neox_style: bool) -> jax.Array:
+    """Returns `[..., size]` with its first elements rotated in float32 by `[..., rotated_dim]`, in its own dtype."""
+    size = cos_sin.shape[-1]
+    part = heads[..., :size].astype(wide_dtype(heads.dtype))
+    cos, sin = jnp.split(cos_sin.astype(jnp.float32).astype(part.dtype), 2, axis=-1)
+    x, y = jnp.split(part, 2, axis=-1) if is_neox_style else (part[..., 0::2], part[..., 1::2])
+    turned = [x * cos - y * sin, y * cos + x * sin]
+    rotated = jnp.concatenate(turned, axis=-1) if is_neox_style else jnp.stack(turned, axis=-1).reshape(part.shape)
+    return jnp.concatenate([rotated.astype(heads.dtype), heads[..., size:]], axis=-1)
 
 
 register(JaxOp(call=RotaryWriteCall, jnp=_rotate_and_write, jnp_derivative=True))

@@ -11,9 +11,9 @@ import pytest
 import torch_core.serves  # noqa: F401  (all rooms, whose ops are registered)
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call
-from torch_core.launch.cpu import run_on_cpu
 from torch_core.launch.op import loaded, registered_ops
 from torch_core.launch.planner import plan_call
+from torch_core.launch.run import run_on_cpu
 
 LAUNCH = Path(__file__).resolve().parents[2] / "torch_core" / "launch"
 

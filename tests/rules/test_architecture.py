@@ -145,10 +145,9 @@ NESTED = ("jattn.llm",)
 OUTSIDE: dict[str, set[str]] = {
     "torch_core": set(),
     "torch_core.launch": {"numpy", "jaxtyping", "triton"},
-    "torch_core.launch.run": {"torch"},
     "torch_core.launch.launcher": {"torch", "triton"},
     "torch_core.launch.tensors": {"numpy", "torch"},
-    "torch_core.launch.cpu": {"torch"},
+    "torch_core.launch.run": {"torch"},
     "torch_core.metadata": {"numpy"},
     "torch_core.device": {"triton"},
     "torch_core.latent.packed": {"torch"},
@@ -165,7 +164,7 @@ OUTSIDE: dict[str, set[str]] = {
         for place, libraries in {
             "": {"jaxtyping", "numpy", "triton"},
             ".kernels": {"triton"},
-            **{key: {"numpy", "torch"} for key in (".cpu", ".backward", ".reference", ".torch", ".torch_sparse")},
+            **{key: {"numpy", "torch"} for key in (".cpu", ".backward", ".reference", ".torch")},
         }.items()
     },
 }

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.state_cases import assert_as_exact_as, drawn_backward, drawn_states
 from torch_core import reference
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
 
 __all__ = ["assert_as_exact_as_torch", "delta_backward_call", "delta_call"]

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.state_cases import assert_as_exact_as, drawn_backward, drawn_states
 from torch_core import reference
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
+from torch_core.state.backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 __all__ = ["assert_as_exact_as_torch", "mamba_backward_call", "mamba_call"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
-from torch_core.launch.cpu import run_on_cpu
+from torch_core.launch.op import loaded, op_of
 from torch_core.launch.serves import refuse_unserved
 from torch_core.launch.tensors import array_spec, empty_results
 
@@ -98,3 +98,8 @@ def _device(call: Call[Tensor], arrays: dict[str, Tensor]) -> torch.device:
 def _check(specs: Call[ArraySpec]) -> None:
     specs.check()
     refuse_unserved(specs, "torch")
+
+
+def run_on_cpu(call: Call[Tensor]) -> dict[str, Tensor]:
+    """Computes a checked call; returns its results by name (`out`, `lse`), given ones included."""
+    return loaded(op_of(call).cpu)(call) or {}

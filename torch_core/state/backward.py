@@ -11,10 +11,8 @@ from torch import Tensor
 
 from torch_core.launch.call import array_fields
 from torch_core.launch.tensors import torch_dtype
-from torch_core.state.backward_call import StateBackwardCall
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall, MambaChunkScanBackwardCall, StateBackwardCall
 from torch_core.state.delta_call import L2NORM_EPSILON
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.reference import initial_state, kept_tokens
 
 

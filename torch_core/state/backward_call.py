@@ -1,14 +1,19 @@
-"""The derivatives of ops with a state: what their calls have in common."""
+"""The calls of the derivatives of ops with a state, and what they have in common."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+
+from jaxtyping import Float
 
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import A, dtype_name
+from torch_core.launch.call import A as Array  # Mamba-2 has a field A.
 from torch_core.state.call import StateCall
+from torch_core.state.delta_call import GatedDeltaCall
+from torch_core.state.mamba_call import MambaChunkScanCall
 
 
 class StateBackwardCall(StateCall[A]):
@@ -60,3 +65,39 @@ class StateBackwardCall(StateCall[A]):
         """
         same = {field.name: getattr(call, field.name) for field in fields(call) if field.name != "out"}
         return cls(**{**same, "d_out": d_out, "d_last": d_last})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaBackwardCall(StateBackwardCall[A], GatedDeltaCall[A]):
+    """The gradients of a `GatedDeltaCall`'s inputs, given those of its results; see `StateBackwardCall`.
+
+    Attributes:
+        d_out: the gradient of `out`, in its dtype.
+        d_last: the gradient of the state after each sequence, in float32; None if it is not differentiated.
+    """
+
+    name: ClassVar[str] = "gated_delta_backward"
+    values_in: ClassVar[str] = "value"
+    differentiated: ClassVar[tuple[str, ...]] = ("query", "key", "value", "beta", "g", "gk")
+
+    d_out: Float[A, "num_tokens num_heads value_size"]
+    d_last: Float[A, "num_seqs num_heads value_size key_size"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaChunkScanBackwardCall(StateBackwardCall[Array], MambaChunkScanCall[Array]):
+    """The gradients of a `MambaChunkScanCall`'s inputs, given those of its results; see `StateBackwardCall`.
+
+    A step size at a limit has the gradient of one within.
+
+    Attributes:
+        d_out: the gradient of `out`, in its dtype.
+        d_last: the gradient of the state after each sequence, in float32; None if it is not differentiated.
+    """
+
+    name: ClassVar[str] = "mamba_chunk_scan_backward"
+    values_in: ClassVar[str] = "x"
+    differentiated: ClassVar[tuple[str, ...]] = ("x", "dt", "A", "B", "C", "D", "dt_bias")
+
+    d_out: Float[Array, "num_tokens num_heads head_dim"]
+    d_last: Float[Array, "num_seqs num_heads head_dim state_size"] | None = None

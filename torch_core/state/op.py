@@ -9,10 +9,9 @@ from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call, dtype_name
 from torch_core.launch.op import Op, Served, register
 from torch_core.launch.serves import ALL, compute_dtype, strides
+from torch_core.state.backward_call import GatedDeltaBackwardCall, MambaChunkScanBackwardCall
 from torch_core.state.conv_call import CausalConvCall
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 _SLOTS = ("query_start_loc", "cache_indices", "has_initial_state", "num_kept_tokens")

@@ -10,11 +10,9 @@ from torch import Tensor
 from torch_core.base.errors import Unsupported
 from torch_core.launch.public import documented
 from torch_core.launch.run import run
-from torch_core.state.backward_call import StateBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall, MambaChunkScanBackwardCall, StateBackwardCall
 from torch_core.state.call import StateCall
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
 from torch_core.state.delta_call import GatedDeltaCall
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
 

@@ -1,4 +1,4 @@
-"""save_model: a Flax decoder to a Hugging Face folder, tensor by tensor."""
+"""save_model: a Flax decoder to a Hugging Face folder, tensor by tensor; convert_model: a model in one file to one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 
 from jattn.llm.load.config import family_of, render_config
 from jattn.llm.load.generation import GenerationDefaults
+from jattn.llm.load.model import load_model
 from jattn.llm.load.plan import ParameterPlan, TensorPlan, plan_parameters
+from jattn.llm.load.source import open_source
 from jattn.llm.load.tensor_file import STORED_DTYPES
 from jattn.llm.load.tokenizer import MORE_TEMPLATES, TOOL_TEMPLATE, TextTokenizer
 from jattn.llm.load.weights import is_norm_without_weight
@@ -208,3 +210,25 @@ def _replaced(path: Path) -> Iterator[IO[bytes]]:
     with partial.open("wb") as file:
         yield file
     os.replace(partial, path)
+
+
+def convert_model(
+    model: str | os.PathLike[str], folder: str | os.PathLike[str], *, dtype: str | None = None, progress: bool = False
+) -> None:
+    """Writes the config, weights, tokenizer and generation defaults of a model as a Hugging Face folder.
+
+    Args:
+        model: a GGUF file, or another folder, such as one with FP8 weights.
+        folder: the folder to write; see `save_model`.
+        dtype: dtype of the stored weights; None for that of the model's matrices, or bfloat16 if they are quantised.
+            float32 keeps every bit of quantised ones.
+        progress: show a bar on stderr.
+
+    Raises:
+        InvalidInput: the model is broken, or the dtype is not float32, bfloat16 or float16.
+        Unsupported: this build does not read the model.
+    """
+    source = open_source(model)
+    dtype = source.parse(source.raw_config()).dtype if dtype is None else dtype
+    loaded, config, tokenizer = load_model(model, dtype=dtype, progress=progress)
+    save_model(folder, loaded, config, tokenizer, defaults=source.generation_defaults())

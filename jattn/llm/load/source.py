@@ -13,9 +13,8 @@ from jattn.llm.load.config import family_of, parse_config
 from jattn.llm.load.config_keys import is_whole, language_part
 from jattn.llm.load.folder import check_folder, checked_overrides, read_config
 from jattn.llm.load.generation import GenerationDefaults, read_generation_defaults
-from jattn.llm.load.gguf.config import ROPE_TENSORS, family_of_gguf, raw_config
+from jattn.llm.load.gguf.config import ROPE_TENSORS, family_of_gguf, generation_defaults_of_gguf, raw_config
 from jattn.llm.load.gguf.file import GgufFile, open_gguf
-from jattn.llm.load.gguf.generation import generation_defaults_of_gguf
 from jattn.llm.load.gguf.tokenizer import tokenizer_of_gguf
 from jattn.llm.load.gguf.weights import gguf_tensors
 from jattn.llm.load.packed_integers import named_tensors, unpacked_tensors

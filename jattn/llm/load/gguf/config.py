@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as the object of a config.json, by the spelling of its family."""
+"""The metadata of a GGUF file as a config.json and as generation settings, by the spelling of its family."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn.llm.load.families import Family, known_families
 from jattn.llm.load.families.gguf import GGUF_FIELDS, GGUF_KEYS
+from jattn.llm.load.generation import GenerationDefaults
 from jattn.llm.load.gguf.metadata import Metadata
 from jattn.llm.load.gguf.tokenizer import end_ids
 from jattn.llm.load.tensor_file import TensorFile, read_tensor
@@ -216,3 +217,30 @@ def _llama3(factors: np.ndarray, theta: Any) -> dict[str, Any]:
         wanted = f"this build reads the factors of Llama 3.1, of a first context of {original} tokens"
         raise Unsupported("tensor 'rope_freqs.weight'", "has other factors", wanted)
     return {"rope_scaling": {"rope_type": "llama3", "factor": largest, **_LLAMA3}}
+
+
+#: Keys of the metadata, and the fields of `GenerationDefaults` that they set.
+_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+def generation_defaults_of_gguf(metadata: Metadata) -> GenerationDefaults:
+    """Returns the values of general.sampling, and the special tokens.
+
+    Raises:
+        InvalidInput: a value out of range; the message names the key of the file.
+    """
+    given: dict[str, Any] = {field: metadata[key] for key, field in _KEYS.items() if key in metadata}
+    ends = end_ids(metadata)
+    try:
+        return GenerationDefaults(
+            **given, bos_token_id=metadata.number("tokenizer.ggml.bos_token_id"), eos_token_ids=ends or None
+        )
+    except InvalidInput as error:
+        name = next((key for key, field in _KEYS.items() if field == error.argument), None)
+        raise (error if name is None else error.renamed(name)) from None

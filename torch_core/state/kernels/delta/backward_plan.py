@@ -7,7 +7,7 @@ from typing import Any
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, strides
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan
-from torch_core.state.delta_backward_call import GatedDeltaBackwardCall
+from torch_core.state.backward_call import GatedDeltaBackwardCall
 from torch_core.state.kernels.delta.backward import gated_delta_both_states_kernel
 from torch_core.state.kernels.delta.channels_backward import (
     gated_delta_channel_gradients_kernel,

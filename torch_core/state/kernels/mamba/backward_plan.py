@@ -7,6 +7,7 @@ from typing import Any
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, strides
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan, Pointer
+from torch_core.state.backward_call import MambaChunkScanBackwardCall
 from torch_core.state.kernels.mamba.backward import mamba_both_states_kernel, mamba_pass_both_kernel
 from torch_core.state.kernels.mamba.chunks import mamba_products_kernel
 from torch_core.state.kernels.mamba.gradients import mamba_gradients_kernel, mamba_sums_kernel
@@ -21,7 +22,6 @@ from torch_core.state.kernels.mamba.parts import (
     span_of,
     tiles_of,
 )
-from torch_core.state.mamba_backward_call import MambaChunkScanBackwardCall
 
 # Tokens of a chunk and rows of a state in a program: products of 32 rows are of single warps. ptxas of CUDA 12 and 13.0
 # miscompiles kernels with several products of Hopper's warpgroups, which take 64 (triton-lang/triton#11366).
