@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jattn.metadata import AttentionMetadata
 from jattn.nn.dense import attention_fn as own_attention_fn
-from jattn.nn.options import MAX_SIZE, CacheScale
+from jattn.nn.options import MAX_SIZE, CacheScale, check_arrays
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KV_CACHE_DTYPES
 
@@ -78,9 +78,7 @@ def check_inputs(
     if input_positions is not None and module.rope is None:
         raise InvalidInput(POSITIONS_WITHOUT_ROPE)
     arrays = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
-    for name, array in arrays.items():
-        if not hasattr(array, "shape") and (array is not None or name == "inputs_q"):
-            raise InvalidInput(name, f"is a {type(array).__name__}", "it must be an array (jnp.asarray)")
+    check_arrays(**{name: array for name, array in arrays.items() if array is not None or name == "inputs_q"})
     if inputs_q.ndim < 2 or inputs_q.shape[-1] != module.in_features:
         raise InvalidInput("inputs_q", f"has shape {inputs_q.shape}", f"it must be [..., length, {module.in_features}]")
     for name in ("inputs_k", "inputs_v"):
@@ -107,8 +105,7 @@ def check_explicit(module: Any, cache: Any, metadata: Any, lengths: Sequence[Any
         raise InvalidInput("one of cache and metadata is None; an explicit cache needs both.")
     if cache is None:
         return
-    if not isinstance(metadata, AttentionMetadata):
-        raise InvalidInput("metadata", f"is a {type(metadata).__name__}", "use AttentionMetadata.build")
+    check_metadata(metadata)
     if module.attention_type == "encoder_only":
         raise Unsupported("a layer of type 'encoder_only' takes no cache; attend to the whole input at once.")
     refuse_donated("cache", cache, "use the one that the step returned.")
@@ -120,19 +117,21 @@ def check_packed(inputs: Any, features: int, name: str, given: Any, metadata: An
     """Checks the inputs of a layer that takes packed tokens if caches or states, by their name, are given."""
     if (given is None) != (metadata is None):
         raise InvalidInput(f"one of {name} and metadata is None; the metadata of a step says how to read the {name}.")
-    if not isinstance(metadata, AttentionMetadata | None):
-        raise InvalidInput("metadata", f"is a {type(metadata).__name__}", "use AttentionMetadata.build")
-    arrays = {"inputs": [inputs]} if given is None else {"inputs": [inputs], name: jax.tree.leaves(given)}
-    for each, leaves in arrays.items():
-        wrong = [type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")]
-        if wrong or not leaves:
-            raise InvalidInput(
-                each, f"is a {wrong[0] if wrong else type(given).__name__}", "it must be an array (jnp.asarray)"
-            )
+    check_arrays(inputs=inputs)
+    if given is not None:
+        check_metadata(metadata)
+        for leaf in jax.tree.leaves(given) or [given]:
+            check_arrays(**{name: leaf})
     fits = inputs.ndim >= 2 if metadata is None else inputs.ndim == 2
     if not fits or inputs.shape[-1] != features:
         wanted = "[batch..., length, {}]" if metadata is None else "[tokens, {}]"
         raise InvalidInput("inputs", f"has shape {inputs.shape}", f"it must be {wanted.format(features)}")
+
+
+def check_metadata(metadata: Any) -> None:
+    """Raises InvalidInput for what is no metadata of a step."""
+    if not isinstance(metadata, AttentionMetadata):
+        raise InvalidInput("metadata", f"is a {type(metadata).__name__}", "use AttentionMetadata.build")
 
 
 def refuse_with_cache(given: Mapping[str, bool]) -> None:

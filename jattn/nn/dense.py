@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jattn import ops
-from jattn.nn.options import DenseOptions
+from jattn.nn.options import DenseOptions, check_arrays
 from jattn.nn.padded import Packing, flat_lengths, real_tokens
 from jattn.nn.segments import Segments, positions_in_segments, segments_of_mask
 from jattn.ops.attention import dense_call
@@ -299,6 +299,7 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
 
 def _scores_like(name: str, array: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
     """Returns a mask or bias as [batch, heads or 1, length or 1, key_length]."""
+    check_arrays(**{name: array})
     batch_dims, wanted = query.shape[:-3], (query.shape[-2], query.shape[-3], key.shape[-3])
     full = (*batch_dims, *wanted)
     fits = array.ndim <= len(full) and all(

@@ -88,7 +88,7 @@ class KimiDeltaAttention(nnx.Module):
         metadata: AttentionMetadata | None = None,
     ) -> Any:
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
-        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
+        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
         conv_states, matrices = (None, None) if states is None else states
         size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
         ends = [3 * size, 3 * size + inner, 3 * size + 2 * inner]

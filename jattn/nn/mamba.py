@@ -110,7 +110,7 @@ class Mamba2(nnx.Module):
         metadata: AttentionMetadata | None = None,
     ) -> Any:
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
-        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
+        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
         conv_states, matrices = (None, None) if states is None else states
         inner, channels = self._sizes
         projected = self.in_proj(inputs.reshape(-1, self.in_features))

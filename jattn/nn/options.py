@@ -1,4 +1,4 @@
-"""Types of the options that the attention modules share. Each type carries the check of its values."""
+"""Types of the options that the attention modules share, with the checks of their values, and a check of operands."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Limits
 
 _ANY_QUERY: Any = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+
+
+def check_arrays(**operands: Any) -> None:
+    """Raises InvalidInput for the first operand that is no array, by its name."""
+    for name, operand in operands.items():
+        if not hasattr(operand, "shape"):
+            raise InvalidInput(name, f"is a {type(operand).__name__}", "it must be an array (jnp.asarray)")
 
 
 def _check_score_option(name: str, value: Any) -> None:

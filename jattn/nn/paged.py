@@ -10,6 +10,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
+from jattn.nn.checks import check_metadata
 from jattn.nn.options import (
     AlibiSlopes,
     AttentionChunk,
@@ -19,6 +20,7 @@ from jattn.nn.options import (
     LogitsSoftCap,
     Scale,
     SlidingWindow,
+    check_arrays,
 )
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
@@ -173,6 +175,8 @@ class PagedAttention(nnx.Module):
             ("key", key, self.num_kv_heads, self.head_dim),
             ("value", value, self.num_kv_heads, self.value_head_dim),
         ):
+            if array is not None or name == "query":
+                check_arrays(**{name: array})
             if array is not None and (array.ndim != 3 or array.shape[1:] != (heads, size)):
                 raise InvalidInput(name, f"has shape {array.shape}", f"this module needs (num_tokens, {heads}, {size})")
         if (key is None) != (value is None):
@@ -180,6 +184,9 @@ class PagedAttention(nnx.Module):
         if key is not None and self.causal and query.shape[0] != key.shape[0]:
             problem = f"has {query.shape[0]} tokens and key {key.shape[0]}"
             raise InvalidInput("query", problem, "one key and value for each query token")
+        check_metadata(metadata)
+        for cache in jax.tree.leaves(kv_cache) or [kv_cache]:
+            check_arrays(kv_cache=cache)
         shape = jax.tree.leaves(kv_cache)[0].shape
         # The write refuses a cache with fewer axes.
         if len(shape) > 3:

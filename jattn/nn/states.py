@@ -113,7 +113,7 @@ class GatedDeltaNet(nnx.Module):
         Raises:
             InvalidInput: states without metadata or the reverse, or shapes that do not match.
         """
-        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata)
+        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
         conv_states, matrices = (None, None) if states is None else states
         query, key, value, z, beta, gate = self._projected(inputs.reshape(-1, self.in_features))
         mixed = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (query, key, value)], axis=-1)
@@ -261,11 +261,18 @@ class ConvWeights(nnx.Module):
 
 
 def packed_sequences(
-    inputs: jax.Array, features: int, states: Any, metadata: AttentionMetadata | None
+    inputs: jax.Array, features: int, states: Any, metadata: AttentionMetadata | None, *, num_states: int = 1
 ) -> tuple[dict[str, Any], int]:
     """Checks the arguments of a call; returns the keywords of the ops and the most tokens of a sequence."""
     check_packed(inputs, features, "states", states, metadata)
     if metadata is not None:
+        given = len(states) if isinstance(states, (tuple, list)) else 1
+        if given != num_states:
+            wanted = f"the layer has {num_states}, as in its state_spec"
+            raise InvalidInput("states", f"has {given} arrays", wanted)
+        tokens = metadata.slot_mapping.shape[0]
+        if tokens > len(inputs):
+            raise InvalidInput("inputs", f"has {len(inputs)} tokens", f"metadata is for a step of {tokens}")
         return metadata.states, metadata.max_query_len
     if inputs.size == 0:
         raise InvalidInput("inputs", f"has shape {inputs.shape}", "no size may be 0")

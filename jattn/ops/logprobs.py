@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 
 from jattn.ops.rowwise import row_logsumexp
+from torch_core.base.errors import InvalidInput
 
 
 def token_logprobs(
@@ -25,11 +28,21 @@ def token_logprobs(
         batch_invariant: the bits are those that a batch-invariant engine reports for the same logits; see
             `jattn.llm.models.set_batch_invariant`.
 
+    Raises:
+        InvalidInput: tokens of another shape or dtype, or a temperature that is a number and not above 0.
+
     Example:
         >>> import jax.numpy as jnp
         >>> [round(x, 3) for x in token_logprobs(jnp.zeros((1, 4)), jnp.array([2])).tolist()]
         [-1.386]
     """
+    logits, tokens = jnp.asarray(logits), jnp.asarray(tokens)
+    if logits.ndim == 0 or tokens.shape != logits.shape[:-1]:
+        raise InvalidInput("tokens", f"has shape {tokens.shape}", f"logits {logits.shape} are [..., vocab] for [...]")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InvalidInput("tokens", f"is {tokens.dtype}", "token ids are integers, such as int32")
+    if isinstance(temperature, numbers.Real) and not temperature > 0:
+        raise InvalidInput("temperature", value=temperature, wanted="it must be above 0, or None for 1")
     values = logits.astype(jnp.float32)
     if temperature is not None:
         # XLA would multiply by the inverse of a constant, and the sampler's is none.

@@ -211,9 +211,11 @@ class KVPool(Owner):
         everything = self._arrays or self._opened()
         before, layers = everything[part], self._layers[part]
         try:
-            result, after = step(before, *args)
-            after = (after,) if isinstance(after, jax.Array) else tuple(after)
-            fits = [(array.shape, array.dtype) for array in after] == layers
+            returned: Any = step(before, *args)
+            is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+            pair: Any = returned if is_pair else (None, ())
+            result, after = pair[0], pair[1:] if isinstance(pair[1], jax.Array) else tuple(pair[1])
+            fits = is_pair and [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             with self.guard():
@@ -225,14 +227,15 @@ class KVPool(Owner):
         consumed = [array.is_deleted() for array in before]
         if not fits:
             split = () if self.sharding is None else (self.sharding.spec,)
-            found = [(array.shape, array.dtype.name, *(array.sharding for _ in split)) for array in after]
+            arrays = [(array.shape, array.dtype.name, *(array.sharding for _ in split)) for array in after]
+            found = f"kv_caches of {arrays}" if is_pair else f"a {type(returned).__name__}, no (result, kv_caches)"
             fate = "still holds what it held"
             if any(consumed):
                 self.renew()
                 fate = f"was allocated anew, generation {self.generation}: compute every sequence again"
             kinds = Counter(" ".join(map(str, (shape, dtype, *split))) for shape, dtype in layers)
             wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
-            raise InvalidInput(f"the step returned kv_caches of {found}; it must return {wanted}. The pool {fate}.")
+            raise InvalidInput(f"the step returned {found}; it must return {wanted}. The pool {fate}.")
         if not all(consumed):
             fate = "still holds what it held"
             if any(consumed):
@@ -399,7 +402,7 @@ class KVPool(Owner):
         place = self._opened()[0].sharding
         if self.sharding is not None:
             place = NamedSharding(self.sharding.mesh, PartitionSpec(None, *self.sharding.spec[1:]))
-        new = jax.device_put([_padded(layer, len(padded)) for layer in contents], place)
+        new = jax.device_put([programs.pad_blocks(layer) for layer in contents], place)
         self._run(self._blocks, self._on_parts(programs.write_blocks), padded, new)
 
     def write_states(self, slots: Sequence[int], contents: Sequence[np.ndarray]) -> None:
@@ -409,7 +412,7 @@ class KVPool(Owner):
         self._check_contents(self._slots, ids, contents)
         padded = programs.pad_blocks(ids)
         new = [
-            jax.device_put(_padded(layer, len(padded)), array.sharding)
+            jax.device_put(programs.pad_blocks(layer), array.sharding)
             for layer, array in zip(contents, self._opened()[self._slots], strict=True)
         ]
         self._run(self._slots, programs.write_blocks, padded, new)
@@ -467,9 +470,9 @@ class KVPool(Owner):
         return next(iter(self._opened()[0].devices()))
 
     def _opened(self) -> tuple[jax.Array, ...]:
-        if not self._arrays:
-            raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
-        return self._arrays
+        if self._arrays:
+            return self._arrays
+        raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -494,7 +497,3 @@ class KVPool(Owner):
                 f"{len(self._views)} torch views from as_torch() are alive; XLA would copy the pool instead of "
                 "updating it in place. Delete them (and what was sliced from them) before the next step."
             )
-
-
-def _padded(blocks: np.ndarray, count: int) -> np.ndarray:
-    return np.pad(blocks, ((0, count - len(blocks)), *((0, 0),) * (blocks.ndim - 1)))

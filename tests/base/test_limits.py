@@ -102,6 +102,7 @@ def test_values_within_their_limits_are_accepted(changes):
         ({"count": "3"}, "count is '3'; it must be an int from 1 to 8."),
         ({"count": True}, "count is True; it must be an int from 1 to 8."),
         ({"count": 2.0}, "count is 2.0; it must be an int from 1 to 8."),
+        ({"count": np.int64(3)}, "count is np.int64(3); it must be an int from 1 to 8."),
         ({"count": None}, "count is None; it must be an int from 1 to 8."),
         ({"least": 0}, "least is 0; it must be an int of at least 1."),
         ({"even": 3}, "even is 3; it must be from 0 to 64 and a multiple of 2."),

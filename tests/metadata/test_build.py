@@ -407,6 +407,18 @@ BAD = {
             "interpreted as an integer)."
         ),
     ),
+    "a pair as a row": (
+        [SequenceRow([9], 0, 2), ([8], 0, 2)],
+        {},
+        InvalidInput,
+        "rows[1] is a tuple; a SequenceRow has block_ids, num_computed_tokens, num_new_tokens; build one.",
+    ),
+    "a row without a list": (
+        SequenceRow([9], 0, 2),
+        {},
+        InvalidInput,
+        "rows is a SequenceRow; it must be a list of SequenceRow.",
+    ),
     "layout of another bucket": (
         [SequenceRow([9], 0, 2)],
         {"layout": metadata_layout(num_seqs=2, num_tokens=4, max_blocks=1)},

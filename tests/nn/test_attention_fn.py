@@ -255,6 +255,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {"mask": jnp.ones((BATCH, 3, LENGTH, KEYS))},
         r"mask has shape \(2, 3, 4, 6\); it must be broadcastable to",
     ),
+    "a mask in a list": (InvalidInput, {"mask": [[True] * KEYS] * LENGTH}, "mask is a list; it must be an array"),
     "a bias of another shape": (InvalidInput, {"bias": jnp.ones((LENGTH, 5))}, r"bias has shape \(4, 5\); it must be"),
     "a kernel with a bias": (
         Unsupported,

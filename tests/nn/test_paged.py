@@ -199,3 +199,20 @@ def test_arrays_that_do_not_fit_the_module_are_refused(index: int, shape: tuple[
     with pytest.raises(InvalidInput) as error:
         call(core(), arguments)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (0, [[[0.0] * 8] * 4] * 7, "query is a list; it must be an array (jnp.asarray)."),
+        (0, None, "query is a NoneType; it must be an array (jnp.asarray)."),
+        (3, None, "kv_cache is a NoneType; it must be an array (jnp.asarray)."),
+        (4, {}, "metadata is a dict; use AttentionMetadata.build."),
+    ],
+)
+def test_what_is_no_array_and_no_metadata_is_refused_by_name(index: int, value: Any, message: str) -> None:
+    arguments: list[Any] = [*inputs(0), batch()]
+    arguments[index] = value
+    with pytest.raises(InvalidInput) as error:
+        core()(*arguments)
+    assert str(error.value) == message

@@ -141,6 +141,17 @@ def test_calls_that_do_not_fit_are_refused(layers):
         GatedDeltaNet(3, 8, num_kv_heads=2, key_dim=4, value_dim=4, rngs=nnx.Rngs(0))
 
 
+def test_states_and_tokens_of_another_number_are_refused(layers):
+    _, ours = layers
+    states: Any = tuple(jnp.zeros(shape) for shape in ours.state_spec().array_shapes(SLOTS))
+    step = AttentionMetadata.build([SequenceRow([1], 0, 3, None, 1)], block_size=8, num_blocks=2, num_slots=SLOTS)
+    given: Any = states if len(states) > 1 else states[0]
+    with pytest.raises(InvalidInput, match=f"^states has {3 - len(states)} arrays; the layer has {len(states)}"):
+        ours(jnp.ones((3, FEATURES)), states=states[0] if len(states) > 1 else (given, given), metadata=step)
+    with pytest.raises(InvalidInput, match=r"^inputs has 2 tokens; metadata is for a step of 3\."):
+        jax.eval_shape(lambda x: ours(x, states=given, metadata=step), jnp.ones((2, FEATURES)))
+
+
 @pytest.mark.parametrize("shape", [(2, 0, 12), (0, 3, 12)])
 def test_inputs_without_a_token_are_refused(shape):
     for layer in (

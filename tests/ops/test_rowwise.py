@@ -136,3 +136,16 @@ def test_a_wrong_epsilon_is_refused(epsilon):
 def test_rows_without_an_element_are_not_quantised():
     with pytest.raises(InvalidInput, match=r"^x has rows without an element"):
         ops.row_quantize(jnp.ones((2, 0)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "temperature", "message"),
+    [
+        (jnp.zeros((2, 2), jnp.int32), None, r"^tokens has shape \(2, 2\); logits \(2, 3, 5\) are \[\.\.\., vocab\]"),
+        (jnp.zeros((2, 3)), 1.0, r"^tokens is float32; token ids are integers, such as int32\.$"),
+        ([[0] * 3] * 2, 0, r"^temperature is 0; it must be above 0, or None for 1\.$"),
+    ],
+)
+def test_log_probabilities_of_what_are_no_tokens_are_refused(tokens, temperature, message):
+    with pytest.raises(InvalidInput, match=message):
+        ops.token_logprobs(jnp.zeros((2, 3, 5)), tokens, temperature=temperature)

@@ -241,9 +241,7 @@ def test_a_donated_step_that_returns_other_caches_costs_the_contents_not_the_poo
 
 def test_a_donated_step_without_a_result_costs_the_contents_not_the_pool() -> None:
     pool = make_pool(num_layers=3)
-    with pytest.raises(
-        PoolLost, match=r"^a step failed after it had consumed the KV pool of generation 1 \(ValueError"
-    ):
+    with pytest.raises(InvalidInput, match=r"^the step returned a list, no \(result, kv_caches\); it must return 3"):
         pool.run(donated(lambda caches: [cache + 1 for cache in caches]))
     pool.run(add_step, 1.0)
     assert (values(pool), pool.generation) == ([1, 1, 1], 2)

@@ -413,6 +413,28 @@ def test_reshape_and_cache_flash_per_token_head_quant_writes_scales(seed):
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("starts", torch.Tensor.long, r"^cu_seqlens_q is int64; it must be int32"),
+        ("tables", torch.Tensor.long, r"^block_table is int64; it must be int32"),
+        ("seq_lens", torch.Tensor.tolist, r"^seqused_k is a list; it must be a torch tensor"),
+    ],
+)
+def test_an_error_has_the_operations_own_name_of_the_argument(batch, name, change, message):
+    batch[name] = change(batch[name])
+    with pytest.raises(InvalidInput, match=message):
+        _unified(batch)
+
+
+def test_a_cache_of_real_values_is_no_memory_of_fp8():
+    cache, rows = torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 8)
+    with pytest.raises(InvalidInput, match=r"^key_cache is torch\.float32; it must be uint8 or torch\.float8_e4m3fn"):
+        vllm_compat.triton_reshape_and_cache_flash(
+            rows, rows, cache, cache, torch.zeros(1, dtype=torch.int32), "fp8", None, None
+        )
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype is 'nvfp4'; use one of auto"),

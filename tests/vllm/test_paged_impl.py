@@ -311,6 +311,8 @@ MISTAKES = {
         Unsupported,
         "output_block_scale is given; the output can be stored with one static scale only.",
     ),
+    "a list": ({"output": [[1.0] * 4]}, InvalidInput, "output is a list; it must be a torch tensor."),
+    "a key alone": ({"value": None}, InvalidInput, "value is None; give key and value, or none to write nothing."),
     "another block size": (
         {"cache": torch.zeros(NUM_BLOCKS, 2, 8, KV_HEADS, HEAD)},
         InvalidInput,
@@ -359,6 +361,8 @@ CONSTRUCTION = {
     ),
     "an empty window": ({"sliding_window": 0}, "sliding_window is 0; it must be at least 1, or None for off."),
     "too few sinks": ({"sinks": torch.zeros(3)}, "sinks has shape (3,); it must be (4,), one per query head."),
+    "sinks in a list": ({"sinks": [0.0] * 4}, "sinks is a list; it must be a tensor of 4 numbers."),
+    "no scale": ({"scale": None}, "scale is None; it must be a number, usually head_size ** -0.5."),
     "too few slopes": ({"alibi_slopes": [1.0]}, "alibi_slopes has 1 entries; it must have 4."),
     "an unknown kind": (
         {"attn_type": "prefix"},
@@ -418,3 +422,9 @@ def test_a_prefix_that_the_batch_does_not_have_is_refused(prefix):
         "all sequences had before the step, in the same blocks."
     ):
         builder.build(prefix, step)
+
+
+def test_a_batch_that_is_no_metadata_is_refused():
+    builder = TorchAttentionMetadataBuilder(SPEC, ["a"], BuilderConfig(num_heads=4), "cpu")
+    with refuses("common_attn_metadata is a list; build it with build_common_metadata."):
+        builder.build(0, [SequenceRow([3], 2, 1)])  # type: ignore[arg-type]

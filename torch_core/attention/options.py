@@ -109,7 +109,7 @@ def attention_spec(
         window_left=left,
         window_right=right,
         logits_soft_cap=None if logits_soft_cap is None else _static_float("logits_soft_cap", logits_soft_cap),
-        attention_chunk=attention_chunk,
+        attention_chunk=_static_int(attention_chunk),
         use_alibi_sqrt=_static_bool("use_alibi_sqrt", use_alibi_sqrt),
     )
 
@@ -126,6 +126,11 @@ def _static_float(name: str, value: Any) -> float:
     return float(value)
 
 
+def _static_int(value: Any) -> Any:
+    """Returns a number of numpy as an int, and what else was given as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def _static_bool(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidInput(name, value=value, wanted="it must be True or False")
@@ -133,12 +138,14 @@ def _static_bool(name: str, value: Any) -> bool:
 
 
 def _window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
+    sliding_window = _static_int(sliding_window)
     if sliding_window is None:
         return None, None
     if isinstance(sliding_window, tuple):
         if len(sliding_window) != 2:
             raise InvalidInput("sliding_window", value=sliding_window, wanted="a tuple must be (left, right)")
-        return sliding_window
+        left, right = map(_static_int, sliding_window)
+        return left, right
     if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
         raise InvalidInput(
             "sliding_window",

@@ -186,7 +186,11 @@ def _check_number(kind: type, of_numpy: bool, limits: Limits, may_be_none: bool,
     if not is_number or (is_int and limits.high is None):
         text = f"{noun} of {text}" if text.startswith("at ") else f"{noun} {text}".rstrip()
     also = limits.also if limits.also is not None else ", or None" * (may_be_none and is_int)
-    raise InvalidInput(argument=name, value=value, wanted=f"it must be {limits.wanted or text + also}")
+    wanted = f"it must be {limits.wanted or text + also}"
+    if not is_number and isinstance(value, numbers.Number):
+        # The number alone may look right: numpy's say of which type they are.
+        raise InvalidInput(name, f"is {value!r}", wanted, value=value)
+    raise InvalidInput(argument=name, value=value, wanted=wanted)
 
 
 def _check_tuple(elements: list[_Check | None], limits: Limits, name: str, value: Any) -> None:

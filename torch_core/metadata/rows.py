@@ -70,12 +70,15 @@ class RowColumns:
 
     def __init__(self, rows: Sequence[SequenceRowLike]) -> None:
         self._rows = rows
-        # The interpreter reads an attribute that is written out in half the time of one that is named by a string.
-        self._columns: dict[str, Sequence[Any]] = dict(getattr(rows, "columns", ())) or {
-            "block_ids": [row.block_ids for row in rows],
-            "num_computed_tokens": [row.num_computed_tokens for row in rows],
-            "num_new_tokens": [row.num_new_tokens for row in rows],
-        }
+        try:
+            # The interpreter reads an attribute that is written out in half the time of one that is named by a string.
+            self._columns: dict[str, Sequence[Any]] = dict(getattr(rows, "columns", ())) or {
+                "block_ids": [row.block_ids for row in rows],
+                "num_computed_tokens": [row.num_computed_tokens for row in rows],
+                "num_new_tokens": [row.num_new_tokens for row in rows],
+            }
+        except (AttributeError, TypeError) as error:
+            raise _no_rows(rows) from error
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         """Returns the field of every row, in order; raises AttributeError if a row has none of that name."""
@@ -142,6 +145,18 @@ def lengths_of(rows: RowColumns) -> Lengths:
         wanted = f"int32 metadata allow {INT32_MAX}"
         raise InvalidInput("num_new_tokens", f"and num_computed_tokens of a sequence are {longest}", wanted)
     return Lengths(computed, new, computed + new, num_new, longest_query, longest, uniform)
+
+
+def _no_rows(rows: Any) -> InvalidInput:
+    """Returns the error for what is no sequence of rows, with the first object that is no row."""
+    if not isinstance(rows, Sequence):
+        return InvalidInput("rows", f"is a {type(rows).__name__}", "it must be a list of SequenceRow")
+    fields = ("block_ids", "num_computed_tokens", "num_new_tokens")
+    missing = (index for index, row in enumerate(rows) if not all(hasattr(row, field) for field in fields))
+    bad = next(missing, 0)
+    return InvalidInput(
+        f"rows[{bad}]", f"is a {type(rows[bad]).__name__}", f"a SequenceRow has {', '.join(fields)}; build one"
+    )
 
 
 def _are_alike(values: Sequence[int]) -> bool:

@@ -118,6 +118,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     def _check_cache(self, common: CommonAttentionMetadata) -> None:
         """Refuses a batch whose tables are for blocks of another size, or for another cache group, than the layers'."""
+        if not isinstance(common, CommonAttentionMetadata):
+            problem = f"is a {type(common).__name__}"
+            raise InvalidInput("common_attn_metadata", problem, "build it with build_common_metadata")
         own, config = self.kv_cache_spec.block_size, self.vllm_config
         ranks = config.context_parallel.total_cp_world_size
         shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"

@@ -21,12 +21,21 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
 
     A `view` by the number of elements would take other heads of as many elements, too.
     """
+    if not isinstance(tensor, Tensor):
+        raise InvalidInput(name, f"is a {type(tensor).__name__}", "it must be a torch tensor")
     shape = tuple(tensor.shape)
     if shape[1:] == (num_heads, size):
         return tensor
     if shape[1:] != (num_heads * size,):
         raise InvalidInput(name, f"has shape {shape}", f"it must be [num_tokens, {num_heads}, {size}], or flat")
     return tensor.unflatten(1, (num_heads, size))
+
+
+def checked_scale(scale: float) -> float:
+    """Returns the factor on the scores, or raises InvalidInput: vLLM's layers always give it."""
+    if not isinstance(scale, (int, float)):
+        raise InvalidInput("scale", value=scale, wanted="it must be a number, usually head_size ** -0.5")
+    return float(scale)
 
 
 def check_metadata(metadata: object, wanted: type, impl: object) -> None:

@@ -14,7 +14,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
 from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.vllm.buffers import WorkspaceManager
-from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata
+from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata, checked_scale
 from torch_core.vllm.mla import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 
@@ -74,7 +74,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         self.head_size = head_size
         packed = kv_cache_dtype == PACKED_LATENTS
         self.row_size = packed_latent_bytes(kv_lora_rank, qk_rope_head_dim) if packed else head_size
-        self.scale = float(scale)
+        self.scale = checked_scale(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.q_lora_rank = q_lora_rank

@@ -14,7 +14,7 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
-from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads
+from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, checked_scale
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
     CACHE_DTYPES,
@@ -67,7 +67,7 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
     ) -> None:  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
-        self.scale = float(scale)
+        self.scale = checked_scale(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.attn_type = AttentionType(attn_type)
@@ -87,6 +87,8 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         Choices(*CACHE_DTYPES)("kv_cache_dtype", kv_cache_dtype)
         if sliding_window is not None and sliding_window < 1:
             raise InvalidInput("sliding_window", f"is {sliding_window}", "it must be at least 1, or None for off")
+        if sinks is not None and not isinstance(sinks, Tensor):
+            raise InvalidInput("sinks", f"is a {type(sinks).__name__}", f"it must be a tensor of {num_heads} numbers")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             wanted = f"it must be ({num_heads},), one per query head"
             raise InvalidInput("sinks", f"has shape {tuple(sinks.shape)}", wanted)
@@ -138,6 +140,9 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         self, layer: AttentionLayer, key: Tensor | None, value: Tensor | None, cache: Tensor,
         metadata: PagedAttentionMetadata,
     ) -> None:  # fmt: skip
+        if (key is None) != (value is None):
+            name = "key" if key is None else "value"
+            raise InvalidInput(name, value=None, wanted="give key and value, or none to write nothing")
         if self.kv_sharing_target_layer_name is not None or key is None or value is None:
             return
         slots = metadata.slot_mapping

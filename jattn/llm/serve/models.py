@@ -169,7 +169,10 @@ class ModelList:
         if any(each.name == name and each.llm is not model.llm for each in self.listed()) or name in self._models:
             raise InvalidInput("lora_name", f"{name!r} is another model's name", "names differ")
         request = LoRARequest(name, 0, _given("lora_path", asked.lora_path), load_inplace=asked.load_inplace)
-        model.llm.llm.engine.add_lora(request)
+        try:
+            model.llm.llm.engine.add_lora(request)
+        except InvalidInput as error:
+            raise error.renamed("lora_path", old="folder") from None
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload_adapter(self, asked: UnloadLoraBody) -> str:

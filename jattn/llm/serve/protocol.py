@@ -223,7 +223,8 @@ def _structured(body: GenerationBody) -> tuple[str | None, StructuredOutputsPara
             return name, StructuredOutputsParams(json_object=True)
         described = form.get("json_schema")
         if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-            raise InvalidInput("response_format has no json_schema with a schema.")
+            wanted = 'it must be {"name": ..., "schema": {...}}'
+            raise InvalidInput("json_schema", value=described, wanted=wanted)
         # Without it, a small model may add spaces between the parts without end.
         strict = described.get("strict") is True
         return name, StructuredOutputsParams(json=described["schema"], disable_any_whitespace=strict)

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_core.attention.call import PagedCall
 from torch_core.base.checks import INT32_MAX
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import ArgumentError, InvalidInput, Unsupported
 from torch_core.ops import run
 from torch_core.vllm.types import CACHE_DTYPES
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# An operand of this project's calls, and vLLM's names for it.
+_NAMES = {
+    "query": ("q",),
+    "key": ("k",),
+    "value": ("v",),
+    "out": ("o", "output"),
+    "key_cache": ("k", "k_buffer", "k_cache"),
+    "value_cache": ("v", "v_buffer", "v_cache"),
+    "query_start_loc": ("cu_seqlens_q", "b_start_loc"),
+    "seq_lens": ("seqused_k", "b_seq_len"),
+    "block_tables": ("block_table", "req_to_token", "b_loc"),
+    "scale": ("softmax_scale", "sm_scale"),
+    "k_scale": ("k_descale",),
+    "v_scale": ("v_descale",),
+}
+
+
+def by_callers_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates an operation: its errors name the parameter of the operation, where this project's call has another."""
+    own = inspect.signature(function).parameters
+    names = {ours: name for ours, theirs in _NAMES.items() if ours not in own for name in theirs if name in own}
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except ArgumentError as error:
+            if error.root not in names:
+                raise
+            raise error.renamed(names[error.root]) from None
+
+    return call
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
@@ -21,6 +59,8 @@ def as_int32(name: str, values: Tensor) -> Tensor:
     On a CPU, if values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
     slot, block or length. On CUDA the caller is responsible for it, as for every value.
     """
+    if not isinstance(values, Tensor):
+        raise InvalidInput(name, f"is a {type(values).__name__}", "it must be a torch tensor")
     if values.dtype == torch.int32:
         return values
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:

@@ -12,9 +12,18 @@ from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_4_bits, refuse_option, run_descaled
+from torch_core.vllm.ops.arguments import (
+    Scale,
+    as_int32,
+    by_callers_names,
+    one_scale,
+    refuse_4_bits,
+    refuse_option,
+    run_descaled,
+)
 
 
+@by_callers_names
 def unified_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, seqused_k: Tensor,
     max_seqlen_k: int, softmax_scale: float, causal: bool | Tensor, window_size: tuple[int, int], block_table: Tensor,
@@ -104,6 +113,7 @@ def unified_attention(
     )
 
 
+@by_callers_names
 def unified_attention_diffkv(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, softmax_scale: float,
     causal: bool, window_size: tuple[int, int], block_table: Tensor, softcap: float, max_seqlen_q: int = 1,
@@ -126,6 +136,7 @@ def unified_attention_diffkv(
     )  # fmt: skip
 
 
+@by_callers_names
 def context_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_input_len: int,
     is_causal: bool = True, softmax_scale: float | None = None, sliding_window_q: int | None = None,

@@ -37,6 +37,9 @@ def triton_reshape_and_cache_flash(
             raise Unsupported(name, f"has {cache.ndim} axes", wanted)
     quantized, scales = stored_dtype(kv_cache_dtype), {}
     if quantized is not None:
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if cache.dtype.itemsize != 1:
+                raise InvalidInput(name, f"is {cache.dtype}", f"it must be uint8 or {quantized} for {kv_cache_dtype!r}")
         key_cache, value_cache = key_cache.view(quantized), value_cache.view(quantized)
         key, scales["k_scale"] = as_stored("k_scale", key, k_scale, quantized)
         value, scales["v_scale"] = as_stored("v_scale", value, v_scale, quantized)

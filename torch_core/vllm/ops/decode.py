@@ -13,9 +13,10 @@ from torch_core.base.specs import AttentionSpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.tensors import array_spec
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale
+from torch_core.vllm.ops.arguments import Scale, as_int32, by_callers_names, one_scale
 
 
+@by_callers_names
 def decode_attention_fwd(
     q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor, req_to_token: Tensor, b_seq_len: Tensor,
     attn_logits: Tensor | None, num_kv_splits: int, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,

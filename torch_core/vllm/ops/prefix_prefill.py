@@ -17,9 +17,18 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_option, sequence_of_token, stored_dtype
+from torch_core.vllm.ops.arguments import (
+    Scale,
+    as_int32,
+    by_callers_names,
+    one_scale,
+    refuse_option,
+    sequence_of_token,
+    stored_dtype,
+)
 
 
+@by_callers_names
 def context_attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor,
     b_loc: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale,
@@ -88,6 +97,7 @@ def context_attention_fwd(
     )  # fmt: skip
 
 
+@by_callers_names
 def chunked_prefill_paged_decode(
     query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, kv_cache_dtype: str, key_cache: Tensor,
     value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int,
