@@ -214,7 +214,7 @@ class KVPool(Owner):
             returned: Any = step(before, *args)
             is_pair = isinstance(returned, tuple | list) and len(returned) == 2
             pair: Any = returned if is_pair else (None, ())
-            result, after = pair[0], pair[1:] if isinstance(pair[1], jax.Array) else tuple(pair[1])
+            result, after = pair[0], tuple(pair[1:] if isinstance(pair[1], jax.Array) else pair[1])
             fits = is_pair and [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
