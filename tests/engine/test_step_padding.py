@@ -47,4 +47,4 @@ def test_a_request_that_came_back_from_the_host_is_not_computed_again_for_less_p
     bench.add("first", 1000, order=1)
     bench.add("second", 1048, order=2)
 
-    assert bench.step()["swapped"] == 1
+    assert [bench.step().get("swapped") for _ in range(2)] == [None, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from bisect import bisect_left, insort
@@ -125,6 +126,8 @@ class Scheduler:
         self._registered: set[str] = set()
         self._to_resume: set[str] = set()
         self._swapped: set[str] = set()
+        # Waiting requests whose blocks are a cached prefix, and nothing that was computed for them.
+        self._prefix_only: set[str] = set()
         self._move_blocks = move_blocks
         self._prefilled_last = False
         self._guesses, self._num_guesses = guesses_of(config.speculation), config.num_speculative_tokens
@@ -167,9 +170,14 @@ class Scheduler:
             step = self._schedule_prefill(decodable, others_run=bool(decodable)) if has_prompts else None
             step = step or self._schedule_decode(decodable)
         if step is None and all(_remaining(request) > 1 for request in self._running):
-            # All decoding requests were preempted, and blocks are free; or waiting samples hold the blocks that a
-            # prompt needs.
-            step = self._schedule_prefill([]) or (self._schedule_prefill([]) if self._drop_waiting() else None)
+            # All decoding requests were preempted, and blocks are free.
+            step = self._schedule_prefill([])
+            others = [*self._running[1:], *filter(self._holds_blocks, self._waiting)]
+            if step is None and others and not self._cache.stats().steps_in_flight:
+                # They hold the blocks that the first needs.
+                for request in others:
+                    self._preempt(request)
+                step = self._schedule_prefill([], most_rows=1)
         if step is not None:
             for row in step.rows:
                 row.request.num_computed_tokens = row.start + row.num_new_tokens
@@ -191,32 +199,32 @@ class Scheduler:
             self._registered.remove(request.request_id)
             self._to_resume.discard(request.request_id)
             self._swapped.discard(request.request_id)
+            self._prefix_only.discard(request.request_id)
             self._cache.finish(request.request_id)
 
-    def _schedule_prefill(self, decodable: Sequence[_Decodable], *, others_run: bool = False) -> ScheduledStep | None:
+    def _schedule_prefill(
+        self, decodable: Sequence[_Decodable], *, others_run: bool = False, most_rows: int | None = None
+    ) -> ScheduledStep | None:
         """Takes the blocks of prompts and of one token of each decoding request; None if none runs.
 
         If other requests can run, prompts wait for the program that serves them.
         """
-        swapped = self._swapped.copy()
-        prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable))
+        prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable), most_rows)
         num_new = sum(row.num_new_tokens for row in prompts)
-        # What came back from host memory would be computed again if it had to wait.
-        is_back = any(row.request.request_id in swapped for row in prompts)
-        if not is_back and (fitting := self._fitting(num_new, len(decodable))) < num_new:
+        if (fitting := self._fitting(num_new, len(decodable))) < num_new:
             whole, prompts = prompts, self._prefill_candidates(fitting)
             chosen = {row.request.request_id for row in prompts}
-            self._hold_back_all(row.request for row in whole if row.request.request_id not in chosen)
+            self._hold_back(row.request for row in whole if row.request.request_id not in chosen)
         decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
         if others_run and prompts and not self._is_served([*decoding, *prompts]):
-            self._hold_back_all(row.request for row in prompts)
+            self._hold_back(row.request for row in prompts)
             return None
         while prompts:
             rows = [*decoding, *prompts]
             try:
                 committed = self._cache.step([(row.request.request_id, row.num_new_tokens) for row in rows])
             except OutOfBlocks:
-                self._hold_back(prompts.pop().request)
+                self._hold_back([prompts.pop().request])
                 continue
             for row in prompts:
                 if row.request.state is not RequestState.RUNNING:
@@ -241,6 +249,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
+        self._prefix_only.discard(request.request_id)
         # In their order, so that those of a group stand side by side.
         insort(self._running, request, key=_order)
         request.move(RequestState.RUNNING)
@@ -250,17 +259,19 @@ class Scheduler:
         if prompt is not None and not request.output_token_ids:
             self._first_of.setdefault(prompt, request)
 
-    def _prefill_candidates(self, budget: int) -> list[ScheduledRow]:
+    def _prefill_candidates(self, budget: int, most_rows: int | None = None) -> list[ScheduledRow]:
         """Returns the rows that the token budget allows, in order, about as many as there are blocks for."""
         places = self._config.max_num_seqs - len(self._running)
-        room = self._cache.num_available // self._num_groups * self._tokens_per_block
+        room = self._room()
         rows: list[ScheduledRow] = []
         longest = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._with_adapters(self._admissible())):
-            is_new, held = request.state is not RequestState.RUNNING, self._holds_blocks(request)
-            if budget == 0 or (rows and room <= 0) or (is_new and places == 0):
+            is_new = request.state is not RequestState.RUNNING
+            if budget == 0 or (rows and room <= 0) or (is_new and places == 0) or len(rows) == most_rows:
                 break
             if is_new:
+                if not self._can_return(request, rows):
+                    break
                 try:
                     self._register(request)
                 except OutOfBlocks:
@@ -271,20 +282,29 @@ class Scheduler:
             num_new = min(budget, _remaining(request) - bool(request.followers)) if start >= 0 else -start
             # An encoder's input is not split, and shares a step only with other inputs.
             if num_new > budget or (rows and (rows[0].start < 0) != (start < 0)):
-                # Release the cached prefix, which an older request may need; a sample keeps its shared blocks.
-                if not held:
-                    self._hold_back(request)
+                self._hold_back([request])
                 break
             if self._cache.config.states is not None:
                 num_new = self._cache.until_snapshot(request.request_id, num_new)
             longest = max(longest, num_new)
             if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
-                self._hold_back(request)
+                self._hold_back([request])
                 break
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
             budget -= num_new
             room -= num_new
         return rows
+
+    def _room(self) -> int:
+        return self._cache.num_available // self._num_groups * self._tokens_per_block
+
+    def _can_return(self, request: Request, rows: Sequence[ScheduledRow]) -> bool:
+        """Returns whether a request in host memory would find blocks to go on, beside those that run and these rows."""
+        if request.request_id not in self._swapped or not (rows or self._running):
+            return True
+        # With blocks for fewer steps it would be copied back and forth.
+        growth = (1 + -(-len(self._running) // 4)) * self._tokens_per_block
+        return self._room() >= request.num_computed_tokens + growth + sum(row.num_new_tokens for row in rows)
 
     def _admissible(self) -> Iterator[Request]:
         """Yields the waiting requests, without those that should wait for blocks that another one is computing."""
@@ -318,16 +338,11 @@ class Scheduler:
         seq_id = request.request_id
         return seq_id in self._registered and seq_id not in self._to_resume and seq_id not in self._swapped
 
-    def _hold_back(self, request: Request) -> None:
-        if request.state is not RequestState.RUNNING:
-            # A prefix that it holds while it waits could be missing for an older request.
-            self._drop_blocks(request)
-
-    def _hold_back_all(self, requests: Iterable[Request]) -> None:
+    def _hold_back(self, requests: Iterable[Request]) -> None:
+        """Lets requests wait: a prefix that one found could be missing for an older one; what was computed is kept."""
         for request in requests:
-            # The further samples of a prompt share its blocks.
-            if not request.index:
-                self._hold_back(request)
+            if request.request_id in self._prefix_only:
+                self._drop_blocks(request)
 
     def _schedule_decode(self, decodable: Sequence[_Decodable]) -> ScheduledStep | None:
         num_steps, num_guesses = self._num_scheduler_steps, self._num_guesses
@@ -355,7 +370,7 @@ class Scheduler:
                     continue
                 if any(request.num_pending_tokens for request in self._running):
                     return None
-                self._preempt(self._running[-1])
+                self._preempt(max(chain(self._running, filter(self._holds_blocks, self._waiting)), key=_order))
                 decodable, _ = self._split()
         return None
 
@@ -380,6 +395,7 @@ class Scheduler:
         elif seq_id in self._to_resume:
             request.num_computed_tokens = self._whole(request, self._cache.resume(seq_id))
             self._to_resume.remove(seq_id)
+            self._prefix_only.add(seq_id)
             # Others may have computed its prompt meanwhile.
             self._fork(request)
         elif seq_id not in self._registered:
@@ -389,6 +405,7 @@ class Scheduler:
             if not request.output_token_ids:
                 request.num_cached_tokens = max(request.num_computed_tokens + len(request.encoder_token_ids), 0)
             self._registered.add(seq_id)
+            self._prefix_only.add(seq_id)
             self._fork(request)
 
     def _whole(self, request: Request, num_found: int) -> int:
@@ -421,10 +438,7 @@ class Scheduler:
             first.followers = []
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
-        is_swapped = self._swap_out(request)
-        if not is_swapped:
-            self._drop_blocks(request)
+        is_swapped = self._give_blocks(request)
         event(
             logging.INFO,
             "request_preempted",
@@ -432,7 +446,12 @@ class Scheduler:
             num_tokens=request.num_known_tokens,
             is_swapped=is_swapped,
         )
-        self._put_back(request)
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+            self._forget_first(request)
+            request.move(RequestState.PREEMPTED)
+            request.num_pending_tokens = 0
+            insort(self._waiting, request, key=_order)
 
     def _forget_first(self, request: Request) -> None:
         prompt = self._prompts.get(request.request_id)
@@ -442,31 +461,19 @@ class Scheduler:
     def _drop_blocks(self, request: Request) -> None:
         """Releases a request's blocks; it is computed again, starting from its blocks that are still cached."""
         self._cache.preempt(request.request_id)
+        self._prefix_only.discard(request.request_id)
         self._to_resume.add(request.request_id)
         request.num_computed_tokens = 0
 
-    def _drop_waiting(self) -> bool:
-        """Takes the blocks of waiting requests that hold some: forks that have not been scheduled yet."""
-        waiting = list(filter(self._holds_blocks, self._waiting))
-        for request in waiting:
-            self._drop_blocks(request)
-        return bool(waiting)
-
-    def _swap_out(self, request: Request) -> bool:
-        if not self._config.num_host_blocks:
-            return False
-        try:
-            self._move_blocks(self._cache.swap_out(request.request_id))
-        except OutOfBlocks:
-            return False
-        self._swapped.add(request.request_id)
-        return True
-
-    def _put_back(self, request: Request) -> None:
-        self._forget_first(request)
-        request.move(RequestState.PREEMPTED)
-        request.num_pending_tokens = 0
-        insort(self._waiting, request, key=_order)
+    def _give_blocks(self, request: Request) -> bool:
+        """Takes a request's blocks, and says whether their contents went to host memory, and so are not lost."""
+        if self._config.num_host_blocks:
+            with contextlib.suppress(OutOfBlocks):
+                self._move_blocks(self._cache.swap_out(request.request_id))
+                self._swapped.add(request.request_id)
+                return True
+        self._drop_blocks(request)
+        return False
 
 
 #: A request that decodes, and the tokens that it wants.
