@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,20 @@ def test_a_closed_engine_refuses_commands_and_gives_what_it_has(decoder, seed) -
     for call in (engine.step, engine.sleep, engine.cache_stats, lambda: engine.wait(outbox)):
         with pytest.raises(InvalidInput, match="the engine is closed; build another one"):
             call()
+
+
+def test_commands_behind_the_end_of_the_thread_are_answered(decoder, seed) -> None:
+    engine, outbox = Engine(decoder, CONFIG), Outbox()
+    engine.add(prompts_of(seed, 5)[0], GREEDY, outbox=outbox)
+    told: list[Any] = []
+    replies: list[Any] = []
+    engine.close()
+
+    engine.subscribe(outbox, told.append)
+    engine.notify(Outbox(), replies.append)
+
+    assert [delta.finish_reason for delta in told[0]] == ["cancelled"]
+    assert [type(reply.error) for reply in replies] == [InvalidInput]
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -233,7 +233,18 @@ def test_a_device_that_keeps_failing_ends_the_requests_with_its_error_and_is_tri
     assert is_idle(llm)
 
 
-def test_requests_survive_the_sleep_of_their_engine(llm, expected) -> None:
+def test_requests_survive_the_sleep_of_their_engine(llm, expected, monkeypatch) -> None:
+    step, told, woken = EngineCore.step, threading.Event(), threading.Event()
+
+    def step_until_told(core: EngineCore) -> None:
+        # The first request must not end before the engine sleeps.
+        if woken.is_set() or not told.is_set():
+            step(core)
+        if core.ready:
+            told.set()
+
+    monkeypatch.setattr(EngineCore, "step", step_until_told)
+
     async def ask() -> list[str]:
         updates = llm.stream(PROMPTS[0], params_of())
         text = (await anext(updates)).new.text
@@ -245,6 +256,7 @@ def test_requests_survive_the_sleep_of_their_engine(llm, expected) -> None:
         cancelled.cancel()
         while llm.num_unfinished > 2:
             await asyncio.sleep(0.01)
+        woken.set()
         llm.llm.engine.wake()
         text += "".join([update.new.text async for update in updates])
         return [text, (await later)[-1].outputs[0].text]
@@ -265,6 +277,19 @@ def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> 
     with pytest.raises(InvalidInput, match=r"the AsyncLLM is closed; build another one\."):
         llm.add("x", deliver=print)
     assert not llm.is_running
+
+
+def test_a_request_that_comes_while_another_thread_closes_is_refused_as_a_later_one_is(folder, monkeypatch) -> None:
+    llm = AsyncLLM(LLM(folder, config=CONFIG))
+    submit = llm._adders.submit
+
+    def close_and_submit(*work: Any) -> Any:
+        llm.close()
+        return submit(*work)
+
+    monkeypatch.setattr(llm._adders, "submit", close_and_submit)
+    with pytest.raises(InvalidInput, match=r"the AsyncLLM is closed; build another one\."):
+        asyncio.run(outputs_of(llm, PROMPTS[0]))
 
 
 def test_an_error_while_the_last_output_is_made_reaches_the_caller(llm, monkeypatch) -> None:

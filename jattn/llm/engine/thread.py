@@ -60,11 +60,12 @@ class EngineThread(Owner):
         _all_threads.add(self)
         self._thread.start()
         try:
-            self.core: EngineCore = self._result_of(built)
+            self._loop: _Loop = self._result_of(built)
         except Exception:
             # It was told before it ends.
             self._thread.join(_END_SECONDS)
             raise
+        self.core = self._loop.core
 
     def call(
         self, method: Callable[Concatenate[EngineCore, _Args], _Result], *args: _Args.args, **kwargs: _Args.kwargs
@@ -74,13 +75,14 @@ class EngineThread(Owner):
             # A core without its thread is closed, and refuses methods that need a device.
             return method(self.core, *args, **kwargs)
         reply: SimpleQueue[Any] = SimpleQueue()
-        self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), reply.put))
+        self._send(_Loop.call, lambda core: method(core, *args, **kwargs), reply.put)
         return self._result_of(reply)
 
     def post(
         self, method: Callable[Concatenate[EngineCore, _Args], object], *args: _Args.args, **kwargs: _Args.kwargs
     ) -> None:
         """Like `call`, but returns at once. Safe in a finalizer."""
+        # A finalizer must not wait; nothing is left to do if the thread has ended.
         self._commands.put((_Loop.call, lambda core: method(core, *args, **kwargs), _ignore))
 
     def later(self, method: Callable[[EngineCore], object]) -> Callable[[], None]:
@@ -106,7 +108,7 @@ class EngineThread(Owner):
 
     def notify(self, outbox: Outbox, reply: _Reply) -> None:
         """Like `wait`, but returns at once; `reply` is called on the thread with an `Outcome`."""
-        self._commands.put((_Loop.read, outbox, reply, True))
+        self._send(_Loop.read, outbox, reply, True)
 
     def subscribe(self, outbox: Outbox, listener: Listener, then: Callable[[], object] | None = None) -> None:
         """Runs steps as long as an outbox has an unfinished request, and passes every delta to a listener.
@@ -116,11 +118,17 @@ class EngineThread(Owner):
             listener: see `Listener`.
             then: called on the thread when all listeners of a step were told, once for listeners that share it.
         """
-        self._commands.put((_Loop.read, outbox, listener, False, then))
+        self._send(_Loop.read, outbox, listener, False, then)
 
     def end(self) -> None:
         """Closes the core and ends the thread."""
         self._end()
+
+    def _send(self, *command: Any) -> None:
+        self._commands.put(command)
+        # In this order: either this thread sees the end, or the loop's last look at the queue finds the command.
+        if self._loop.has_ended:
+            self._loop.answer_rest()
 
     def _result_of(self, reply: SimpleQueue[Any]) -> Any:
         found = None
@@ -167,37 +175,63 @@ class _Loop:
     Args:
         core: owned by the thread.
         commands: each a method of this class and its arguments; None ends the loop.
+
+    Attributes:
+        core: as given.
+        has_ended: it carries out no more commands by itself; set before it looks for the last ones.
     """
 
     def __init__(self, core: EngineCore, commands: SimpleQueue[Any]) -> None:
-        self._core, self._commands = core, commands
+        self.core, self._commands = core, commands
+        self.has_ended = False
+        # Reentrant: a listener may have a command, too.
+        self._ending = threading.RLock()
         # In the order in which they began to wait.
         self._readers: dict[Outbox, _Reader] = {}
 
     def run(self) -> None:
         """Runs until it is told to end; then the core is closed."""
+        try:
+            self._carry_out()
+        finally:
+            with self._ending:
+                self.has_ended = True
+                try:
+                    self.core.close()
+                finally:
+                    self.answer_rest()
+
+    def answer_rest(self) -> None:
+        """Carries out the commands that came too late, on any thread: the core is closed, and refuses most."""
+        with self._ending:
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is not None:
+                    method, *arguments = command
+                    method(self, *arguments)
+            self._hand_out()
+
+    def _carry_out(self) -> None:
         while True:
-            if self._readers and not self._core.asleep and self._commands.empty():
+            if self._readers and not self.core.asleep and self._commands.empty():
                 self._step()
             else:
                 if self._commands.empty():
                     with contextlib.suppress(BaseException):
-                        self._core.settle()
+                        self.core.settle()
                 command = self._commands.get()
                 if command is None:
-                    break
+                    return
                 method, *arguments = command
                 method(self, *arguments)
                 # Objects that a caller dropped must not live until the next command.
                 del command, arguments
             self._hand_out()
-        self._core.close()
-        self._hand_out()
 
     def call(self, method: Callable[[EngineCore], Any], reply: _Reply) -> None:
         """Runs a method of the core."""
         try:
-            reply(Outcome(method(self._core)))
+            reply(Outcome(method(self.core)))
         except BaseException as error:
             reply(Outcome(error=error))
 
@@ -211,17 +245,17 @@ class _Loop:
         """Adds a reader of an outbox."""
         try:
             if is_once and not outbox:
-                self._core.check_awake()
+                self.core.check_awake()
         except Exception as error:
             _tell(tell, Outcome(error=error))
             return
         self._readers[outbox] = _Reader(tell, is_once, then)
-        if outbox or not self._core.runs_for(outbox):
-            self._core.ready.add(outbox)
+        if outbox or not self.core.runs_for(outbox):
+            self.core.ready.add(outbox)
 
     def _step(self) -> None:
         try:
-            self._core.step()
+            self.core.step()
         except BaseException as error:
             # The caller that has waited longest learns of it, and the next step is the next caller's.
             self._fail(next(iter(self._readers)), error)
@@ -229,12 +263,12 @@ class _Loop:
     def _hand_out(self) -> None:
         """Tells the readers of the outboxes that got deltas."""
         told: dict[Callable[[], object], None] = {}
-        while self._core.ready:
-            outbox = self._core.ready.pop()
+        while self.core.ready:
+            outbox = self.core.ready.pop()
             reader = self._readers.get(outbox)
             if reader is None:
                 continue
-            if reader.is_once or not self._core.runs_for(outbox):
+            if reader.is_once or not self.core.runs_for(outbox):
                 del self._readers[outbox]
             if reader.is_once:
                 _tell(reader.tell, Outcome())
@@ -244,10 +278,10 @@ class _Loop:
                     told[reader.then] = None
         for then in told:
             _call(then)
-        if self._core.asleep:
+        if self.core.asleep:
             for outbox in [outbox for outbox, reader in self._readers.items() if reader.is_once]:
                 try:
-                    self._core.check_awake()
+                    self.core.check_awake()
                 except Exception as error:
                     self._fail(outbox, error)
 
@@ -279,12 +313,12 @@ def _run(commands: SimpleQueue[Any], build: Callable[[], EngineCore], reply: _Re
     # Guards of the whole process, too, look for transfers of the user's own.
     with jax.default_device(device) if device is not None else contextlib.nullcontext(), jax.transfer_guard("allow"):
         try:
-            loop = _Loop(core := build(), commands)
+            loop = _Loop(build(), commands)
         except BaseException as error:
             reply(Outcome(error=error))
             return
-        reply(Outcome(core))
-        del core, build, reply
+        reply(Outcome(loop))
+        del build, reply
         loop.run()
 
 

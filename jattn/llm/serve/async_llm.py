@@ -135,8 +135,7 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         params = self.llm.get_default_sampling_params() if params is None else params
         token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt, cut=cuts_prompt(params))
         engine, outbox = self.llm.engine, Outbox()
-        if self._closed:
-            raise InvalidInput("the AsyncLLM is closed; build another one.")
+        self._check_open()
         engine.check_model()
         request = engine.add(token_ids, params, prompt=text, outbox=outbox, **options)
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver, then)
@@ -193,9 +192,13 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
                 submission.ids.append(request.request_id)
                 submission.num_prompt_tokens.append(len(request.encoder_token_ids or request.prompt_token_ids))
 
-        if self._closed:
-            raise InvalidInput("the AsyncLLM is closed; build another one.")
-        adding = asyncio.get_running_loop().run_in_executor(self._adders, contextvars.copy_context().run, add_all)
+        self._check_open()
+        try:
+            adding = asyncio.get_running_loop().run_in_executor(self._adders, contextvars.copy_context().run, add_all)
+        except RuntimeError:
+            # Another thread has closed it in between.
+            self._check_open()
+            raise
         try:
             await asyncio.shield(adding)
         except BaseException:
@@ -253,6 +256,10 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
         """Returns the mailbox of the running event loop."""
         loop = asyncio.get_running_loop()
         return self._mailboxes.setdefault(loop, _Mailbox(loop))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInput("the AsyncLLM is closed; build another one.")
 
     def close(self) -> None:
         """Ends every request with an error and closes the engine."""
