@@ -403,8 +403,8 @@ def test_norms_that_were_trained_are_not_saved_where_files_have_none(tmp_path, s
         (
             "OPTForCausalLM",
             "layer_norm_elementwise_affine",
-            False,
-            "layer_norm_elementwise_affine is False; this build",
+            1,
+            "layer_norm_elementwise_affine is 1; it must be true or false",
         ),
         ("GPTJForCausalLM", "rotary_dim", "x", "rotary_dim is 'x'"),
         ("MiniMaxM2ForCausalLM", "rotary_dim", "x", "rotary_dim is 'x'"),

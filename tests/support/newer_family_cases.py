@@ -159,6 +159,7 @@ NEWER_CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [
             {"ffn_dim": 48, "do_layer_norm_before": False, "enable_bias": False},
             {"ffn_dim": 48, "tie_word_embeddings": False, "activation_function": "gelu"},
+            {"ffn_dim": 48, "layer_norm_elementwise_affine": False, "enable_bias": False},
         ],
     ),
     "GPTNeoForCausalLM": (

@@ -87,7 +87,7 @@ def family_of(config: ModelConfig) -> Family:
 def _rendered(config: ModelConfig, dtype: str) -> tuple[Family, dict[str, Any]]:
     known = known_families()
     # Weights of norms would be lost.
-    others = [family for family in known.values() if not family.norms_without_weights]
+    others = [family for family in known.values() if not family.norms_without_weights(config)]
     tried = [known[config.architecture]] if config.architecture in known else others
     differing: list[str] = []
     for family in tried:

@@ -80,11 +80,12 @@ def save_model(
     parallel = getattr(model, "parallel", None)
     shards = {} if parallel is None else parameter_shards(config, parallel)
     plan, scales, family = plan_parameters(config), _scales(values), family_of(config)
-    for parameter in (each for each in plan if is_norm_without_weight(each, family)):
+    without_weight = [each for each in plan if is_norm_without_weight(each, config, family)]
+    for parameter in without_weight:
         if (np.asarray(values[parameter.path][...]) != 1).any():
             name = ".".join(map(str, parameter.path))
             raise Unsupported(name, "is not 1 everywhere", f"files of {family.architecture} have no weights of norms")
-    plan = tuple(parameter for parameter in plan if not is_norm_without_weight(parameter, family))
+    plan = tuple(parameter for parameter in plan if parameter not in without_weight)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)

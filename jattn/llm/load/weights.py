@@ -105,7 +105,7 @@ def with_computed(tensors: Tensors, plan: tuple[ParameterPlan, ...], config: Mod
         piece = parameter.pieces[0]
         if piece.name in tensors:
             continue
-        array = np.ones(piece.shape, np.float32) if is_norm_without_weight(parameter, family) else None
+        array = np.ones(piece.shape, np.float32) if is_norm_without_weight(parameter, config, family) else None
         if (compute := family.computed.get(".".join(map(str, parameter.path[2:])))) is not None:
             array = compute(config, int(parameter.path[1])).reshape(piece.shape)
         if array is not None:
@@ -113,9 +113,9 @@ def with_computed(tensors: Tensors, plan: tuple[ParameterPlan, ...], config: Mod
     return found
 
 
-def is_norm_without_weight(parameter: ParameterPlan, family: Family) -> bool:
+def is_norm_without_weight(parameter: ParameterPlan, config: ModelConfig, family: Family) -> bool:
     """Returns whether files have no such parameter, because their norms have no weights."""
-    return family.norms_without_weights and parameter.path[-1] == "weight"
+    return family.norms_without_weights(config) and parameter.path[-1] == "weight"
 
 
 def check_count(tensors: Tensors, fewest: int) -> None:

@@ -21,6 +21,10 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _no(config: ModelConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of config.json.
@@ -149,7 +153,7 @@ class Family:
             layers, and so the index after the last layer.
         respelled: the values of another spelling of config.json in this one, before they are looked at.
         computed: tensors that files may leave out, by module: a function of the model's config and a layer's index.
-        norms_without_weights: files have no weights of norms, which are ones.
+        norms_without_weights: whether the files of a model's config have no weights of norms, which are ones.
         gguf: its spelling in GGUF files; None if they are not read.
     """
 
@@ -186,7 +190,7 @@ class Family:
     unread: str = ""
     respelled: Callable[[Raw], Raw] | None = None
     computed: Mapping[str, Callable[[ModelConfig, int], np.ndarray]] = field(default_factory=dict)
-    norms_without_weights: bool = False
+    norms_without_weights: Callable[[ModelConfig], bool] = _no
     gguf: Gguf | None = None
 
     @property

@@ -17,9 +17,10 @@ NANOCHAT = Family(
         "qk_norm_after_rotation": True,
     },
     absent=("head_dim",),
+    aliases={"logits_soft_cap": "final_logit_softcapping", "logits_softcap": "final_logit_softcapping"},
     names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
     order={"self_attn.qkv_proj": "second_half_first"},
-    norms_without_weights=True,
+    norms_without_weights=lambda config: True,
 )
 
 OLMO = Family(
@@ -28,5 +29,5 @@ OLMO = Family(
     keys={"attention_bias": BOTH_BIASES, "clip_qkv": "clip_qkv"},
     options={"norm_type": "layer_norm", "rms_norm_eps": 1e-5},
     absent=("head_dim",),
-    norms_without_weights=True,
+    norms_without_weights=lambda config: True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import BIASES, WITHOUT_GATE, Family, Key, Raw, attention_names
+from jattn.llm.load.families.family import BIASES, Family, Key, Raw, attention_names
 from torch_core.base.errors import Unsupported
 
 
@@ -26,6 +26,7 @@ OPT = Family(
         "ffn_dim": "intermediate_size",
         "activation_function": Key("hidden_act", default="relu"),
         "enable_bias": Key(tuple(BIASES), default=True),
+        "layer_norm_elementwise_affine": Key("norm_bias", default=True),
         "do_layer_norm_before": Key(
             "norm_placement", lambda before: "before" if before else "residual", lambda place: place == "before"
         ),
@@ -36,12 +37,15 @@ OPT = Family(
         "_remove_final_layer_norm": False,
         "tie_word_embeddings": True,
     },
-    options=WITHOUT_GATE | {"position_embedding": "learned", "position_offset": 2, "rms_norm_eps": 1e-5},
+    options={"norm_type": "layer_norm", "gated_mlp": False, "rms_norm_eps": 1e-5}
+    | {"position_embedding": "learned", "position_offset": 2},
     derive=_norms,
     derived={"word_embed_proj_dim": None},
     absent=("head_dim", "num_key_value_heads"),
-    inert={"layer_norm_elementwise_affine": True, "learned_embeddings": True, "scale_embeddings": False},
+    inert={"learned_embeddings": True, "scale_embeddings": False},
     ignored=("layerdrop", "output_projection"),
+    # Galactica's (arXiv:2211.09085) have neither weights nor biases.
+    norms_without_weights=lambda config: not config.norm_bias,
     names={
         "embed_tokens": "model.decoder.embed_tokens",
         "position_embedding": "model.decoder.embed_positions",
