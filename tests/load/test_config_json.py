@@ -273,12 +273,6 @@ def test_keys_of_published_files_that_transformers_does_not_read_change_nothing(
     assert parse_config(raw | PUBLISHED[architecture]) == parse_config(raw)
 
 
-def test_the_first_names_of_nanochats_cap_are_read():
-    raw = written_by_transformers("NanoChatForCausalLM") | {"final_logit_softcapping": None}
-    for name in ("logits_soft_cap", "logits_softcap"):
-        assert parse_config(raw | {name: 7.0}).final_logit_softcapping == 7.0
-
-
 def test_code_beside_the_weights_of_a_family_that_is_known_is_not_run_and_not_refused():
     phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
     assert parse_config(phi | {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}) == parse_config(phi)

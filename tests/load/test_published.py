@@ -368,6 +368,13 @@ def test_a_x_k1s_files_have_no_corrections_and_norms_that_are_not_used(tmp_path,
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(model) for model in models))
 
 
+@pytest.mark.parametrize("name", ["logits_soft_cap", "logits_softcap"])
+def test_the_first_names_of_nanochats_cap_are_read(name, tmp_path, seed):
+    raw = json.loads((write_checkpoint(tmp_path, "NanoChatForCausalLM", 0, seed) / "config.json").read_text())
+    assert raw["final_logit_softcapping"] is None
+    assert parse_config(raw | {name: 7.0}).final_logit_softcapping == 7.0
+
+
 def test_norms_that_were_trained_are_not_saved_where_files_have_none(tmp_path, seed):
     folder = write_checkpoint(tmp_path / "theirs", "NanoChatForCausalLM", 0, seed)
     model, config, _ = load_model(folder, with_tokenizer=False)
