@@ -146,9 +146,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 def _backward(call: Any) -> Any:
     kind = MambaChunkScanBackwardCall if isinstance(call, MambaChunkScanCall) else GatedDeltaBackwardCall
-    values = getattr(call, kind.values_in)
-    given = {each.name: getattr(call, each.name) for each in fields(call)}
-    return kind(**given, d_out=torch.randn_like(values))
+    return kind.for_call(call, d_out=torch.randn_like(getattr(call, kind.values_in)))
 
 
 def _least_bytes(call: Any) -> int:

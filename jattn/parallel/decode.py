@@ -17,7 +17,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.ops.attention import paged_call
 from torch_core.attention.call import DenseCall, PagedCall
-from torch_core.attention.context_parallel import context_call, local_call, merge_parts
+from torch_core.attention.context_parallel import among_call, context_call, local_call, merge_parts
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.cache_writes.call import WriteCall
@@ -224,19 +224,7 @@ def _among(
             raise InvalidInput("new", problem, wanted)
         first, count = place["dcp_rank"] * kv_heads // world, max(1, kv_heads // world)
         new = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, 1), new)
-    return DenseCall(
-        query=call.query,
-        key=new[0],
-        value=new[1],
-        query_start_loc=call.query_start_loc,
-        key_start_loc=call.query_start_loc,
-        sinks=call.sinks,
-        spec=call.spec,
-        max_query_len=call.max_query_len,
-        max_key_len=call.max_query_len,
-        with_lse=True,
-        out_dtype=call.result_dtype,
-    )
+    return among_call(call, *new)
 
 
 def _place(axis_name: str, interleave_size: int, group_size: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch_core.attention.call import PagedCall
+from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import FP8_DTYPES, AttentionSpec
 from torch_core.launch.call import A
@@ -115,6 +115,23 @@ def context_call(
     seq_lens = get_dcp_local_seq_lens(library.where(before > 0, before, 0), **place)
     spec = replace(call.spec, causal=False)
     return replace(call, sinks=None, with_lse=True, out=None, seq_lens=seq_lens, spec=spec)
+
+
+def among_call(call: PagedCall[A], key: A, value: A) -> DenseCall[A]:
+    """Returns the attention of a step's tokens to each other, from their keys and values; it has the sinks."""
+    return DenseCall(
+        query=call.query,
+        key=key,
+        value=value,
+        query_start_loc=call.query_start_loc,
+        key_start_loc=call.query_start_loc,
+        sinks=call.sinks,
+        spec=call.spec,
+        max_query_len=call.max_query_len,
+        max_key_len=call.max_query_len,
+        with_lse=True,
+        out_dtype=call.result_dtype,
+    )
 
 
 def merge_parts(outs: Any, lses: Any, sinks: Any = None, *, library: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from torch_core.metadata.context_parallel import get_dcp_local_seq_lens, get_dcp
 from torch_core.metadata.encoder import EncoderRow, build_dense_metadata, encoder_layout
 from torch_core.metadata.layout import FieldLayout, PackedLayout, metadata_layout
 from torch_core.metadata.rows import SequenceRow, SequenceRowLike
-from torch_core.metadata.states import state_layout
+from torch_core.metadata.slots import state_layout
 from torch_core.metadata.tables import BlockTableCache
 
 __all__ = [

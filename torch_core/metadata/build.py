@@ -15,8 +15,7 @@ from torch_core.metadata.common import CommonAttentionMetadata
 from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
-from torch_core.metadata.slots import write_slots
-from torch_core.metadata.states import state_layout, write_state_slots
+from torch_core.metadata.slots import state_layout, write_slots, write_state_slots
 from torch_core.metadata.tables import BlockTableCache, write_checked_tables
 
 _ARRAYS = ("query_start_loc", "seq_lens", "block_tables", "slot_mapping", "positions")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_core import ops
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.cascade import cascade_calls
-from torch_core.attention.context_parallel import context_call, local_call, merge_parts
+from torch_core.attention.context_parallel import among_call, context_call, local_call, merge_parts
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.vllm.impl import AttentionLayer, check_metadata
 from torch_core.vllm.paged_layer import PagedLayer
@@ -245,18 +245,7 @@ class PagedAttentionImpl(PagedLayer):
         ranks, kv_heads = self.context_parallel.dcp_world_size, self.num_kv_heads
         first = self.context_parallel.dcp_rank * kv_heads // ranks
         mine = slice(first, first + max(1, kv_heads // ranks))
-        return DenseCall(
-            query=call.query,
-            key=key[:, mine],
-            value=value[:, mine],
-            query_start_loc=call.query_start_loc,
-            key_start_loc=call.query_start_loc,
-            sinks=self.sinks,
-            spec=call.spec,
-            max_query_len=call.max_query_len,
-            max_key_len=call.max_query_len,
-            with_lse=True,
-        )
+        return among_call(call, key[:, mine], value[:, mine])
 
 
 def _local_seq_lens(metadata: PagedAttentionMetadata) -> Tensor:

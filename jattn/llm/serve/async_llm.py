@@ -28,7 +28,7 @@ from jattn.llm.engine.request.outputs import TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
 from torch_core.base.errors import InvalidInput, JattnError, PoolLost
-from torch_core.base.owners import Owner
+from torch_core.base.owners import ClosingOwner
 
 # Steps in a row that may fail before the requests do.
 _MOST_FAILURES = 3
@@ -57,7 +57,7 @@ class Update:
 Deliver: TypeAlias = Callable[[Update | BaseException], None]
 
 
-class AsyncLLM(Owner, contextlib.AbstractContextManager):
+class AsyncLLM(ClosingOwner):
     """An `LLM` for asyncio and for threads. Any method may be called from any task or thread.
 
     Args:
@@ -270,9 +270,6 @@ class AsyncLLM(Owner, contextlib.AbstractContextManager):
             finally:
                 self.llm.close()
                 self._adders.shutdown(wait=False)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _end_all(self, error: BaseException) -> None:
         # All are told, also where one of them raises more than an Exception.

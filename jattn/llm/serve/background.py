@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +13,10 @@ from jattn.llm.serve.async_llm import AsyncLLM
 from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.connection import uvicorn_options
 from torch_core.base.errors import InvalidInput
-from torch_core.base.owners import Owner
+from torch_core.base.owners import ClosingOwner
 
 
-class BackgroundServer(Owner, contextlib.AbstractContextManager):
+class BackgroundServer(ClosingOwner):
     """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.
 
     Args:
@@ -49,9 +48,6 @@ class BackgroundServer(Owner, contextlib.AbstractContextManager):
         """Finishes the running requests and stops."""
         self._server.should_exit = True
         self._thread.join()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class _Server(uvicorn.Server):

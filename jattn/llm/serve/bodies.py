@@ -100,7 +100,6 @@ _List = Annotated[list[Any], Limits(wanted="a list")]
 _Object = Annotated[dict[str, Any], Limits(wanted="an object")]
 #: Conditions of fields in addition to their type, with the text of the error.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (_is_prompt, "it must be a string, token ids, or a list of either"),
     "tokens": (
         lambda given: not given or (_is_tokens(given) and all(each >= 0 for each in given)),
         "it must be a list of token ids",
@@ -169,7 +168,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: of `best_of` samples the best `n` are returned, after the prompt with `echo`."""
 
-    prompt: Any
+    prompt: Annotated[Any, _check_texts]
     max_tokens: _Whole | None = 16
     logprobs: _Whole | None = None
     best_of: _Whole | None = None

@@ -98,21 +98,11 @@ def main(argv: Sequence[str]) -> int:
     folders = _folders(arguments)
     named = [named_path(text, "lora_modules") for text in arguments.lora_modules]
     loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
-    config = ServeConfig(
-        model_name=next(iter(folders)),
-        api_keys=keys,
-        isolate_tenants=arguments.isolate_tenants,
-        max_body_bytes=arguments.max_body_bytes,
-        max_unfinished=arguments.max_unfinished,
-        time_limits=TimeLimits(**{name: getattr(arguments, name) for name in _TIME_LIMITS}),
-        chat_template=template,
-        trust_request_chat_template=arguments.trust_request_chat_template,
-        tool_call_parser=arguments.tool_call_parser,
-        reasoning_parser=arguments.reasoning_parser,
-        tool_instruction=arguments.tool_instruction,
-        matryoshka=arguments.matryoshka,
-        allow_runtime_lora_updating=arguments.allow_runtime_lora_updating,
-    )
+    named_alike = ServeConfig.__dataclass_fields__.keys() & vars(arguments).keys()
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in named_alike}
+    limits = TimeLimits(**{name: getattr(arguments, name) for name in _TIME_LIMITS})
+    given |= {"model_name": next(iter(folders)), "api_keys": keys, "time_limits": limits, "chat_template": template}
+    config = ServeConfig(**given)
     engine = engine_config(arguments, **serving_sizes())
     # The host also writes a stream for each sequence, for a model of any size.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)

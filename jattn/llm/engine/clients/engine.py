@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -33,11 +32,11 @@ from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.errors import InvalidInput
-from torch_core.base.owners import Owner
+from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
 
 
-class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
+class Engine(ServesAdapters, ClosingOwner):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a
@@ -491,9 +490,6 @@ class Engine(ServesAdapters, Owner, contextlib.AbstractContextManager):
             self._thread.call(EngineCore.close)
         finally:
             self._thread.end()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _abandon(self, unread: Outbox | Request) -> None:
         self._core.abandoned.append(unread)

@@ -44,7 +44,7 @@ from jattn.llm.text.prompts import Prompt, as_prompts, chat_prompt, encoded, nam
 from jattn.llm.workers.pool import end_idle_processes
 from torch_core.base.checks import check_bool, check_int, shown
 from torch_core.base.errors import InvalidInput
-from torch_core.base.owners import Owner
+from torch_core.base.owners import ClosingOwner
 from torch_core.base.specs import LARGEST_CODE
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -52,7 +52,7 @@ Inputs = Mapping[str, int | float]
 Lora = str | LoRARequest | None
 
 
-class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManager):
+class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
     """A model that generates text, for any number of threads and of open streams at once.
 
     As a context manager, it closes its engine at the end.
@@ -205,9 +205,6 @@ class LLM(ServesAdapters, VectorsOfTexts, Owner, contextlib.AbstractContextManag
         if self._engine is not None:
             self._engine.close()
         end_idle_processes()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests without their own: the model's defaults if its folder has any."""

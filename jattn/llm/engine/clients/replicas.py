@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections import OrderedDict
@@ -31,11 +30,11 @@ from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
-from torch_core.base.owners import Owner
+from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
 
 
-class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManager):
+class DataParallelEngine(ServesAdapters, ClosingOwner):
     """Several engines with the interface of one. Any thread may call any method.
 
     Each copy has its own thread. A request stays with its first copy: the one with the fewest tokens to compute before
@@ -288,9 +287,6 @@ class DataParallelEngine(ServesAdapters, Owner, contextlib.AbstractContextManage
     def close(self) -> None:
         """Cancels the unfinished requests and frees all memory."""
         self._each(Engine.close)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _engine_of(self, request_id: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.request_of(request_id) is not None), None)
