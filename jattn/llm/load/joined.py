@@ -29,7 +29,8 @@ def orders(config: ModelConfig, family: Family) -> dict[str, np.ndarray]:
         found[_EXPERTS] = np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
     if family.rotates_neighbours:
         found |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
-    if family.order.get(DELTA_IN) == "by_group" and config.delta_net is not None:
+    # One of two tensors has queries, keys, values and gates, the other one step sizes and decays, by groups of heads.
+    if config.delta_net is not None and len(family.tensor_name(DELTA_IN, config)) == 2:
         found[DELTA_IN] = _delta_order(config, config.delta_net.num_kv_heads)
     return {module: order for module, order in found.items() if order is not None}
 

@@ -45,7 +45,6 @@ QWEN3_NEXT = Family(
     layer_types={"linear_attention": "linear_attention"},
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
     names=MOE_NAMES | _SHARED | {"linear_attn.in_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
-    order={"linear_attn.in_proj": "by_group"},
     # The layers that predict a second token.
     unread=r"mtp\..+",
 )
@@ -63,7 +62,6 @@ QWEN3_5 = replace(
     names={
         "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     },
-    order={},
     whole=Whole(architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
 )
 
