@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import MappingProxyType
 from typing import Any, cast
@@ -12,6 +13,7 @@ import pytest
 from jattn.llm.engine.options.params import SamplingParams, StructuredOutputsParams
 from jattn.llm.engine.request.outputs import RequestMetrics
 from jattn.llm.engine.request.request import Request, RequestState
+from tests.engine.interrupts import InterruptAt
 from torch_core.base.errors import InvalidInput
 
 
@@ -163,3 +165,14 @@ def test_pending_tokens_count_towards_the_limit() -> None:
 
     assert request.num_wanted_tokens == 0
     assert (request.num_known_tokens, request.num_tokens) == (2, 3)
+
+
+def test_a_delivery_that_an_exception_ends_at_any_line_repeats_and_loses_nothing() -> None:
+    for line in range(1, 12):
+        request = request_of((1,))
+        request.output_token_ids += [5, 6]
+        with contextlib.suppress(MemoryError), InterruptAt(line, MemoryError()):
+            request.deliver()
+        if request.num_delivered < 2:
+            request.deliver()
+        assert [delta.token_ids for delta in request.outbox.take()] == [(5, 6)], line

@@ -347,13 +347,10 @@ class Request:
 
     def deliver(self) -> None:
         """Puts the tokens and the finish reason that came since the last delivery into its outbox."""
-        new = tuple(self.output_token_ids[self.num_delivered :])
-        # One statement, so that an exception within it can neither repeat nor lose a token.
-        self.num_delivered, self.end_is_delivered, _ = (
-            len(self.output_token_ids),
-            self.finish_reason is not None,
-            self.outbox.deltas.append(TokenDelta(self.request_id, new, self.finish_reason)),
-        )
+        count, ended = len(self.output_token_ids), self.finish_reason is not None
+        delta = TokenDelta(self.request_id, tuple(self.output_token_ids[self.num_delivered :]), self.finish_reason)
+        # One line, so that an exception between two lines can neither repeat nor lose a token.
+        self.num_delivered, self.end_is_delivered, _ = count, ended, self.outbox.deltas.append(delta)
 
     def until_stop(self, tokens: list[int]) -> list[int]:
         """Returns tokens up to the first that ends the request."""
