@@ -14,6 +14,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.checks import check_packed
 from jattn.nn.dense import rotated
+from jattn.nn.norms import normalised
 from jattn.nn.options import CacheScale, DType, Epsilon, Implementation, KVChunkSize, Rope, Scale, Size
 from jattn.nn.paged import KVRange, KVScales
 from torch_core.base.errors import InvalidInput
@@ -222,7 +223,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _normed(self, norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
         if not self.batch_invariant:
-            return norm(x)
+            return normalised(norm, x)
         rows, scale = x.reshape(-1, x.shape[-1]), jnp.asarray(norm.scale)[None].astype(x.dtype)
         return ops.row_norm(rows, scale, epsilon=norm.epsilon, norm_type="rms_norm_wide").reshape(x.shape)
 

@@ -47,15 +47,16 @@ class LayerNorm(nnx.LayerNorm):
 
 
 def normalised(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """Returns float32[..., features], x normalised by a norm of the last axis.
+    """Returns [..., features], x normalised by a norm of the last axis, in the dtype that the norm gives.
 
     XLA (jaxlib 0.10 and 0.11) computes it by one kernel on a GPU. Flax multiplies the weight with the inverse root
     before it multiplies x, which takes two, or three for many rows.
     """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.epsilon)
     weight = norm.scale[...]  # type: ignore[index]
-    return wide * jax.lax.broadcast_to_rank(weight.astype(jnp.float32), x.ndim)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.epsilon)
+    wide = wide * jax.lax.broadcast_to_rank(weight.astype(wide.dtype), x.ndim)
+    return wide.astype(norm.dtype or jnp.result_type(x, weight))
 
 
 def _by_row(norm: Any, x: jax.Array, mask: jax.Array | None, norm_type: str) -> jax.Array:
