@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jattn.llm.load.families.bailing_files import DERIVED, layer_types, parts, written
-from jattn.llm.load.families.deepseek_v2 import LATENT_KEYS
 from jattn.llm.load.families.family import Family, expert_names
 from jattn.llm.load.families.kimi import KIMI_LINEAR
 
@@ -16,7 +15,6 @@ BAILING_HYBRID = Family(
     model_type="bailing_hybrid",
     keys={name: key for name, key in KIMI_LINEAR.keys.items() if name != "q_lora_rank"},
     defaults={
-        **{name: KIMI_LINEAR.all_defaults[name] for name in ("moe_renormalize", *LATENT_KEYS) if name != "q_lora_rank"},
         "model_max_length": 262144,
         "num_expert_group": 8,
         "topk_group": 4,

@@ -7,7 +7,7 @@ from typing import Any
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Raw
 from jattn.llm.load.families.mamba import (
     BAMBA_NAMES,
-    MAMBA_DEFAULTS,
+    EXPANSION,
     MAMBA_IGNORED,
     MAMBA_KEYS,
     MAMBA_TYPES,
@@ -32,9 +32,9 @@ BAMBA = Family(
     architecture="BambaForCausalLM",
     model_type="bamba",
     keys=MAMBA_KEYS | {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias", "mamba_proj_bias": PROJECTION_BIASES},
-    defaults=MAMBA_DEFAULTS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "layer_types": _attending},
+    defaults={**EXPANSION, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "layer_types": _attending},
     derive=head_dim,
-    derived={"attn_layer_indices": None, "mamba_expand": 2},
+    derived={"attn_layer_indices": None, **EXPANSION},
     absent=("layer_types",),
     ignored=MAMBA_IGNORED,
     layer_types=MAMBA_TYPES,

@@ -24,8 +24,11 @@ _GROUPS = {
     name: Key(f"moe.{name}", lambda groups: 1 if groups is None else groups) for name in ("n_group", "topk_group")
 }
 LATENT_KEYS = {
-    name: f"latent.{name}"
-    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    "kv_lora_rank": Key("latent.kv_lora_rank", default=512),
+    "q_lora_rank": Key("latent.q_lora_rank", default=1536),
+    "qk_nope_head_dim": Key("latent.qk_nope_head_dim", default=128),
+    "qk_rope_head_dim": Key("latent.qk_rope_head_dim", default=64),
+    "v_head_dim": Key("latent.v_head_dim", default=128),
 }
 KEYS = {
     "attention_bias": BOTH_BIASES,
@@ -37,14 +40,7 @@ KEYS = {
     "routed_scaling_factor": "moe.routed_scaling_factor",
     "first_k_dense_replace": Key("moe.dense_layers", first_layers("first_k_dense_replace"), len),
 } | LATENT_KEYS
-DEFAULTS = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "head_dim": lambda raw: raw["qk_rope_head_dim"],
-}
+DEFAULTS = {"head_dim": lambda raw: raw["qk_rope_head_dim"]}
 NAMES = {"moe.router": "mlp.gate", "moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
 NAMES |= expert_names("moe", "mlp.experts.{expert}") | expert_names("moe.shared_expert", "mlp.shared_experts")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw
-from jattn.llm.load.families.mamba import BAMBA_NAMES, MAMBA_DEFAULTS, MAMBA_IGNORED, MAMBA_KEYS, expansion, head_dim
+from jattn.llm.load.families.mamba import BAMBA_NAMES, EXPANSION, MAMBA_IGNORED, MAMBA_KEYS, expansion, head_dim
 from jattn.llm.models.config import ModelConfig
 
 
@@ -37,6 +37,7 @@ _DERIVED: dict[str, Any] = {
     "mamba_d_ssm": 1024,
     "mamba_norm_before_gate": True,
     "mamba_rms_norm": False,
+    **EXPANSION,
 }
 _INIT = tuple(f"time_step_{name}" for name in ("floor", "max", "min", "rank"))
 
@@ -47,7 +48,7 @@ FALCON_H1 = Family(
     | {
         "attention_bias": BOTH_BIASES,
         "mlp_bias": "mlp_bias",
-        "mamba_proj_bias": "mamba.use_bias",
+        "mamba_proj_bias": Key("mamba.use_bias", default=False),
         "projectors_bias": "mamba.out_bias",
         "embedding_multiplier": "embedding_multiplier",
         "lm_head_multiplier": "logits_scale",
@@ -56,15 +57,14 @@ FALCON_H1 = Family(
         "ssm_in_multiplier": "mamba.in_multiplier",
         "ssm_out_multiplier": "mamba.out_multiplier",
     },
-    defaults=MAMBA_DEFAULTS
-    | _DERIVED
-    | {
+    defaults={
+        **_DERIVED,
         "rms_norm_eps": 1e-5,
         "ssm_multipliers": lambda raw: [1.0] * 5,
         "layer_types": lambda raw: ["hybrid"] * raw["num_hidden_layers"],
     },
     derive=_derived,
-    derived={**_DERIVED, "mamba_expand": 2},
+    derived=_DERIVED,
     absent=("layer_types",),
     # Keys of training, and sizes that stand elsewhere.
     ignored=(*MAMBA_IGNORED, *_INIT, "mamba_use_mlp", "mlp_expansion_factor", "attn_layer_indices"),

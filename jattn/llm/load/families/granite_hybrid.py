@@ -7,7 +7,7 @@ from typing import Any
 from jattn.llm.load.families.family import Family, Key, Raw
 from jattn.llm.load.families.llama import GRANITE
 from jattn.llm.load.families.mamba import (
-    MAMBA_DEFAULTS,
+    EXPANSION,
     MAMBA_IGNORED,
     MAMBA_KEYS,
     MAMBA_TYPES,
@@ -56,7 +56,7 @@ GRANITE_MOE_HYBRID = Family(
             "position_embedding", lambda kind: _POSITIONS.get(kind, "none"), lambda kind: _POSITIONS.get(kind, "nope")
         ),
     },
-    defaults=MAMBA_DEFAULTS
+    defaults=EXPANSION
     | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
     | {
         "position_embedding_type": lambda raw: "nope",
@@ -64,7 +64,7 @@ GRANITE_MOE_HYBRID = Family(
     },
     options={"moe.shared_expert_gate": False},
     derive=_derived,
-    derived={"mamba_expand": 2},
+    derived=EXPANSION,
     ignored=MAMBA_IGNORED,
     inert={"normalization_function": "rmsnorm"},
     layer_types=MAMBA_TYPES,

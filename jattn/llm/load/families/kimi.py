@@ -15,6 +15,7 @@ KIMI_LINEAR = Family(
     model_type="kimi_linear",
     keys=LATENT_KEYS
     | {
+        "q_lora_rank": "latent.q_lora_rank",
         "model_max_length": Key("max_position_embeddings", default=1 << 20),
         "moe_renormalize": Key("moe.norm_topk_prob", default=True),
         "num_expert_group": Key("moe.n_group", default=1),
@@ -29,10 +30,6 @@ KIMI_LINEAR = Family(
         "linear_conv_kernel_dim": "kimi_delta.conv_size",
     },
     defaults={
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "rms_norm_eps": 1e-5,
         **{key: lambda raw, name=name: of_object(raw, name) for key, name in OF_OBJECT.items()},
     },

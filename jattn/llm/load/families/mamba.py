@@ -8,26 +8,17 @@ from jattn.llm.load.families.family import Key, Raw
 from jattn.llm.models.config import ModelConfig
 
 MAMBA_KEYS: dict[str, str | Key] = {
-    "mamba_n_heads": "mamba.num_heads",
-    "mamba_d_head": "mamba.head_dim",
-    "mamba_d_state": "mamba.state_size",
-    "mamba_n_groups": "mamba.num_groups",
-    "mamba_d_conv": "mamba.conv_size",
-    "mamba_conv_bias": "mamba.conv_bias",
-    "time_step_limit": Key("mamba.dt_limit", tuple, list),
+    "mamba_n_heads": Key("mamba.num_heads", default=128),
+    "mamba_d_head": Key("mamba.head_dim", default="auto"),
+    "mamba_d_state": Key("mamba.state_size", default=256),
+    "mamba_n_groups": Key("mamba.num_groups", default=1),
+    "mamba_d_conv": Key("mamba.conv_size", default=4),
+    "mamba_conv_bias": Key("mamba.conv_bias", default=True),
+    "time_step_limit": Key("mamba.dt_limit", tuple, list, default=[0.0, float("inf")]),
 }
-PROJECTION_BIASES = Key(("mamba.use_bias", "mamba.out_bias"))
-MAMBA_DEFAULTS: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "mamba_expand": 2,
-    "time_step_limit": [0.0, float("inf")],
-}
+PROJECTION_BIASES = Key(("mamba.use_bias", "mamba.out_bias"), default=False)
+#: The width of all heads, in widths of the model.
+EXPANSION = {"mamba_expand": 2}
 MAMBA_TYPES = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention"}
 #: Keys of training, of kernels and of generation.
 MAMBA_IGNORED = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "init_method")
