@@ -42,11 +42,8 @@ def check_states(states: Sequence[StateCacheSpec], num_slots: int, device: Any) 
         raise InvalidInput("num_slots", f"is {num_slots} and states is empty", "give both or neither")
     if states:
         check_int("num_slots", num_slots, 2)
-        if isinstance(device, NamedSharding):
-            if not device.is_fully_addressable:
-                raise Unsupported("device", value=device, wanted="the devices of a pool with states are of one process")
-            if len(device.spec) and device.spec[0] is not None:
-                raise Unsupported("device", value=device, wanted="a pool with states does not split its blocks")
+        if isinstance(device, NamedSharding) and len(device.spec) and device.spec[0] is not None:
+            raise Unsupported("device", value=device, wanted="a pool with states does not split its blocks")
     return tuple(states)
 
 

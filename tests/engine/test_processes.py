@@ -28,7 +28,7 @@ from jattn.llm.processes import (
     shared_channel,
     tell_failure,
 )
-from tests.engine import retrained
+from tests.engine import followed, retrained
 from torch_core.base.errors import InvalidInput
 
 PROMPT = "The for statement is used to"
@@ -156,6 +156,16 @@ def test_processes_take_new_weights_in_their_sleep_all_or_none() -> None:
     assert len(awake) == 4
     elsewhere = "process 1 refused what it was given, so nothing has changed; its error says why."
     assert [text for text in found["refused"] if text not in awake] == [elsewhere] * 2
+
+
+@pytest.mark.nightly
+def test_two_processes_copy_and_guess_with_layers_that_keep_a_state_as_one_does() -> None:
+    port = str(free_port())
+    (code, out, error), (other_code, *_) = outcomes([run("tests.engine.followed", port, each) for each in ("0", "1")])
+
+    assert (code, other_code) == (0, 0), error
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("found")).removeprefix("found"))
+    assert found == {name: followed.said(engine) for name, engine in followed.engines(followed.decoder())}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

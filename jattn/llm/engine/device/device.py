@@ -39,6 +39,8 @@ _SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
 # The null slot and those that one sequence may need for a moment.
 _LEAST_SLOTS = 4
+# What other processes repeat of a committed step before its rows; they have no host memory to swap with.
+_MOVES = ("blocks_to_scrub", "slots_to_scrub", "copies", "state_copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,8 @@ class Device:
 
     def prepare(self, step: CommittedStep) -> None:
         """Executes a committed step's operations on whole blocks; see `KVPool.prepare`."""
-        if step.blocks_to_scrub or step.copies:
-            copies = [tuple(copy[:2]) for copy in step.copies]
-            self._announce("moves", list(step.blocks_to_scrub), copies)
+        if step.moves_memory:
+            self._announce("moves", *(getattr(step, name) for name in _MOVES))
         if self.runner.routing is not None:
             self.runner.routing.moved(step)
         self.pool.prepare(step, self.host)
@@ -123,8 +124,8 @@ class Device:
         while True:
             what, *arguments = channel.receive()
             if what == "moves":
-                self.pool.scrub_blocks(arguments[0])
-                self.pool.copy_blocks(arguments[1])
+                moves: Any = dict(zip(_MOVES, arguments, strict=True))
+                self.pool.prepare(CommittedStep(step_id=0, **moves))
             elif what == "forget":
                 self.runner.forget()
             elif what == "renew":
