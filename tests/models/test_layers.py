@@ -90,7 +90,14 @@ MANY = 1 << 13
 
 @pytest.mark.parametrize(
     ("platform", "rows", "in_features", "dtype"),
-    [("cuda", 2, 64, None), ("cpu", 1, 64, None), ("cuda", 1, MANY, None), ("cuda", 2, MANY, jnp.bfloat16)],
+    [
+        ("cuda", 2, 64, None),
+        ("cpu", 1, 64, None),
+        # With the row it has 10,000,000 elements, or fewer.
+        ("cuda", 1, 4881, None),
+        ("cuda", 2, 4880, None),
+        ("cuda", 2, MANY, jnp.bfloat16),
+    ],
 )
 def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_or_wide_weights(
     platform: str, rows: int, in_features: int, dtype: Any

@@ -19,11 +19,11 @@ from jattn.parallel import all_reduce_norm
 #: Of embeddings and kernels, as Llama was initialised.
 INITIALIZER = jax.nn.initializers.normal(0.02)
 
-# Up to this number of weights, XLA's GPU compiler (jax 0.11.2) computes the product of one row as a multiplication and
-# a sum, with the intermediate in memory: 21 us for 16 MiB on an H200. For two rows it uses one kernel. For a float32
-# result of 16-bit numbers it copies all weights to float32 in some programs: a head of 1 GiB takes 1.72 ms on an H100,
-# and 0.35 ms for two rows.
-_FEW_WEIGHTS = 1 << 23
+# If row and weights have fewer elements, XLA's GPU compiler (jax 0.10.2 to 0.11.2; ShouldStrengthReduceDotToReduce)
+# computes the product of one row as a multiplication and a sum, with the intermediate in memory: 21 us for 16 MiB on an
+# H200. For two rows it uses one kernel. For a float32 result of 16-bit numbers it copies all weights to float32 in some
+# programs: a head of 1 GiB takes 1.72 ms on an H100, and 0.35 ms for two rows.
+_FEW_ELEMENTS = 10_000_000
 # XLA's CPU backend (jaxlib 0.10.2) adds the products of an output one after the other, which rounds 1.6 times as much
 # as torch's order, and 2 times as much in the logits of 30 layers. Parts of this many inputs round as torch does.
 _PART_SIZE, _MOST_PARTS = 256, 8
@@ -56,7 +56,7 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **optio
 
     by_platform: dict[str, Any] = {}
     widens = jnp.dtype(options.get("preferred_element_type") or x.dtype).itemsize > x.dtype.itemsize
-    if x.ndim > 1 and x.size == x.shape[-1] and (kernel.size <= _FEW_WEIGHTS or widens):
+    if x.ndim > 1 and x.size == x.shape[-1] and (x.size + kernel.size < _FEW_ELEMENTS or widens):
         by_platform["cuda"] = twice
     if (count := _num_parts(x, kernel)) > 1:
         by_platform["cpu"] = functools.partial(_in_parts, count=count, options=options)
