@@ -65,7 +65,7 @@ class LightningAttention(nnx.Module):
         self.output_gate = linear(in_features, inner)
         self.out_proj = linear(inner, in_features)
         self.norm = nnx.RMSNorm(inner, epsilon=epsilon, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
-        self.slope_rate = nnx.Param(2.0 ** (-8 * jnp.arange(1.0, num_heads + 1) / num_heads))
+        self.slope_rate = nnx.Param(2.0 ** (-8 * jnp.arange(1, num_heads + 1, dtype=jnp.float32) / num_heads))
 
     def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
         """Returns the layout of the layer's states, which are float32 for every `dtype` of the model."""

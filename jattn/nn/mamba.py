@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -84,11 +85,12 @@ class Mamba2(nnx.Module):
         inner, mixed = self._sizes
         self.in_proj = linear(in_features, inner + mixed + num_heads, use_bias=use_bias)
         self.conv1d = ConvWeights(mixed, conv_size, use_bias=conv_bias, param_dtype=param_dtype, rngs=rngs)
-        steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
+        steps = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, math.log(1e-3), math.log(0.1))
+        steps = jnp.exp(steps)
         # The inverse of softplus.
         self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
-        self.A_log = nnx.Param(jnp.log(jnp.arange(1.0, num_heads + 1)))
-        self.D = nnx.Param(jnp.ones(num_heads))
+        self.A_log = nnx.Param(jnp.log(jnp.arange(1, num_heads + 1, dtype=jnp.float32)))
+        self.D = nnx.Param(jnp.ones(num_heads, jnp.float32))
         self.norm = None if norm is None else _GroupNorm(inner, param_dtype)
         self.out_proj = linear(inner, in_features, use_bias=out_bias)
 

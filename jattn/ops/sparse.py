@@ -148,7 +148,7 @@ def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
     """Scores every key that a query sees, in float32, query by query; -inf elsewhere."""
     num_seqs, tokens = call.seq_lens.shape[0], jnp.arange(call.num_tokens)
     if num_seqs == 0:
-        return {"logits": jnp.full((call.num_tokens, call.table_tokens), -jnp.inf)}
+        return {"logits": jnp.full((call.num_tokens, call.table_tokens), -jnp.inf, jnp.float32)}
     places = jnp.arange(call.table_tokens)
     exists = places[None] < call.seq_lens[:, None]
     # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -183,3 +184,13 @@ def test_a_call_without_an_array_is_refused_by_the_name_of_the_input(layer, valu
     if layer != "MultiHeadAttention":
         with pytest.raises(InvalidInput, match=r"^metadata is a int; use AttentionMetadata\.build"):
             module(jnp.ones((3, 12)), states=jnp.ones(3), metadata=3)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_of_float32_stays_one_where_jax_has_64_bits(layer: str) -> None:
+    kind, sizes = LAYERS[layer]
+    with jax.enable_x64(True):
+        module = kind(**sizes, rngs=nnx.Rngs(0))
+        result = jax.eval_shape(module, jnp.ones((1, 3, 12), jnp.float32))
+        found = {array.dtype.name for array in jax.tree.leaves(nnx.state(module, nnx.Param))}
+    assert (result.dtype, found) == (jnp.float32, {"float32"})

@@ -58,7 +58,9 @@ class SparseMLP(nnx.Module):
         self.router_scale = nnx.Param(jnp.ones(width, jnp.dtype(dtype))) if moe.with_mlp else None
         self.per_expert_scale = nnx.Param(jnp.ones(moe.num_experts, jnp.dtype(dtype))) if moe.with_mlp else None
         # float32 in every model: in fewer bits it would choose other experts.
-        self.e_score_correction_bias = nnx.Param(jnp.zeros(moe.num_experts)) if moe.score_correction_bias else None
+        self.e_score_correction_bias = (
+            nnx.Param(jnp.zeros(moe.num_experts, jnp.float32)) if moe.score_correction_bias else None
+        )
         self.is_gated = config.gated_mlp
         # One or the other, and their names in a checkpoint.
         if self.is_gated:
