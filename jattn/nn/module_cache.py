@@ -115,7 +115,7 @@ def new_module_cache(
     """Returns an empty cache. It holds zeros, because the contents of unwritten slots must be finite."""
     for name, size in (("max_length", max_length), ("block_size", block_size)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidInput(name, value=size, wanted="it must be an int of at least 1")
+            raise InvalidInput(name, f"is {size!r}", "it must be an int of at least 1")
     num_blocks = 1 + math.prod(batch_dims) * -(-max_length // block_size)
     shape = (num_blocks, block_size, core.num_kv_heads, core.head_dim)
     return ModuleCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(tuple(batch_dims), jnp.int32))

@@ -202,3 +202,19 @@ def test_a_cache_of_the_other_kind_and_a_batch_without_slots_are_refused():
     common = build_common_metadata([DECODE], block_size=4, num_blocks=16)
     with pytest.raises(InvalidInput, match="has no state_slots"):
         vllm.GDNAttentionMetadataBuilder(STATES, ["layer"], config, "cpu").build(0, common)
+
+
+def test_a_batch_that_is_built_leaves_those_that_were_built_before():
+    builder = vllm.GDNAttentionMetadataBuilder(STATES, ["layer"], BuilderConfig(num_heads=1, max_num_seqs=4), "cpu")
+    options: dict[str, Any] = {"block_size": 4, "num_blocks": 8, "num_slots": 4}
+    first, second = (
+        builder.build(0, build_common_metadata([SequenceRow([1], computed, 1, None, 1)], **options))
+        for computed in (3, 0)
+    )
+    assert (first.has_initial_state.tolist(), second.has_initial_state.tolist()) == ([True], [False])
+
+
+def test_a_list_is_no_batch_of_a_layer_with_a_state():
+    builder = vllm.GDNAttentionMetadataBuilder(STATES, ["layer"], BuilderConfig(num_heads=1), "cpu")
+    with pytest.raises(InvalidInput, match=r"^common_attn_metadata is a list; build it with build_common_metadata\.$"):
+        builder.build(0, [])  # type: ignore[arg-type]

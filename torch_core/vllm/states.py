@@ -19,7 +19,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from torch_core.vllm.buffers import upload
-from torch_core.vllm.builder import AttentionMetadataBuilder, M
+from torch_core.vllm.builder import AttentionMetadataBuilder, M, check_common
 from torch_core.vllm.types import AttentionCGSupport
 
 
@@ -211,6 +211,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         """
         del common_prefix_len, fast_build  # A state is read whole, and there is no slower build.
         common = common_attn_metadata
+        check_common(common)
         if common.state_slots is None:
             wanted = f"{self._layers()} need them: build it with num_slots, from rows that have a state_slot"
             raise InvalidInput("common_attn_metadata", "has no state_slots", wanted)
@@ -258,7 +259,11 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
 
     def _on_device(self, common: CommonAttentionMetadata, arrays: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Returns the batch on the device, and the rows that have a state."""
-        on_device = dict(upload(common, self.device) if arrays is None else arrays)
+        if arrays is None:
+            # No captured graph reads memory that is new in each step, and steps may be built before earlier ones run.
+            uploaded = dict(upload(common, self.device))
+            return {**uploaded, "has_initial_state": uploaded["seq_lens"] > uploaded["query_start_loc"].diff()}
+        on_device = dict(arrays)
         if self._continues.numel() < common.num_seqs:
             self._continues = torch.zeros(common.num_seqs, dtype=torch.bool, device=self.device)
         query_lens = on_device["query_start_loc"].diff()

@@ -347,7 +347,7 @@ def _last_inputs(call: CausalConvCall[Tensor], conv_state: Tensor, num_accepted:
     """Returns the inputs before the new tokens, [num_seqs, width - 1, channels]."""
     slots = call.cache_indices
     places = torch.arange(call.num_seqs, device=conv_state.device) if slots is None else slots.long().clamp(min=0)
-    columns = num_accepted.long()[:, None] - 1 + torch.arange(call.width - 1, device=conv_state.device)
+    columns = num_accepted.long().clamp(min=1)[:, None] - 1 + torch.arange(call.width - 1, device=conv_state.device)
     held = conv_state[places].mT
     return held.gather(1, columns[..., None].expand(-1, -1, held.shape[2]))
 
