@@ -45,7 +45,7 @@ class MultiHeadLatentAttention(nnx.Module):
         head_gate: multiply each head's results by the sigmoid of a gate, which is projected from the input.
         use_bias: add biases to the projections from and to the features (Hugging Face: attention_bias).
         epsilon: term that the RMS norms add to the mean square.
-        dtype, param_dtype, kernel_init: as in flax's modules.
+        dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
         k_scale: dequantisation scale of an 8-bit cache, if `kv_scales` is None.
         kv_chunk_size, implementation: as in `jattn.mla_attention`.
         deterministic_gradients: compute gradients with the same bits in every run; some kernels are faster without.
@@ -91,6 +91,7 @@ class MultiHeadLatentAttention(nnx.Module):
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),  # noqa: B008
+        dot_general: Callable[..., Any] = jax.lax.dot_general,
         k_scale: CacheScale = None,
         kv_chunk_size: KVChunkSize = None,
         deterministic_gradients: bool = True,
@@ -110,9 +111,8 @@ class MultiHeadLatentAttention(nnx.Module):
         self.deterministic_gradients = deterministic_gradients
 
         def linear(inner: int, outer: int, *, bias: bool = False) -> nnx.Linear:
-            return nnx.Linear(
-                inner, outer, use_bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-            )
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+            return nnx.Linear(inner, outer, use_bias=bias, dot_general=dot_general, **options)
 
         def norm(features: int) -> nnx.RMSNorm:
             return nnx.RMSNorm(features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

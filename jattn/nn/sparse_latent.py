@@ -131,6 +131,7 @@ class LatentOptions(TypedDict, total=False):
     dtype: DType | None
     param_dtype: DType
     kernel_init: Callable[..., Any]
+    dot_general: Callable[..., Any]
     k_scale: CacheScale
     kv_chunk_size: KVChunkSize
     deterministic_gradients: bool

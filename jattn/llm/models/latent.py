@@ -10,7 +10,7 @@ from flax import nnx
 
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import INITIALIZER
+from jattn.llm.models.layers import INITIALIZER, dot_general
 from jattn.llm.models.positions import attention_factor, inverse_frequencies, rotary_angles, temperature_factors
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -58,6 +58,7 @@ class _Layer:
             # The norms of latents always have epsilon 1e-6, as in transformers, not rms_norm_eps.
             "param_dtype": jnp.dtype(config.dtype),
             "kernel_init": INITIALIZER,
+            "dot_general": dot_general,
             **shared,
         }
 
