@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -17,6 +18,8 @@ import pytest
 
 import jattn
 from jattn.llm.load import tokenizer as text_tokenizer
+from jattn.llm.serve.app import create_app
+from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.protocol import parse_completion
 from jattn.llm.workers.pool import Task
 from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_until_idle
@@ -333,4 +336,25 @@ def test_requests_that_come_at_once_are_counted_before_they_are_queued(server, h
         statuses = sorted(threads.map(ask, range(3)))
 
     assert statuses == [200, 200, 429]
+    wait_until_idle(server)
+
+
+def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server) -> None:
+    wait_until_idle(server)
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+    async def receive() -> Any:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        # A connection whose buffer is full.
+        await asyncio.sleep(0)
+
+    async def ask() -> int:
+        await create_app(server.llm, ServeConfig(model_name=MODEL))(scope, receive, send)
+        return server.llm.num_unfinished
+
+    assert asyncio.run(ask()) == 0
     wait_until_idle(server)

@@ -298,8 +298,7 @@ class _Server:
         tokenizer, counts = model.llm.llm.tokenizer, submission.num_prompt_tokens
         answer = form(Answer(generation, uuid.uuid4().hex, model.name, int(time.time()), tokenizer, reading, counts))
         if generation.body.stream:
-            events = self._events(request, answer, submission)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return _EventStream(self._events(request, answer, submission), submission)
         with submission:
             outputs = await _unless_gone(request, self._outputs(submission))
         self._note_usage(request, outputs)
@@ -314,27 +313,25 @@ class _Server:
         return [finished[prompt] for prompt in sorted(finished)]
 
     async def _events(self, request: Request, answer: _Answer, submission: Submission) -> AsyncIterator[str]:
-        # Starlette closes the iterator when the client is gone.
-        with submission:
-            try:
-                outputs, samples = [], defaultdict[tuple[int, int], Sample](answer.sample)
-                for body in answer.opening():
-                    yield event(body)
-                async for prompt, new, output in submission.joined():
-                    if new.text or new.logprobs or new.finish_reason is not None:
-                        for body in answer.parts(prompt, new, samples[prompt, new.index]):
-                            yield event(body)
-                    if output is not None:
-                        outputs.append(output)
-                        self._metrics.finished(output)
-                self._note_usage(request, outputs)
-                for body in answer.closing(outputs):
-                    yield event(body)
-            except Exception as error:
-                # The status is sent; all that is left is an event.
-                yield event(answer.failure(as_request_error(error)))
-            if answer.done is not None:
-                yield event(answer.done)
+        try:
+            outputs, samples = [], defaultdict[tuple[int, int], Sample](answer.sample)
+            for body in answer.opening():
+                yield event(body)
+            async for prompt, new, output in submission.joined():
+                if new.text or new.logprobs or new.finish_reason is not None:
+                    for body in answer.parts(prompt, new, samples[prompt, new.index]):
+                        yield event(body)
+                if output is not None:
+                    outputs.append(output)
+                    self._metrics.finished(output)
+            self._note_usage(request, outputs)
+            for body in answer.closing(outputs):
+                yield event(body)
+        except Exception as error:
+            # The status is sent; all that is left is an event.
+            yield event(answer.failure(as_request_error(error)))
+        if answer.done is not None:
+            yield event(answer.done)
 
     async def _read(
         self, request: Request, read: Callable[[dict[str, Any], Mapping[str, Any] | None], _R]
@@ -397,6 +394,18 @@ class _Server:
         self._metrics.refused(error.status)
         headers = {"Retry-After": "1"} if error.status == 429 else None
         return JSONResponse(form(error), error.status, headers)
+
+
+class _EventStream(StreamingResponse):
+    """The events of some requests, which are cancelled at its end, even if the client is gone before the first."""
+
+    def __init__(self, events: AsyncIterator[str], submission: Submission) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._submission = submission
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._submission:
+            await super().__call__(scope, receive, send)
 
 
 async def _written(make: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> Response:
