@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention
+from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention, ShortConv
 from tests.support.devices import mesh, on_four_devices
 
 # T9: a spec is no tuple any more; flax takes both.
@@ -106,3 +106,20 @@ def test_latent_attention_trains_on_a_batch_that_is_split(kind: str) -> None:
         found = loss(whole, jax.device_put(inputs(), NamedSharding(grid, P("data"))))
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     assert all(np.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@on_four_devices
+def test_a_layer_with_a_state_trains_on_a_split_batch_in_a_shard_map(kind: str) -> None:
+    graph, weights = nnx.split(ShortConv(16, rngs=nnx.Rngs(0)))
+
+    def layer(weights: Any, x: Any) -> Any:
+        return nnx.merge(graph, weights)(x)
+
+    expected = jax.grad(lambda weights: (layer(weights, inputs()) ** 2).sum())(weights)
+    grid = mesh(kind, data=4)
+    with jax.set_mesh(grid):
+        mapped = jax.shard_map(layer, in_specs=(P(), P("data")), out_specs=P("data"))
+        x = jax.device_put(inputs(), NamedSharding(grid, P("data")))
+        found = jax.jit(jax.grad(lambda weights, x: (mapped(weights, x) ** 2).sum()))(weights, x)
+    jax.tree.map(lambda each, other: np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-5), found, expected)
