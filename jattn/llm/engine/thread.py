@@ -42,6 +42,10 @@ class EngineThread(Owner):
 
     When this object is dropped, and when the program ends, the thread closes the core and ends.
 
+    Callers wait for the thread, and the thread waits for no caller. A caller may hold locks meanwhile, in this order:
+    that of its `Follower`, of the router of several copies, of the adapters. The thread takes none of these, and what
+    it calls (listeners, replies) must not block. Every command has an answer, also behind the end of the thread.
+
     Args:
         build: returns the core; runs on the thread.
 
