@@ -147,11 +147,14 @@ REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] 
      ("sliding_window is 0; it must be an int of at least 1 (the query's own token counts), a tuple "
      "(left, right), or None.")),
     (paged, {"sliding_window": (1, 2, 3)}, InvalidInput,
-     "sliding_window is (1, 2, 3); a tuple must be (left, right)."),
+     ("sliding_window is (1, 2, 3); a tuple must be (left, right), each an int from 0 on, or None "
+      "for all tokens on that side.")),
     (paged, {"sliding_window": (-1, None)}, InvalidInput,
-     "window_left is -1; it must be from 0 to 2147483647."),
+     ("sliding_window is (-1, None); a tuple must be (left, right), each an int from 0 on, or None "
+      "for all tokens on that side.")),
     (paged, {"sliding_window": (None, 2.5)}, InvalidInput,
-     "window_right is 2.5; it must be an int from 0 to 2147483647."),
+     ("sliding_window is (None, 2.5); a tuple must be (left, right), each an int from 0 on, or None "
+      "for all tokens on that side.")),
     (paged, {"attention_chunk": 0}, InvalidInput,
      "attention_chunk is 0; it must be from 1 to 2147483647."),
     (paged, {"alibi_slopes": jnp.ones(3)}, InvalidInput,

@@ -142,10 +142,11 @@ def _window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
     if sliding_window is None:
         return None, None
     if isinstance(sliding_window, tuple):
-        if len(sliding_window) != 2:
-            raise InvalidInput("sliding_window", value=sliding_window, wanted="a tuple must be (left, right)")
-        left, right = map(_static_int, sliding_window)
-        return left, right
+        sides = tuple(map(_static_int, sliding_window))
+        if len(sides) != 2 or not all(side is None or (type(side) is int and side >= 0) for side in sides):
+            wanted = "a tuple must be (left, right), each an int from 0 on, or None for all tokens on that side"
+            raise InvalidInput("sliding_window", value=sliding_window, wanted=wanted)
+        return sides
     if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
         raise InvalidInput(
             "sliding_window",
