@@ -265,6 +265,8 @@ def packed_sequences(
 ) -> tuple[dict[str, Any], int]:
     """Checks the arguments of a call; returns the keywords of the ops and the most tokens of a sequence."""
     check_packed(inputs, features, "states", states, metadata)
+    if inputs.size == 0:
+        raise InvalidInput("inputs", f"has shape {inputs.shape}", "no size may be 0")
     if metadata is not None:
         given = len(states) if isinstance(states, (tuple, list)) else 1
         if given != num_states:
@@ -274,8 +276,6 @@ def packed_sequences(
         if tokens > len(inputs):
             raise InvalidInput("inputs", f"has {len(inputs)} tokens", f"metadata is for a step of {tokens}")
         return metadata.states, metadata.max_query_len
-    if inputs.size == 0:
-        raise InvalidInput("inputs", f"has shape {inputs.shape}", "no size may be 0")
     length = inputs.shape[-2]
     return {"query_start_loc": jnp.arange(0, inputs.size // features + 1, length, dtype=jnp.int32)}, length
 

@@ -171,6 +171,9 @@ def test_inputs_without_a_token_are_refused(shape):
     ):
         with pytest.raises(InvalidInput, match=r"^inputs has shape .*; no size may be 0\.$"):
             layer(jnp.ones(shape))
+    step = AttentionMetadata.build([], block_size=8, num_blocks=2, num_slots=SLOTS)
+    with pytest.raises(InvalidInput, match=r"^inputs has shape \(0, 12\); no size may be 0\.$"):
+        ShortConv(12, rngs=nnx.Rngs(0))(jnp.ones((0, 12)), states=jnp.zeros((SLOTS, 2, 12)), metadata=step)
 
 
 def test_a_term_of_a_norm_is_not_negative():
