@@ -218,6 +218,16 @@ ENCODER_MISTAKES = {
         InvalidInput,
         "encoder_rows has 1 entries; the step has 2 rows.",
     ),
+    "a share of a token": (
+        [EncoderRow([11], 4), EncoderRow([12], 1.5)],  # type: ignore[arg-type]
+        InvalidInput,
+        "encoder_rows[1] has num_tokens 1.5; an EncoderRow has ints there.",
+    ),
+    "a tuple as a row": (
+        [([11], 4), EncoderRow([12], 1)],
+        InvalidInput,
+        "encoder_rows[0] has num_tokens None; an EncoderRow has ints there.",
+    ),
     "no encoder token": (
         [EncoderRow([11], 4), EncoderRow([], 0)],
         InvalidInput,

@@ -12,7 +12,7 @@ from torch_core.base.errors import InvalidInput, RequestTooLong
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.metadata.check import check_written_blocks, row_name
 from torch_core.metadata.common import CommonAttentionMetadata
-from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, encoder_layout
+from torch_core.metadata.encoder import EncoderRow, build_encoder_metadata, check_encoder_rows, encoder_layout
 from torch_core.metadata.layout import PackedLayout, metadata_layout
 from torch_core.metadata.rows import RowColumns, SequenceRowLike, lengths_of
 from torch_core.metadata.slots import state_layout, write_slots, write_state_slots
@@ -110,6 +110,8 @@ def build_common_metadata(
     if max_seq_len is None or max_seq_len < longest:
         max_seq_len = _padded("max_seq_len", max_seq_len, longest, "tokens in its longest sequence")
 
+    if encoder_rows is not None:
+        check_encoder_rows(encoder_rows)
     if layout is None:
         extra = [] if encoder_rows is None else _encoder_extra(encoder_rows, num_seqs, block_size)
         extra += [] if num_slots is None else state_layout(num_seqs)

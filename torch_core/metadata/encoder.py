@@ -94,6 +94,15 @@ def encoder_layout(*, num_seqs: int, num_encoder_tokens: int, max_encoder_blocks
     ]
 
 
+def check_encoder_rows(rows: Sequence[Any]) -> None:
+    """Raises InvalidInput for the first row without ints as lengths; numpy would cut a float."""
+    for index, row in enumerate(rows):
+        for name in ("num_tokens", "num_new_tokens"):
+            value = getattr(row, name, None)
+            if not isinstance(value, int | np.integer):
+                raise InvalidInput(f"encoder_rows[{index}]", f"has {name} {value!r}", "an EncoderRow has ints there")
+
+
 def build_encoder_metadata(
     rows: Sequence[EncoderRow],
     *,
