@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig
+from jattn.llm.engine.request.request import Request
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.base.errors import PoolLost
 
@@ -82,3 +83,17 @@ def test_the_program_of_a_failed_step_is_compiled_anew(decoder, seed) -> None:
     assert failed <= anew < before.keys()
     executables = [each[bucket].runtime_executable() for each in (before, programs.compiled) for bucket in failed]
     assert len(set(map(id, executables))) == 2 * len(failed)
+
+
+def test_a_request_that_ended_in_a_failed_step_is_not_ended_again_by_a_cancel(engine, seed, monkeypatch) -> None:
+    def fail(request: Request) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine._core._rebuilt().scheduler, "finish", fail)
+    with pytest.raises(MemoryError):
+        run(engine, prompts_of(seed, 7))
+    (request,) = engine._core.requests.values()
+
+    assert engine.cancel(request.request_id).finish_reason == request.finish_reason == "length"
+    assert engine.num_unfinished == 0
+    engine._core.cache.audit()

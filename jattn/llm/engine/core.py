@@ -396,6 +396,9 @@ class EngineCore(Owner):
     def _end(self, request: Request, reason: str) -> None:
         """Ends a request between two steps."""
         state = self._rebuilt()
+        if request.finish_reason is not None:
+            # A step that failed had read its last token.
+            return
         routing = state.device.runner.routing
         if routing is not None:
             routing.give(state.cache, request)
