@@ -191,5 +191,6 @@ def _joined(target: AdapterTarget, pairs: list[Pair], rank: int, dtype: Any, xp:
         end, order = piece.stop, piece.order
     second = xp.concatenate([*seconds, xp.zeros((target.out_size - end, rank), dtype)])
     first = xp.concatenate(firsts)
-    second = second if order is None else second[order]
+    for each in (order, target.order):
+        second = second if each is None else second[each]
     return LoraWeights(first.T if target.is_embedding else first, second)
