@@ -214,7 +214,9 @@ class KVPool(Owner):
             returned: Any = step(before, *args)
             is_pair = isinstance(returned, tuple | list) and len(returned) == 2
             pair: Any = returned if is_pair else (None, ())
-            result, after = pair[0], tuple(pair[1:] if isinstance(pair[1], jax.Array) else pair[1])
+            caches = pair[1:] if isinstance(pair[1], jax.Array) else pair[1]
+            is_pair = is_pair and isinstance(caches, tuple | list) and all(isinstance(x, jax.Array) for x in caches)
+            result, after = pair[0], tuple(caches) if is_pair else ()
             fits = is_pair and [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -224,12 +226,12 @@ class KVPool(Owner):
         except BaseException:
             with self.guard():
                 raise
-        consumed = [array.is_deleted() for array in before]
+        consumed, fate = [array.is_deleted() for array in before], "still holds what it held"
         if not fits:
             split = () if self.sharding is None else (self.sharding.spec,)
             arrays = [(array.shape, array.dtype.name, *(array.sharding for _ in split)) for array in after]
-            found = f"kv_caches of {arrays}" if is_pair else f"a {type(returned).__name__}, no (result, kv_caches)"
-            fate = "still holds what it held"
+            no_pair = f"a {type(returned).__name__} instead of (result, kv_caches)"
+            found = f"kv_caches of {arrays}" if is_pair else no_pair
             if any(consumed):
                 self.renew()
                 fate = f"was allocated anew, generation {self.generation}: compute every sequence again"
@@ -237,7 +239,6 @@ class KVPool(Owner):
             wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
             raise InvalidInput(f"the step returned {found}; it must return {wanted}. The pool {fate}.")
         if not all(consumed):
-            fate = "still holds what it held"
             if any(consumed):
                 # Only the returned arrays are complete.
                 self._arrays, fate = self._with(part, after), "holds what the step returned"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Required, SupportsIndex, TypedDict, 
 import numpy as np
 import pytest
 
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.limits import Choices, Limits, check_fields, checked
 
@@ -140,6 +141,11 @@ def test_another_value_is_refused_with_its_name_and_its_limits(changes, message)
 def test_a_choice_may_raise_another_error():
     with pytest.raises(Unsupported, match=r"^method is 'z'; this build has x, y\.$"):
         Options(method="z")
+
+
+def test_a_numpy_number_that_is_refused_is_shown_with_its_type():
+    with pytest.raises(InvalidInput, match=r"^at is np\.int64\(3\); it must be an int from 1 to 8\.$"):
+        check_int("at", np.int64(3), 1, 8)
 
 
 def test_a_checked_function_gets_its_arguments_as_they_are():

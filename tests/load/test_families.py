@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -204,6 +205,14 @@ def test_what_is_no_family_cannot_be_registered():
     family: Any = {"architecture": "x"}
     with pytest.raises(InvalidInput, match=r"it must be a jattn\.llm\.load\.Family\.$"):
         register_family(family)
+
+
+@pytest.mark.parametrize("field", ["names_of", "norms_without_weights"])
+def test_a_family_whose_function_of_the_config_is_a_value_is_refused_before_others_need_it(own_family, field):
+    changes: dict[str, Any] = {"architecture": "OtherForCausalLM", field: True}
+    with pytest.raises(InvalidInput, match=rf"^family\.{field} is True; it must be a function of the config\.$"):
+        register_family(replace(OWN, **changes))
+    assert "OtherForCausalLM" not in known_families()
 
 
 @pytest.mark.parametrize(

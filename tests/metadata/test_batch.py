@@ -28,6 +28,12 @@ def batch(*lengths, **options):
     return build_common_metadata(rows, block_size=4, num_blocks=128, **options)
 
 
+def test_rows_that_can_be_read_once_only_are_refused():
+    rows = (row for row in [SequenceRow([9], 0, 2)])
+    with refuses("rows is a generator; it must be a list of SequenceRow."):
+        build_common_metadata(rows, block_size=4, num_blocks=128)  # type: ignore[arg-type]
+
+
 def test_reordered_random_batches_can_be_split(seed, random_rows):
     rng = np.random.default_rng(seed)
     for threshold in (1, 2, 4):

@@ -32,7 +32,7 @@ from torch_core.base.errors import InvalidInput
 
 SHARED: dict[str, tuple[Any, str]] = {
     "scale": ("0.5", "scale is '0.5'; it must be a float."),
-    "sliding_window": ("3", "sliding_window is '3'; it must be an int of at least 1"),
+    "sliding_window": ("3", "sliding_window is '3'; it must be an int from 1 (the query"),
     "attention_chunk": (0, "attention_chunk is 0; it must be from 1 to 2147483647."),
     "logits_soft_cap": (-1.0, "logits_soft_cap is -1.0; it must be a positive finite number, or None for off."),
     "alibi_slopes": (1.0, "alibi_slopes is 1.0; it must be a sequence with a number for each head."),

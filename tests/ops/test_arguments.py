@@ -144,17 +144,23 @@ REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] 
     (paged, {"logits_soft_cap": "30"}, InvalidInput,
      "logits_soft_cap is '30'; it must be a float."),
     (paged, {"sliding_window": 0}, InvalidInput,
-     ("sliding_window is 0; it must be an int of at least 1 (the query's own token counts), a tuple "
+     ("sliding_window is 0; it must be an int from 1 (the query's own token) to 2147483647, a tuple "
      "(left, right), or None.")),
     (paged, {"sliding_window": (1, 2, 3)}, InvalidInput,
-     ("sliding_window is (1, 2, 3); a tuple must be (left, right), each an int from 0 on, or None "
-      "for all tokens on that side.")),
+     ("sliding_window is (1, 2, 3); a tuple must be (left, right), each an int from 0 to 2147483647, or None "
+      "for all tokens there.")),
     (paged, {"sliding_window": (-1, None)}, InvalidInput,
-     ("sliding_window is (-1, None); a tuple must be (left, right), each an int from 0 on, or None "
-      "for all tokens on that side.")),
+     ("sliding_window is (-1, None); a tuple must be (left, right), each an int from 0 to 2147483647, or None "
+      "for all tokens there.")),
     (paged, {"sliding_window": (None, 2.5)}, InvalidInput,
-     ("sliding_window is (None, 2.5); a tuple must be (left, right), each an int from 0 on, or None "
-      "for all tokens on that side.")),
+     ("sliding_window is (None, 2.5); a tuple must be (left, right), each an int from 0 to 2147483647, or None "
+      "for all tokens there.")),
+    (paged, {"sliding_window": 1 << 40}, InvalidInput,
+     ("sliding_window is 1099511627776; it must be an int from 1 (the query's own token) to 2147483647, a tuple "
+      "(left, right), or None.")),
+    (paged, {"sliding_window": (1, 1 << 40)}, InvalidInput,
+     ("sliding_window is (1, 1099511627776); a tuple must be (left, right), each an int from 0 to 2147483647, or None "
+      "for all tokens there.")),
     (paged, {"attention_chunk": 0}, InvalidInput,
      "attention_chunk is 0; it must be from 1 to 2147483647."),
     (paged, {"alibi_slopes": jnp.ones(3)}, InvalidInput,

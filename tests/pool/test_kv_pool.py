@@ -239,9 +239,19 @@ def test_a_donated_step_that_returns_other_caches_costs_the_contents_not_the_poo
     assert (values(pool), pool.generation) == ([1, 1], 2)
 
 
+@pytest.mark.parametrize("caches", [None, 5, {"a": 1}, [[1]]])
+def test_a_step_whose_caches_are_no_arrays_is_refused_and_the_pool_keeps_its_contents(caches: object) -> None:
+    pool = make_pool()
+    with pytest.raises(InvalidInput, match=r"^the step returned a tuple instead of \(result, kv_caches\)"):
+        pool.run(lambda _: (1, caches))
+    assert pool.generation == 1
+
+
 def test_a_donated_step_without_a_result_costs_the_contents_not_the_pool() -> None:
     pool = make_pool(num_layers=3)
-    with pytest.raises(InvalidInput, match=r"^the step returned a list, no \(result, kv_caches\); it must return 3"):
+    with pytest.raises(
+        InvalidInput, match=r"^the step returned a list instead of \(result, kv_caches\); it must return 3"
+    ):
         pool.run(donated(lambda caches: [cache + 1 for cache in caches]))
     pool.run(add_step, 1.0)
     assert (values(pool), pool.generation) == ([1, 1, 1], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -363,6 +364,7 @@ CONSTRUCTION = {
     "too few sinks": ({"sinks": torch.zeros(3)}, "sinks has shape (3,); it must be (4,), one per query head."),
     "sinks in a list": ({"sinks": [0.0] * 4}, "sinks is a list; it must be a tensor of 4 numbers."),
     "no scale": ({"scale": None}, "scale is None; it must be a number, usually head_size ** -0.5."),
+    "a flag as scale": ({"scale": True}, "scale is True; it must be a number, usually head_size ** -0.5."),
     "too few slopes": ({"alibi_slopes": [1.0]}, "alibi_slopes has 1 entries; it must have 4."),
     "an unknown kind": (
         {"attn_type": "prefix"},
@@ -378,8 +380,10 @@ def test_layers_that_make_no_sense_are_refused(name):
         TritonAttentionImpl(**{"num_heads": 4, "head_size": 32, "scale": 0.5, "num_kv_heads": 2, **changes})
 
 
-def test_small_heads_are_served_on_the_cpu():
-    assert TorchAttentionImpl(4, 8, 0.5).head_size == 8
+def test_small_heads_are_served_on_the_cpu_with_any_number_as_scale():
+    scales: list[Any] = [0.5, np.float32(0.5), np.int64(1)]
+    for scale in scales:
+        assert TorchAttentionImpl(4, 8, scale).head_size == 8
 
 
 BUILDS = {

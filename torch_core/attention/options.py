@@ -13,6 +13,7 @@ from typing import Any, Generic, TypedDict
 
 import numpy as np
 
+from torch_core.base.checks import INT32_MAX
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.call import A
@@ -143,14 +144,18 @@ def _window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
         return None, None
     if isinstance(sliding_window, tuple):
         sides = tuple(map(_static_int, sliding_window))
-        if len(sides) != 2 or not all(side is None or (type(side) is int and side >= 0) for side in sides):
-            wanted = "a tuple must be (left, right), each an int from 0 on, or None for all tokens on that side"
+        if len(sides) != 2 or not all(side is None or _is_int(side, 0) for side in sides):
+            wanted = f"a tuple must be (left, right), each an int from 0 to {INT32_MAX}, or None for all tokens there"
             raise InvalidInput("sliding_window", value=sliding_window, wanted=wanted)
         return sides
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window < 1:
+    if not _is_int(sliding_window, 1):
         raise InvalidInput(
             "sliding_window",
             value=sliding_window,
-            wanted="it must be an int of at least 1 (the query's own token counts), a tuple (left, right), or None",
+            wanted=f"it must be an int from 1 (the query's own token) to {INT32_MAX}, a tuple (left, right), or None",
         )
     return sliding_window - 1, None if causal else sliding_window - 1
+
+
+def _is_int(value: Any, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= INT32_MAX

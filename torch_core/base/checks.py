@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,7 +26,15 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, *, also:
         return
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     an_int = "" if is_int and high is not None else "an int "
-    raise InvalidInput(argument=name, value=value, wanted=f"it must be {an_int}{limits}{also}")
+    raise refused_number(name, value, f"it must be {an_int}{limits}{also}", is_kind=is_int)
+
+
+def refused_number(name: str, value: object, wanted: str, *, is_kind: bool) -> InvalidInput:
+    """Returns the error of an argument that is no number in its range, or, without `is_kind`, none of its kind."""
+    if not is_kind and isinstance(value, numbers.Number):
+        # The number alone may look right: numpy's say of which type they are.
+        return InvalidInput(name, f"is {value!r}", wanted, value=value)
+    return InvalidInput(argument=name, value=value, wanted=wanted)
 
 
 def check_bool(name: str, value: object) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
+from torch_core.base.checks import refused_number
 from torch_core.base.errors import ArgumentError, InvalidInput
 
 _P = ParamSpec("_P")
@@ -186,11 +187,7 @@ def _check_number(kind: type, of_numpy: bool, limits: Limits, may_be_none: bool,
     if not is_number or (is_int and limits.high is None):
         text = f"{noun} of {text}" if text.startswith("at ") else f"{noun} {text}".rstrip()
     also = limits.also if limits.also is not None else ", or None" * (may_be_none and is_int)
-    wanted = f"it must be {limits.wanted or text + also}"
-    if not is_number and isinstance(value, numbers.Number):
-        # The number alone may look right: numpy's say of which type they are.
-        raise InvalidInput(name, f"is {value!r}", wanted, value=value)
-    raise InvalidInput(argument=name, value=value, wanted=wanted)
+    raise refused_number(name, value, f"it must be {limits.wanted or text + also}", is_kind=is_number)
 
 
 def _check_tuple(elements: list[_Check | None], limits: Limits, name: str, value: Any) -> None:

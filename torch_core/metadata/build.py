@@ -85,7 +85,7 @@ def build_common_metadata(
         [20, 21, 22, 23, 8, 9, 39, -1]
     """
     columns = RowColumns(rows)
-    num_reqs = len(rows)
+    num_reqs = columns.num_rows
     _check_ints(block_size=block_size, num_blocks=num_blocks, num_seqs=num_seqs, num_tokens=num_tokens)
     _check_ints(max_blocks=max_blocks, max_query_len=max_query_len, max_seq_len=max_seq_len, num_slots=num_slots)
     _check_pool(block_size, num_blocks)

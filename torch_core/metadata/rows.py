@@ -66,11 +66,12 @@ class SequenceRow:
 class RowColumns:
     """The rows of a step, a field at a time; rows that come with `columns` are not read one by one."""
 
-    __slots__ = ("_columns", "_rows")
+    __slots__ = ("_columns", "_rows", "num_rows")
 
     def __init__(self, rows: Sequence[SequenceRowLike]) -> None:
         self._rows = rows
         try:
+            self.num_rows = len(rows)
             # The interpreter reads an attribute that is written out in half the time of one that is named by a string.
             self._columns: dict[str, Sequence[Any]] = dict(getattr(rows, "columns", ())) or {
                 "block_ids": [row.block_ids for row in rows],

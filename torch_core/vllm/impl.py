@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -33,7 +34,7 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
 
 def checked_scale(scale: float) -> float:
     """Returns the factor on the scores, or raises InvalidInput: vLLM's layers always give it."""
-    if not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise InvalidInput("scale", value=scale, wanted="it must be a number, usually head_size ** -0.5")
     return float(scale)
 

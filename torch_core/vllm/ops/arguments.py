@@ -33,6 +33,10 @@ _NAMES = {
     "scale": ("softmax_scale", "sm_scale"),
     "k_scale": ("k_descale",),
     "v_scale": ("v_descale",),
+    "max_query_len": ("max_seqlen_q", "max_input_len"),
+    "logits_soft_cap": ("softcap", "logit_cap"),
+    "conv_states": ("conv_state",),
+    "cache_indices": ("conv_state_indices", "ssm_state_indices", "state_batch_indices"),
 }
 
 

@@ -21,13 +21,14 @@ from torch_core.ops import run
 from torch_core.state.conv_call import CausalConvCall
 from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
-from torch_core.vllm.ops.arguments import as_int32, refuse_option
+from torch_core.vllm.ops.arguments import as_int32, by_callers_names, refuse_option
 
 #: vLLM's `NULL_BLOCK_ID` and `PAD_SLOT_ID`: slots of padding.
 NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 
 
+@by_callers_names
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
@@ -61,6 +62,7 @@ def chunk_gated_delta_rule(
     return out, states if output_final_state else None
 
 
+@by_callers_names
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, inplace_final_state: bool = True, cu_seqlens: Tensor | None = None,
@@ -88,6 +90,7 @@ def fused_recurrent_gated_delta_rule(
     return out.view(v.shape), initial_state
 
 
+@by_callers_names
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, query_start_loc: Tensor,
     cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
@@ -120,6 +123,7 @@ def causal_conv1d_fn(
     return run(call)["out"].mT
 
 
+@by_callers_names
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: bool | str | None = None,
     conv_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
@@ -175,6 +179,7 @@ def causal_conv1d_update(
     return found if out is None else out.copy_(found)
 
 
+@by_callers_names
 def mamba_chunk_scan_combined_varlen(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, cu_seqlens: Tensor,
     cu_chunk_seqlens: Tensor, last_chunk_indices: Tensor, seq_idx: Tensor, out: Tensor, D: Tensor | None = None,
@@ -238,6 +243,7 @@ def mamba_chunk_scan_combined_varlen(
     return None
 
 
+@by_callers_names
 def selective_state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     z: Tensor | None = None, dt_softplus: bool = False,

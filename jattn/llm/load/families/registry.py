@@ -104,7 +104,7 @@ def register_family(family: Family) -> None:
         family: the new family; its architecture must be unknown so far.
 
     Raises:
-        InvalidInput: it is no Family, or its architecture is known.
+        InvalidInput: it is no Family, its architecture is known, or a field is no function of the config.
 
     Example:
         >>> register_family(known_families()["LlamaForCausalLM"])
@@ -115,4 +115,7 @@ def register_family(family: Family) -> None:
         raise InvalidInput("family", value=family, wanted="it must be a jattn.llm.load.Family")
     if family.architecture in _FAMILIES:
         raise InvalidInput("family.architecture", f"is {family.architecture!r}, which is known already")
+    for name in ("names_of", "norms_without_weights"):
+        if not callable(found := getattr(family, name)):
+            raise InvalidInput(f"family.{name}", value=found, wanted="it must be a function of the config")
     _FAMILIES[family.architecture] = family
