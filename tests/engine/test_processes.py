@@ -65,6 +65,14 @@ def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
             process.kill()
 
 
+def found_by_two(module: str) -> Any:
+    """What the first of two processes of a module found, if both ended well."""
+    port = str(free_port())
+    (code, out, error), (other_code, *_) = outcomes([run(module, port, each) for each in ("0", "1")])
+    assert (code, other_code) == (0, 0), error
+    return json.loads(next(line for line in out.splitlines() if line.startswith("found")).removeprefix("found"))
+
+
 @pytest.mark.nightly
 def test_two_processes_say_what_one_says() -> None:
     port = free_port()
@@ -139,11 +147,7 @@ def test_when_a_process_dies_the_other_ends_with_an_error_within_a_minute(victim
 
 @pytest.mark.nightly
 def test_processes_take_new_weights_in_their_sleep_all_or_none() -> None:
-    port = str(free_port())
-    (code, out, error), (other_code, *_) = outcomes([run("tests.engine.retrained", port, each) for each in ("0", "1")])
-
-    assert (code, other_code) == (0, 0), error
-    found = json.loads(next(line for line in out.splitlines() if line.startswith("found")).removeprefix("found"))
+    found = found_by_two("tests.engine.retrained")
     whole = Engine(retrained.tiny_decoder(), replace(retrained.CONFIG, tensor_parallel_size=1))
     expected = [retrained.said(whole)]
     for seed in (1, 3):
@@ -160,11 +164,7 @@ def test_processes_take_new_weights_in_their_sleep_all_or_none() -> None:
 
 @pytest.mark.nightly
 def test_two_processes_copy_and_guess_with_layers_that_keep_a_state_as_one_does() -> None:
-    port = str(free_port())
-    (code, out, error), (other_code, *_) = outcomes([run("tests.engine.followed", port, each) for each in ("0", "1")])
-
-    assert (code, other_code) == (0, 0), error
-    found = json.loads(next(line for line in out.splitlines() if line.startswith("found")).removeprefix("found"))
+    found = found_by_two("tests.engine.followed")
     assert found == {name: followed.said(engine) for name, engine in followed.engines(followed.decoder())}
 
 

@@ -101,5 +101,9 @@ def _check(specs: Call[ArraySpec]) -> None:
 
 
 def run_on_cpu(call: Call[Tensor]) -> dict[str, Tensor]:
-    """Computes a checked call; returns its results by name (`out`, `lse`), given ones included."""
+    """Computes a checked call on CPU tensors; returns its results by name (`out`, `lse`), given ones included.
+
+    They do not depend on the other sequences of a batch, on block ids, or on the content of unused slots: bit for bit,
+    for a fixed number of threads.
+    """
     return loaded(op_of(call).cpu)(call) or {}

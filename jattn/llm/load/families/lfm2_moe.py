@@ -23,9 +23,7 @@ LFM2_MOE = replace(
         "routed_scaling_factor": Key("moe.routed_scaling_factor", default=1.0),
         "use_expert_bias": Key("moe.score_correction_bias", default=True),
     },
-    defaults={
-        **{name: LFM2.all_defaults[name] for name in (*_WITHOUT_SHRINKING, "rope_theta")},
-    },
+    defaults={name: LFM2.all_defaults[name] for name in (*_WITHOUT_SHRINKING, "rope_theta")},
     options={**LFM2.options, "moe.scoring_func": "sigmoid"},
     derive=None,
     derived={"full_attn_idxs": None},
