@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops.arguments import documented
+from jattn.ops.chunks import slots_of
 from jattn.ops.deferred import advance
 from jattn.ops.xla import JaxOp, register
 from torch_core.state.conv_call import CausalConvCall
@@ -84,14 +85,13 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
     inputs = inputs.at[rows].set(call.x.astype(wide), mode="drop", unique_indices=True)
     found: dict[str, jax.Array] = {}
     if call.conv_states is not None:
-        states, slots = call.conv_states, seqs if call.cache_indices is None else call.cache_indices
-        absent = states.shape[0] + seqs
-        known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
+        states, absent = call.conv_states, call.conv_states.shape[0] + seqs
+        slots, is_kept, known = slots_of(call)
         read = states.at[jnp.where(known, slots, absent)].get(mode="fill", fill_value=0, unique_indices=True)
         inputs = inputs.at[history].set(read.astype(wide), unique_indices=True)
         lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens
         new = inputs.at[history + lasts[:, None]].get(unique_indices=True).astype(states.dtype)
-        kept = jnp.where((slots >= 0) & (lasts > 0), slots, absent)
+        kept = jnp.where(is_kept, slots, absent)
         found["conv_states"] = states.at[kept].set(new, mode="drop", unique_indices=True)
     sums = jnp.zeros((), wide) if call.bias is None else call.bias.astype(wide)[None]
     for tap in range(call.width):

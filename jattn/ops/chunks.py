@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from torch_core.state.call import StateCall
 from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
@@ -82,13 +83,17 @@ def initial_states(
     return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
 
 
-def slots_of(
-    call: GatedDeltaCall[jax.Array] | MambaChunkScanCall[jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns each sequence's slot, whether its new state is kept there, and whether it starts from the state there."""
+def slots_of(call: StateCall[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns each sequence's slot, whether its new state is kept there, and whether it starts from the state there.
+
+    Sequences without tokens do neither: they may share a slot with another one.
+    """
     slots = jnp.arange(call.num_seqs) if call.cache_indices is None else call.cache_indices
-    known = slots >= 0 if call.has_initial_state is None else (slots >= 0) & call.has_initial_state
-    lasts = jnp.diff(call.query_start_loc) if call.num_kept_tokens is None else call.num_kept_tokens
+    lens = jnp.diff(call.query_start_loc)
+    lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens
+    known = (slots >= 0) & (lens > 0)
+    if call.has_initial_state is not None:
+        known &= call.has_initial_state
     return slots, (slots >= 0) & (lasts > 0), known
 
 

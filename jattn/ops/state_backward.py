@@ -58,10 +58,10 @@ def register_backward(
         named = {name: found[f"d_{name}"] for name in derivative.differentiated if f"d_{name}" in found}
         if call.states is not None:
             # A state that a sequence replaces matters as that sequence's first state alone.
-            (slots, is_kept, known), has_tokens = slots_of(call), jnp.diff(call.query_start_loc) > 0
+            slots, is_kept, known = slots_of(call)
             replaced = jnp.where(is_kept, slots, _no_slots(call))
             d_states = gradients["states"].at[replaced].set(0, mode="drop", unique_indices=True)
-            read = jnp.where(has_tokens & known, slots, _no_slots(call))
+            read = jnp.where(known, slots, _no_slots(call))
             d_first = found["d_initial"].astype(d_states.dtype)
             named["states"] = d_states.at[read].add(d_first, mode="drop", unique_indices=True)
         return named
