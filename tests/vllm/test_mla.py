@@ -332,6 +332,13 @@ def test_a_step_that_does_not_fit_is_refused_and_writes_nothing(rng):
         impl.forward(*arguments, step.cache, metadata, out, ONES._k_scale)
     with pytest.raises(InvalidInput, match="output is None; pass a tensor of num_heads"):
         impl.forward(*arguments, step.cache, metadata)
+    with pytest.raises(InvalidInput, match=r"^attn_metadata is a dict; TritonMLAImpl reads MLACommonMetadata"):
+        impl.forward_mqa(step.query, step.cache, {}, ONES)  # type: ignore[arg-type]
+    rows = {"hidden_states_or_cq": step.query, "kv_c_normed": step.kv_c, "k_pe": step.k_pe, "kv_cache": step.cache}
+    for name in rows:
+        given: Any = {**rows, "output": out, name: [1.0]}
+        with pytest.raises(InvalidInput, match=rf"^{name} is a list; it must be a torch tensor\.$"):
+            impl.forward(ONES, attn_metadata=metadata, **given)
     with pytest.raises(InvalidInput, match="attn_metadata has no prefill"):
         impl.forward_mha(step.query, step.kv_c, step.k_pe, step.cache, metadata, ONES._k_scale, out)
     with pytest.raises(InvalidInput, match="attn_metadata has no decode"):

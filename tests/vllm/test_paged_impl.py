@@ -345,6 +345,9 @@ def test_a_missing_cache_or_key_is_refused(rng):
     decoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS)
     with refuses("kv_cache is None; decoder attention reads its keys from it."):
         decoder.forward(ONES, case.query, case.key, case.value, None, metadata_of(case.step), output)
+    cache: Any = case.cache.tolist()
+    with refuses("kv_cache is a list; it must be a torch tensor."):
+        decoder.forward(ONES, case.query, case.key, case.value, cache, metadata_of(case.step), output)
     encoder = TritonAttentionImpl(HEADS, HEAD, SCALE, KV_HEADS, attn_type="encoder")
     with refuses("key or value is None; encoder attention has no cache to read them from."):
         encoder.forward(ONES, case.query, None, None, None, metadata_of(case.step), output)

@@ -189,6 +189,6 @@ def test_what_has_no_counterpart_is_refused(seed):
     x, state, weights = torch.ones(2, 3, 4), torch.zeros(2, 3, 4, 5), torch.ones(2, 1, 5)
     with pytest.raises(Unsupported, match="dt differs within a head"):
         ops.selective_state_update(state, x, torch.rand(2, 3, 4), -torch.ones(3), weights, weights, None, None)
-    unused = torch.empty(0)
+    given: list[Any] = [x, *[torch.ones(2)] * 2, *[weights] * 2, None, torch.tensor([0, 2]), None, None, None, x]
     with pytest.raises(InvalidInput, match="final_state_indices is None; final_states_out and"):
-        ops.mamba_chunk_scan_combined_varlen(*[unused] * 11, final_states_out=state)  # type: ignore[arg-type]
+        ops.mamba_chunk_scan_combined_varlen(*given, final_states_out=state)

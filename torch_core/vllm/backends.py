@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import MAX_HEAD_SIZE, LatentCacheSpec
 from torch_core.vllm.backend import AttentionBackend, always
@@ -104,6 +105,7 @@ class _MLABackend(AttentionBackend):
         Packed rows ("fp8_ds_mla") are those of DeepSeek's rotary keys of 64 elements.
         """
         del num_kv_heads  # All heads share a latent.
+        check_int("head_size", head_size, 1)
         cls._check_cache_dtype(cache_dtype_str)
         packed = cache_dtype_str == PACKED_LATENTS
         rope_dim, dtype = (_PACKED_ROPE_DIM, "uint8") if packed else (1, "float32")

@@ -30,6 +30,7 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
         >>> upload(build_common_metadata([SequenceRow([3], 0, 2)], block_size=4, num_blocks=8), "cpu")["slot_mapping"]
         tensor([12, 13], dtype=torch.int32)
     """
+    check_common("metadata", metadata)
     if metadata.packed is not None and metadata.layout is not None:
         return metadata.layout.unpack(_copied(metadata.packed, device))
     arrays = {name: _copied(getattr(metadata, name), device) for name in _FIELDS}
@@ -38,6 +39,12 @@ def upload(metadata: CommonAttentionMetadata, device: torch.device | str) -> dic
     if metadata.state_slots is not None:
         arrays["state_slots"] = _copied(metadata.state_slots, device)
     return arrays
+
+
+def check_common(name: str, common: object) -> None:
+    """Raises InvalidInput for what is no batch."""
+    if not isinstance(common, CommonAttentionMetadata):
+        raise InvalidInput(name, f"is a {type(common).__name__}", "build it with build_common_metadata")
 
 
 class StepBuffers:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec, LatentCacheSpec, StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata
+from torch_core.vllm.buffers import check_common
 from torch_core.vllm.config import BuilderConfig
 from torch_core.vllm.types import AttentionCGSupport
 
@@ -118,7 +119,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
     def _check_cache(self, common: CommonAttentionMetadata) -> None:
         """Refuses a batch whose tables are for blocks of another size, or for another cache group, than the layers'."""
-        check_common(common)
+        check_common("common_attn_metadata", common)
         own, config = self.kv_cache_spec.block_size, self.vllm_config
         ranks = config.context_parallel.total_cp_world_size
         shared = "" if ranks == 1 else f" ({own} on each of {ranks} ranks, which share a block)"
@@ -151,13 +152,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         if self.vllm_config.context_parallel.dcp_world_size > 1 and not supports_dcp_with_varlen:
             threshold = 1
         self.reorder_batch_threshold = threshold
-
-
-def check_common(common: object) -> None:
-    """Raises InvalidInput for what is no batch."""
-    if not isinstance(common, CommonAttentionMetadata):
-        problem = f"is a {type(common).__name__}"
-        raise InvalidInput("common_attn_metadata", problem, "build it with build_common_metadata")
 
 
 def _given(arrays: Mapping[str, Tensor] | None) -> dict[str, Any]:

@@ -22,14 +22,19 @@ def as_heads(name: str, tensor: Tensor, num_heads: int, size: int) -> Tensor:
 
     A `view` by the number of elements would take other heads of as many elements, too.
     """
-    if not isinstance(tensor, Tensor):
-        raise InvalidInput(name, f"is a {type(tensor).__name__}", "it must be a torch tensor")
+    check_tensor(name, tensor)
     shape = tuple(tensor.shape)
     if shape[1:] == (num_heads, size):
         return tensor
     if shape[1:] != (num_heads * size,):
         raise InvalidInput(name, f"has shape {shape}", f"it must be [num_tokens, {num_heads}, {size}], or flat")
     return tensor.unflatten(1, (num_heads, size))
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raises InvalidInput for another value than a tensor."""
+    if not isinstance(value, Tensor):
+        raise InvalidInput(name, f"is a {type(value).__name__}", "it must be a torch tensor")
 
 
 def checked_scale(scale: float) -> float:

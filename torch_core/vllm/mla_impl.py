@@ -14,7 +14,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
 from torch_core.latent.call import LatentCall, LatentWriteCall
 from torch_core.vllm.buffers import WorkspaceManager
-from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata, checked_scale
+from torch_core.vllm.impl import AttentionLayer, MLAAttentionImpl, as_heads, check_metadata, check_tensor, checked_scale
 from torch_core.vllm.mla import MLACommonMetadata
 from torch_core.vllm.types import CACHE_DTYPES, PACKED_LATENTS, AttentionType, ContextParallel, is_quantized_kv_cache
 
@@ -133,6 +133,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         """
         if output is None:
             raise InvalidInput("output", value=None, wanted="pass a tensor of num_heads * v_head_dim columns")
+        check_tensor("output", output)
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("output_scale", "is given", "latent attention does not scale its output")
         if attn_metadata is None:
@@ -145,6 +146,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         query = as_heads("hidden_states_or_cq", hidden_states_or_cq, self.num_heads, self.qk_head_dim)
         out = as_heads("output", output, self.num_heads, self.v_head_dim)
         k_pe = self._rotary_rows(k_pe)
+        check_tensor("kv_c_normed", kv_c_normed)
         if kv_c_normed.dim() != 2 or kv_c_normed.shape[1] != self.kv_lora_rank:
             wanted = f"it must be [num_tokens, {self.kv_lora_rank}]"
             raise InvalidInput("kv_c_normed", f"has shape {tuple(kv_c_normed.shape)}", wanted)
@@ -192,6 +194,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
             InvalidInput: the metadata has no prefill.
             Unsupported: an output scale.
         """
+        check_metadata(attn_metadata, MLACommonMetadata, self)
         prefill = attn_metadata.prefill
         if prefill is None:
             raise InvalidInput("attn_metadata", "has no prefill", "forward_mha attends for prefill rows")
@@ -241,6 +244,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         Raises:
             InvalidInput: the metadata has no decode; shapes do not fit; a locked workspace is too small.
         """
+        check_metadata(attn_metadata, MLACommonMetadata, self)
         decode = attn_metadata.decode
         if decode is None:
             raise InvalidInput("attn_metadata", "has no decode", "forward_mqa attends for decode rows")
@@ -286,6 +290,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         )
 
     def _rotary_rows(self, k_pe: Tensor) -> Tensor:
+        check_tensor("k_pe", k_pe)
         size = self.qk_rope_head_dim
         if tuple(k_pe.shape[1:]) not in ((size,), (1, size)):
             wanted = f"it must be [num_tokens, {size}], or with an axis of one head"
@@ -301,6 +306,7 @@ class TritonMLAImpl(MLAAttentionImpl[MLACommonMetadata]):
         return torch.cat([k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)], dim=-1), value
 
     def _checked_cache(self, kv_cache: Tensor, metadata: MLACommonMetadata) -> Tensor:
+        check_tensor("kv_cache", kv_cache)
         if kv_cache.dim() != 3 or tuple(kv_cache.shape[1:]) != (metadata.block_size, self.row_size):
             wanted = f"the metadata is for latents of (num_blocks, {metadata.block_size}, {self.row_size})"
             raise InvalidInput("kv_cache", f"has shape {tuple(kv_cache.shape)}", wanted)

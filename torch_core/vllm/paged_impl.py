@@ -13,7 +13,7 @@ from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.cascade import cascade_calls
 from torch_core.attention.context_parallel import among_call, context_call, local_call, merge_parts
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.vllm.impl import AttentionLayer, check_metadata
+from torch_core.vllm.impl import AttentionLayer, check_metadata, check_tensor
 from torch_core.vllm.paged_layer import PagedLayer
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.ranks import PromptShare, merge_over_group
@@ -62,6 +62,7 @@ class PagedAttentionImpl(PagedLayer):
         """
         if output is None:
             raise InvalidInput("output", value=None, wanted="pass a tensor like query, which forward writes")
+        check_tensor("output", output)
         if output_block_scale is not None:
             raise Unsupported("output_block_scale", "is given", "the output can be stored with one static scale only")
         if attn_metadata is None:
@@ -104,6 +105,7 @@ class PagedAttentionImpl(PagedLayer):
         """
         if self.attn_type is not AttentionType.DECODER:
             raise Unsupported("attn_type", value=self.attn_type.value, wanted="forward_with_lse is for decoder layers")
+        check_metadata(attn_metadata, PagedAttentionMetadata, self)
         query, key, value = self._rows("query", query), self._kv_rows("key", key), self._kv_rows("value", value)
         cache = self._checked_cache(kv_cache, attn_metadata)
         call = self._call(layer, query, cache, attn_metadata, with_lse=True)

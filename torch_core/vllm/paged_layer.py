@@ -14,7 +14,7 @@ from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices
 from torch_core.base.specs import AttentionSpec
 from torch_core.cache_writes.call import WriteCall
-from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, checked_scale
+from torch_core.vllm.impl import AttentionImpl, AttentionLayer, as_heads, check_tensor, checked_scale
 from torch_core.vllm.paged_metadata import PagedAttentionMetadata
 from torch_core.vllm.types import (
     CACHE_DTYPES,
@@ -122,6 +122,7 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         if kv_cache is None:
             wanted = f"{self.attn_type.value} attention reads its keys from it"
             raise InvalidInput("kv_cache", value=None, wanted=wanted)
+        check_tensor("kv_cache", kv_cache)
         if kv_cache.dim() != 5 or kv_cache.shape[2] != metadata.block_size:
             wanted = (
                 f"the metadata is for (num_blocks, 2, {metadata.block_size}, {self.num_kv_heads}, {self.head_size}). "

@@ -18,8 +18,8 @@ from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import StateCacheSpec
 from torch_core.metadata import CommonAttentionMetadata, split_decodes_and_prefills
-from torch_core.vllm.buffers import upload
-from torch_core.vllm.builder import AttentionMetadataBuilder, M, check_common
+from torch_core.vllm.buffers import check_common, upload
+from torch_core.vllm.builder import AttentionMetadataBuilder, M
 from torch_core.vllm.types import AttentionCGSupport
 
 
@@ -211,7 +211,7 @@ class StateMetadataBuilder(AttentionMetadataBuilder[M]):
         """
         del common_prefix_len, fast_build  # A state is read whole, and there is no slower build.
         common = common_attn_metadata
-        check_common(common)
+        check_common("common_attn_metadata", common)
         if common.state_slots is None:
             wanted = f"{self._layers()} need them: build it with num_slots, from rows that have a state_slot"
             raise InvalidInput("common_attn_metadata", "has no state_slots", wanted)

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_core.attention.call import PagedCall
 from torch_core.base.checks import INT32_MAX
-from torch_core.base.errors import ArgumentError, InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.ops import run
 from torch_core.vllm.types import CACHE_DTYPES
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-# An operand of this project's calls, and vLLM's names for it.
-_NAMES = {
-    "query": ("q",),
-    "key": ("k",),
-    "value": ("v",),
-    "out": ("o", "output"),
-    "key_cache": ("k", "k_buffer", "k_cache"),
-    "value_cache": ("v", "v_buffer", "v_cache"),
-    "query_start_loc": ("cu_seqlens_q", "b_start_loc"),
-    "seq_lens": ("seqused_k", "b_seq_len"),
-    "block_tables": ("block_table", "req_to_token", "b_loc"),
-    "scale": ("softmax_scale", "sm_scale"),
-    "k_scale": ("k_descale",),
-    "v_scale": ("v_descale",),
-    "max_query_len": ("max_seqlen_q", "max_input_len"),
-    "logits_soft_cap": ("softcap", "logit_cap"),
-    "conv_states": ("conv_state",),
-    "cache_indices": ("conv_state_indices", "ssm_state_indices", "state_batch_indices"),
-}
-
-
-def by_callers_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates an operation: its errors name the parameter of the operation, where this project's call has another."""
-    own = inspect.signature(function).parameters
-    names = {ours: name for ours, theirs in _NAMES.items() if ours not in own for name in theirs if name in own}
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except ArgumentError as error:
-            if error.root not in names:
-                raise
-            raise error.renamed(names[error.root]) from None
-
-    return call
+Scale = Tensor | float | None
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
@@ -63,8 +24,6 @@ def as_int32(name: str, values: Tensor) -> Tensor:
     On a CPU, if values are checked, a number that does not fit is refused: truncated to 32 bits it would be another
     slot, block or length. On CUDA the caller is responsible for it, as for every value.
     """
-    if not isinstance(values, Tensor):
-        raise InvalidInput(name, f"is a {type(values).__name__}", "it must be a torch tensor")
     if values.dtype == torch.int32:
         return values
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
@@ -76,9 +35,6 @@ def as_int32(name: str, values: Tensor) -> Tensor:
             raise InvalidInput(f"{name}{first}", f"is {values[tuple(first)].item()}", "it must fit an int32")
         values = values.clamp(min=-INT32_MAX)
     return values.to(torch.int32)
-
-
-Scale = Tensor | float | None
 
 
 def one_scale(name: str, scale: Scale) -> Scale:
@@ -120,6 +76,12 @@ def run_descaled(call: PagedCall[Tensor], out: Tensor, *, q_descale: Scale, k_de
     if out.dtype.itemsize == 1:
         found.clamp_(torch.finfo(out.dtype).min, torch.finfo(out.dtype).max)
     out.copy_(found)
+
+
+def check_shape(name: str, array: Tensor, shape: Sequence[int]) -> None:
+    """Raises InvalidInput for an array of another shape."""
+    if tuple(array.shape) != tuple(shape):
+        raise InvalidInput(name, f"has shape {list(array.shape)}", f"it must be {list(shape)}")
 
 
 def as_stored(name: str, rows: Tensor, scale: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:

@@ -15,26 +15,26 @@ from torch_core.ops import run
 from torch_core.vllm.ops.arguments import (
     Scale,
     as_int32,
-    by_callers_names,
     one_scale,
     refuse_4_bits,
     refuse_option,
     run_descaled,
 )
+from torch_core.vllm.ops.parameters import as_in_vllm
 
 
-@by_callers_names
+@as_in_vllm(q=3, k=4, v=4, cu_seqlens_q=1, seqused_k=1, block_table=2)
 def unified_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, seqused_k: Tensor,
-    max_seqlen_k: int, softmax_scale: float, causal: bool | Tensor, window_size: tuple[int, int], block_table: Tensor,
-    softcap: float, q_descale: Scale, k_descale: Scale, v_descale: Scale, seq_threshold_3D: int | None = None,
-    num_par_softmax_segments: int | None = None, softmax_segm_output: Tensor | None = None,
-    softmax_segm_max: Tensor | None = None, softmax_segm_expsum: Tensor | None = None,
+    max_seqlen_k: Any, softmax_scale: float, causal: bool | Tensor, window_size: tuple[int, int], block_table: Tensor,
+    softcap: float, q_descale: Scale, k_descale: Scale, v_descale: Scale, seq_threshold_3D: Any = None,
+    num_par_softmax_segments: Any = None, softmax_segm_output: Any = None,
+    softmax_segm_max: Any = None, softmax_segm_expsum: Any = None,
     alibi_slopes: Tensor | None = None, output_scale: Scale = None, qq_bias: Tensor | None = None,
     sinks: Tensor | None = None, mm_prefix_range: Tensor | None = None, rswa_prefix_lens: Tensor | None = None,
     rswa_window: int | None = None, use_alibi_sqrt: bool = False, kv_quant_mode: Any = None,
     k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None, chunk_lookback: int = -1,
-    use_td: bool = False, mm_prefix_clamp_sliding_window: bool = False,
+    use_td: Any = False, mm_prefix_clamp_sliding_window: bool = False,
 ) -> None:  # fmt: skip
     """Attends any mix of prefill and decode rows over a paged cache and writes `out`.
 
@@ -113,14 +113,14 @@ def unified_attention(
     )
 
 
-@by_callers_names
+@as_in_vllm(q=3, seqused_k=1)
 def unified_attention_diffkv(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, softmax_scale: float,
     causal: bool, window_size: tuple[int, int], block_table: Tensor, softcap: float, max_seqlen_q: int = 1,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, use_alibi_sqrt: bool = False,
-    seq_threshold_3D: int | None = None, num_par_softmax_segments: int | None = None,
-    softmax_segm_output: Tensor | None = None, softmax_segm_max: Tensor | None = None,
-    softmax_segm_expsum: Tensor | None = None, k_descale: Scale = None, v_descale: Scale = None,
+    seq_threshold_3D: Any = None, num_par_softmax_segments: Any = None,
+    softmax_segm_output: Any = None, softmax_segm_max: Any = None,
+    softmax_segm_expsum: Any = None, k_descale: Scale = None, v_descale: Scale = None,
     q_descale: Scale = None,
 ) -> None:  # fmt: skip
     """The counterpart of `unified_attention` for values of another head size; k and v are views of one packed cache.
@@ -136,7 +136,7 @@ def unified_attention_diffkv(
     )  # fmt: skip
 
 
-@by_callers_names
+@as_in_vllm(q=3, k=3, v=3, b_start_loc=1, b_seq_len=1)
 def context_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_input_len: int,
     is_causal: bool = True, softmax_scale: float | None = None, sliding_window_q: int | None = None,
@@ -213,6 +213,7 @@ def dense_offsets(starts: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([zero, queries.flatten()]), torch.cat([zero, keys.flatten()])
 
 
+@as_in_vllm(prefix_output=3, prefix_lse=2, suffix_lse=2, output_lse=2)
 def merge_attn_states(
     output: Tensor, prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor,
     output_lse: Tensor | None = None, prefill_tokens_with_context: int | None = None, output_scale: Scale = None,

@@ -10,8 +10,10 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.cache_writes.call import WriteCall
 from torch_core.ops import run
 from torch_core.vllm.ops.arguments import Scale, as_int32, as_stored, refuse_4_bits, refuse_option, stored_dtype
+from torch_core.vllm.ops.parameters import as_in_vllm
 
 
+@as_in_vllm(key=3, value=3)
 def triton_reshape_and_cache_flash(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
     k_scale: Scale, v_scale: Scale, interleaved_v_pack_factor: int = 0,
@@ -46,6 +48,7 @@ def triton_reshape_and_cache_flash(
     _write(key, value, key_cache, value_cache, slot_mapping, **scales)
 
 
+@as_in_vllm(key=3, value=3, kv_cache=4)
 def triton_reshape_and_cache_flash_diffkv(
     key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale: Scale,
     v_scale: Scale,
@@ -67,6 +70,7 @@ def triton_reshape_and_cache_flash_diffkv(
     triton_reshape_and_cache_flash(key, value, caches[0], caches[1], slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
+@as_in_vllm()
 def triton_reshape_and_cache_flash_per_token_head_quant(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, k_scale_cache: Tensor, v_scale_cache: Tensor,
     slot_mapping: Tensor, kv_quant_mode: Any,

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from torch_core.attention.call import PagedCall
 from torch_core.attention.serves import head_size_limit
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.tensors import array_spec
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import Scale, as_int32, by_callers_names, one_scale
+from torch_core.vllm.ops.arguments import Scale, as_int32, check_shape, one_scale
+from torch_core.vllm.ops.parameters import as_in_vllm
 
 
-@by_callers_names
+@as_in_vllm(q=3, k_buffer=(3, 4), v_buffer=(3, 4), lse=2, req_to_token=(2, 3), b_seq_len=1)
 def decode_attention_fwd(
     q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor, req_to_token: Tensor, b_seq_len: Tensor,
-    attn_logits: Tensor | None, num_kv_splits: int, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
+    attn_logits: Any, num_kv_splits: Any, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
     k_scale: Scale = None, v_scale: Scale = None, is_mla: bool = False,
 ) -> None:  # fmt: skip
     """Attends one query of each sequence over a paged cache; writes `o` and `lse`.
@@ -41,7 +43,8 @@ def decode_attention_fwd(
         k_scale, v_scale: dequantisation scales of an 8-bit cache.
         is_mla: `v_buffer` is the first elements of `k_buffer`'s rows, the latents of one head; it is not read.
     """
-    k, v = (x if x.ndim == 4 else x.unflatten(0, (-1, page_size)) for x in (k_buffer, v_buffer))
+    check_shape("lse", lse, q.shape[:2])
+    k, v = (_as_pages(name, x, page_size) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
     if req_to_token.ndim == 3 and req_to_token.shape[2] == 1:
         req_to_token = req_to_token[..., 0]
     scaled = k.dtype.itemsize == 1
@@ -92,3 +95,11 @@ def attend_plainly(call: PagedCall[Tensor], out: Tensor) -> dict[str, Tensor]:
         weights = torch.exp(scores - total.nan_to_num(neginf=0.0)[..., None])
         out[:, heads] = torch.einsum("sgk,skd->sgd", weights, value.masked_fill(hidden.mT, 0)).to(out.dtype)
     return {"out": out, "lse": lse}
+
+
+def _as_pages(name: str, buffer: Tensor, page_size: int) -> Tensor:
+    if buffer.ndim == 4:
+        return buffer
+    if page_size < 1 or buffer.shape[0] % page_size:
+        raise InvalidInput(name, f"has {buffer.shape[0]} tokens", f"they must be pages of page_size, {page_size}")
+    return buffer.unflatten(0, (-1, page_size))

@@ -20,18 +20,19 @@ from torch_core.ops import run
 from torch_core.vllm.ops.arguments import (
     Scale,
     as_int32,
-    by_callers_names,
+    check_shape,
     one_scale,
     refuse_option,
     sequence_of_token,
     stored_dtype,
 )
+from torch_core.vllm.ops.parameters import as_in_vllm
 
 
-@by_callers_names
+@as_in_vllm(q=3, k=3, v=3, o=3, k_cache=(4, 5), v_cache=4, b_loc=2, b_start_loc=1, b_seq_len=1)
 def context_attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, o: Tensor, kv_cache_dtype: str, k_cache: Tensor, v_cache: Tensor,
-    b_loc: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: int | None, max_input_len: int, k_scale: Scale,
+    b_loc: Tensor, b_start_loc: Tensor, b_seq_len: Tensor, max_seq_len: Any, max_input_len: int, k_scale: Scale,
     v_scale: Scale, alibi_slopes: Tensor | None = None, sliding_window: int | None = None,
     sm_scale: float | None = None, skip_decode: bool = False, fp8_out_scale: Scale = None,
     sinks: Tensor | None = None, is_block_table_ptr: bool = False, interleaved_v_pack_factor: int = 0,
@@ -97,10 +98,10 @@ def context_attention_fwd(
     )  # fmt: skip
 
 
-@by_callers_names
+@as_in_vllm(query=3, output=3, key_cache=(4, 5), value_cache=4, block_table=2, query_start_loc=1, seq_lens=1)
 def chunked_prefill_paged_decode(
     query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, kv_cache_dtype: str, key_cache: Tensor,
-    value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int,
+    value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: Any,
     max_query_len: int, k_scale: Scale, v_scale: Scale, alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None, sm_scale: float | None = None, output_scale: Scale = None,
     sinks: Tensor | None = None, is_block_table_ptr: bool = False, use_interleaved_v_cache: bool = False,
@@ -169,6 +170,7 @@ def _attend(
     causal: bool, sliding_window: int | None, *, out_scale: Scale, **options: Any,
 ) -> None:  # fmt: skip
     """Attends, and writes the rows of sequences with this number of new tokens; other rows of `out` are unchanged."""
+    check_shape("out", out, (*q.shape[:2], values.shape[3]))
     found = run(
         PagedCall(
             query=q,

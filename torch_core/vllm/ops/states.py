@@ -21,18 +21,19 @@ from torch_core.ops import run
 from torch_core.state.conv_call import CausalConvCall
 from torch_core.state.delta_call import GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
-from torch_core.vllm.ops.arguments import as_int32, by_callers_names, refuse_option
+from torch_core.vllm.ops.arguments import as_int32, check_shape, refuse_option
+from torch_core.vllm.ops.parameters import as_in_vllm
 
 #: vLLM's `NULL_BLOCK_ID` and `PAD_SLOT_ID`: slots of padding.
 NULL_BLOCK_ID = 0
 PAD_SLOT_ID = -1
 
 
-@by_callers_names
+@as_in_vllm(q=4, k=4, v=4, g=3, beta=3, cu_seqlens=1)
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
     initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None, chunk_offsets: Tensor | None = None, use_qk_l2norm_in_kernel: bool = False,
+    chunk_indices: Any = None, chunk_offsets: Any = None, use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the results [batch, tokens, heads, value_size], and the state after each sequence or None.
@@ -50,11 +51,13 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: divide queries and keys by their norms.
         core_attn_out: as many elements as the results, which are written there too.
     """
+    if core_attn_out is not None and core_attn_out.numel() != v.numel():
+        raise InvalidInput("core_attn_out", f"has {core_attn_out.numel()} elements", f"it must have {v.numel()}, as v")
     call = _delta_call(q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel)
     shape = (call.num_seqs, call.num_heads, v.shape[3], k.shape[3])
     states = torch.zeros(shape, dtype=torch.float32, device=q.device)
     if initial_state is not None:
-        _check_shape("initial_state", initial_state, shape)
+        check_shape("initial_state", initial_state, shape)
         states.copy_(initial_state)
     out = run(call.with_arrays({"states": states}))["out"].view(v.shape)
     if core_attn_out is not None:
@@ -62,7 +65,7 @@ def chunk_gated_delta_rule(
     return out, states if output_final_state else None
 
 
-@by_callers_names
+@as_in_vllm(q=4, k=4, v=4, g=3, beta=3, cu_seqlens=1, initial_state=4, ssm_state_indices=(1, 2), num_accepted_tokens=1)
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, scale: float | None = None,
     initial_state: Tensor | None = None, inplace_final_state: bool = True, cu_seqlens: Tensor | None = None,
@@ -85,17 +88,17 @@ def fused_recurrent_gated_delta_rule(
     beta = torch.ones_like(g) if beta is None else beta
     call = _delta_call(q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel)
     names = ("query", "key", "value", "beta", "g")
-    slots = _slots("ssm_state_indices", ssm_state_indices, NULL_BLOCK_ID)
+    slots = _slots("ssm_state_indices", ssm_state_indices, initial_state, NULL_BLOCK_ID)
     out = _with_slots(call.with_arrays({"states": initial_state}), names, slots, num_accepted_tokens)
     return out.view(v.shape), initial_state
 
 
-@by_callers_names
+@as_in_vllm(x=2, conv_states=3, query_start_loc=1)
 def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, query_start_loc: Tensor,
     cache_indices: Tensor | None = None, has_initial_state: Tensor | None = None,
     activation: bool | str | None = "silu", pad_slot_id: int = PAD_SLOT_ID, null_block_id: int = NULL_BLOCK_ID,
-    metadata: Any = None, validate_data: bool = False,
+    metadata: Any = None, validate_data: Any = False,
 ) -> Tensor:  # fmt: skip
     """Returns the convolution of sequences side by side, [channels, tokens]. Not used: metadata, validate_data.
 
@@ -116,19 +119,19 @@ def causal_conv1d_fn(
         bias=bias,
         query_start_loc=as_int32("query_start_loc", query_start_loc),
         conv_states=conv_states.mT,
-        cache_indices=_slots("cache_indices", cache_indices, null_block_id, pad_slot_id),
+        cache_indices=_slots("cache_indices", cache_indices, conv_states, null_block_id, pad_slot_id),
         has_initial_state=has_initial_state,
         activation=_activation(activation),
     )
     return run(call)["out"].mT
 
 
-@by_callers_names
+@as_in_vllm(x=(2, 3), conv_state=3, weight=2, query_start_loc=1, conv_state_indices=(1, 2), num_accepted_tokens=1)
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: bool | str | None = None,
     conv_state_indices: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
-    query_start_loc: Tensor | None = None, max_query_len: int = -1, null_block_id: int = NULL_BLOCK_ID,
-    validate_data: bool = False, out: Tensor | None = None,
+    query_start_loc: Tensor | None = None, max_query_len: Any = -1, null_block_id: int = NULL_BLOCK_ID,
+    validate_data: Any = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the convolution of the next tokens of each sequence, as `x`. Not used: max_query_len, validate_data.
 
@@ -147,13 +150,15 @@ def causal_conv1d_update(
         null_block_id: slot of padding.
         out: like x; written.
     """
+    if out is not None:
+        check_shape("out", out, x.shape)
     rows = x.mT.reshape(-1, x.shape[1]) if x.ndim == 3 else x
     if query_start_loc is None:
         step = x.shape[2] if x.ndim == 3 else 1
         query_start_loc = torch.arange(0, len(rows) + 1, step, dtype=torch.int32, device=x.device)
     if conv_state_indices is not None and conv_state_indices.ndim == 2:
         conv_state_indices = conv_state_indices[:, 0]
-    slots, past = _slots("conv_state_indices", conv_state_indices, null_block_id), weight.shape[1] - 1
+    slots, past = _slots("conv_state_indices", conv_state_indices, conv_state, null_block_id), weight.shape[1] - 1
     call = CausalConvCall(
         x=rows.contiguous(),
         weight=weight,
@@ -165,6 +170,8 @@ def causal_conv1d_update(
     )
     if num_accepted_tokens is not None:
         starts = call.query_start_loc.long()
+        check_shape("num_accepted_tokens", num_accepted_tokens, (call.num_seqs,))
+        _check_most("num_accepted_tokens", num_accepted_tokens, conv_state.shape[2] - past + 1)
         held = _last_inputs(call, conv_state, num_accepted_tokens)
         found = run(call.with_arrays({"conv_states": held.clone(), "cache_indices": None}))["out"]
         # The inputs before the new ones, and these, as many as the state has places for.
@@ -179,10 +186,10 @@ def causal_conv1d_update(
     return found if out is None else out.copy_(found)
 
 
-@by_callers_names
+@as_in_vllm(x=3, B=3, cu_seqlens=1, final_states_out=4, final_state_indices=1)
 def mamba_chunk_scan_combined_varlen(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, cu_seqlens: Tensor,
-    cu_chunk_seqlens: Tensor, last_chunk_indices: Tensor, seq_idx: Tensor, out: Tensor, D: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: Any, cu_seqlens: Tensor,
+    cu_chunk_seqlens: Any, last_chunk_indices: Any, seq_idx: Any, out: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_intermediate_states: bool = False, state_dtype: torch.dtype | None = None,
@@ -216,8 +223,14 @@ def mamba_chunk_scan_combined_varlen(
     )
     shape = (cu_seqlens.shape[0] - 1, *x.shape[1:], B.shape[2])
     states = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    if z is not None:
+        check_shape("z", z, x.shape)
+    if final_states_out is not None and final_state_indices is not None:
+        check_shape("final_states_out", final_states_out, (len(final_states_out), *shape[1:]))
+        check_shape("final_state_indices", final_state_indices, shape[:1])
+        final_state_indices = _slots("final_state_indices", final_state_indices, final_states_out)
     if initial_states is not None:
-        _check_shape("initial_states", initial_states, shape)
+        check_shape("initial_states", initial_states, shape)
         states.copy_(initial_states)
     call = MambaChunkScanCall(
         x=x,
@@ -243,14 +256,14 @@ def mamba_chunk_scan_combined_varlen(
     return None
 
 
-@by_callers_names
+@as_in_vllm(state=4, x=3, dt=(2, 3), state_batch_indices=(1, 2), num_accepted_tokens=1, cu_seqlens=1)
 def selective_state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     z: Tensor | None = None, dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None, dst_state_batch_indices: Tensor | None = None,
     null_block_id: int = NULL_BLOCK_ID, out: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, is_blackwell: bool = False, enable_stochastic_rounding: bool = False,
-    cache_philox_rounds: int = 0,
+    cu_seqlens: Tensor | None = None, is_blackwell: Any = False, enable_stochastic_rounding: bool = False,
+    cache_philox_rounds: Any = 0,
 ) -> Tensor:  # fmt: skip
     """Returns the results of Mamba-2's next tokens, one of each sequence without cu_seqlens.
 
@@ -278,6 +291,9 @@ def selective_state_update(
     refuse_option("enable_stochastic_rounding", enable_stochastic_rounding, False, "states are rounded to the nearest")
     if dst_state_batch_indices is not None and dst_state_batch_indices is not state_batch_indices:
         raise Unsupported("dst_state_batch_indices", "is another array", "a state is replaced in its own slot")
+    for name, each in (("out", out), ("z", z)):
+        if each is not None:
+            check_shape(name, each, x.shape)
     heads = x.shape[1]
     starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) if cu_seqlens is None else cu_seqlens
     call = MambaChunkScanCall(
@@ -293,7 +309,7 @@ def selective_state_update(
         max_query_len=1 if cu_seqlens is None else max(1, len(x)),
         dt_softplus=dt_softplus,
     )
-    slots = _slots("state_batch_indices", state_batch_indices, null_block_id)
+    slots = _slots("state_batch_indices", state_batch_indices, state, null_block_id)
     found = _with_slots(call, ("x", "dt", "B", "C"), slots, num_accepted_tokens)
     if z is not None:
         found = (found.float() * functional.silu(z.float())).to(found.dtype)
@@ -318,7 +334,7 @@ def _delta_call(
         g=gate,
         query_start_loc=as_int32("cu_seqlens", cu_seqlens),
         max_query_len=max(1, length),
-        scale=k.shape[3] ** -0.5 if scale is None else scale,
+        scale=k.shape[3] ** -0.5 if scale is None else float(scale),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
 
@@ -328,6 +344,8 @@ def _with_slots(call: Any, names: tuple[str, ...], slots: Tensor | None, num_acc
     slots = slots[:, 0] if slots is not None and slots.ndim == 2 and slots.shape[1] == 1 else slots
     if slots is None or slots.ndim == 1:
         return run(call.with_arrays({"cache_indices": slots}))["out"]
+    if num_accepted is not None:
+        check_shape("num_accepted_tokens", num_accepted, slots.shape[:1])
     states, starts, last = call.states, call.query_start_loc.long(), slots.shape[1] - 1
     lens, rows = starts.diff(), torch.arange(len(slots), device=slots.device)
     first = torch.zeros_like(rows) if num_accepted is None else num_accepted.long() - 1
@@ -373,12 +391,22 @@ def _write_slots(states: Tensor, slots: Tensor | None, rows: Tensor) -> None:
         states[slots.long().clamp(min=0)] = torch.where(is_padding, kept, rows)
 
 
-def _slots(name: str, slots: Tensor | None, *padding: int) -> Tensor | None:
+def _slots(name: str, slots: Tensor | None, states: Tensor, *padding: int) -> Tensor | None:
     """Returns slots as int32, -1 for those of padding, which are never written."""
-    found = None if slots is None else as_int32(name, slots)
+    if slots is None:
+        return None
+    found = as_int32(name, slots)
+    _check_most(name, found, states.shape[0] - 1)
     for each in padding:
-        found = None if found is None else torch.where(found == each, -1, found)
+        found = torch.where(found == each, -1, found)
     return found
+
+
+def _check_most(name: str, values: Tensor, most: int) -> None:
+    """Raises InvalidInput for a larger value, where values are checked."""
+    if values.device.type == "cpu" and len(large := (values > most).nonzero()):
+        first = large[0].tolist()
+        raise InvalidInput(f"{name}{first}", value=values[tuple(first)].item(), wanted=f"it must be at most {most}")
 
 
 def _activation(activation: str | bool | None) -> str | None:
@@ -398,8 +426,3 @@ def _of_heads(name: str, array: Tensor | None, heads: int) -> Tensor | None:
     if array is not None and array.shape != (heads,):
         raise InvalidInput(name, f"has shape {list(array.shape)}", f"it must be of {heads} heads")
     return array
-
-
-def _check_shape(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(array.shape) != shape:
-        raise InvalidInput(name, f"has shape {list(array.shape)}", f"it must be {list(shape)}")
