@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import itertools
 import pickle
 import threading
@@ -265,6 +266,42 @@ def test_requests_survive_the_sleep_of_their_engine(llm, expected, monkeypatch) 
     assert is_idle(llm)
 
 
+def test_a_request_that_is_added_when_its_loop_is_gone_leaves_a_sleeping_engine(llm, monkeypatch) -> None:
+    engine, asked, is_gone = llm.llm.engine, threading.Event(), threading.Event()
+    add = type(engine).add
+
+    def add_late(*args: Any, **options: Any) -> Any:
+        asked.set()
+        is_gone.wait(60)
+        return add(*args, **options)
+
+    monkeypatch.setattr(type(engine), "add", add_late)
+    engine.sleep()
+
+    async def ask() -> None:
+        asking = asyncio.ensure_future(outputs_of(llm, PROMPTS[0]))
+        await asyncio.to_thread(asked.wait, 60)
+        asking.cancel()
+
+    asyncio.run(ask())
+    is_gone.set()
+    llm._adders.shutdown()
+    engine.settle()
+    assert llm.num_unfinished == engine.num_unfinished == 0
+
+
+def test_a_request_leaves_a_sleeping_engine_with_the_last_reference_to_its_updates(llm) -> None:
+    loop, engine = asyncio.new_event_loop(), llm.llm.engine
+    engine.sleep()
+    submission = loop.run_until_complete(llm.submit(PROMPTS[:2], params_of()))
+    loop.close()
+    assert llm.num_unfinished == engine.num_unfinished == 2
+    del submission, loop
+    gc.collect()
+    engine.settle()
+    assert llm.num_unfinished == engine.num_unfinished == 0
+
+
 def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> None:
     llm = AsyncLLM(LLM(folder, config=CONFIG))
 
@@ -304,7 +341,7 @@ def test_an_error_while_the_last_output_is_made_reaches_the_caller(llm, monkeypa
 def test_an_error_is_not_overtaken_by_later_parts() -> None:
     async def ask() -> None:
         submission = Submission(None, _Mailbox(asyncio.get_running_loop()))  # type: ignore[arg-type]
-        submission.ids += ["a", "b"]
+        submission.entries += [None, None]  # type: ignore[list-item]
         part = Update(CompletionOutput("x", (1,), None), False, None)
         for update in (part, ZeroDivisionError(), part):
             submission._updates.put_nowait((0, update))

@@ -93,6 +93,11 @@ class AsyncLLM(ClosingOwner):
         return not self._closed and not (self.llm.generates and self.llm.engine.closed)
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether its requests wait for `Engine.wake`."""
+        return self.llm.generates and self.llm.engine.asleep
+
+    @property
     def is_ready(self) -> bool:
         """Whether it takes requests, and none waits for programs that others need; see `Engine.is_ready`."""
         return self.is_running and (not self.llm.generates or self.llm.engine.is_ready)
@@ -121,7 +126,7 @@ class AsyncLLM(ClosingOwner):
             RequestTooLong: the request can never fit.
         """
         options: dict[str, Any] = {"salt": salt, "priority": priority, "inputs": inputs, "lora": lora}
-        return self._added(prompt, params, deliver, request_id=request_id, **options).request_id
+        return self._added(prompt, params, deliver, request_id=request_id, **options).request.request_id
 
     def _added(
         self,
@@ -130,7 +135,7 @@ class AsyncLLM(ClosingOwner):
         deliver: Deliver,
         then: Callable[[], object] | None = None,
         **options: Any,
-    ) -> Request:
+    ) -> _Entry:
         """Adds a request; `then` is called after `deliver`, once for all requests of a step that share it."""
         params = self.llm.get_default_sampling_params() if params is None else params
         token_ids, text = encoded(prompt, self.llm.tokenizer, self.llm.longest_prompt, cut=cuts_prompt(params))
@@ -143,7 +148,7 @@ class AsyncLLM(ClosingOwner):
         engine.subscribe(outbox, entry.receive, then)
         if self._closed:
             self.end(entry, InvalidInput(_CLOSED))
-        return request
+        return entry
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with all its samples soon, without waiting; a finished request does not change."""
@@ -153,7 +158,9 @@ class AsyncLLM(ClosingOwner):
 
     def end(self, entry: _Entry, error: BaseException | None = None) -> None:
         """Forgets a request, cancels its running samples, and passes an error to its caller."""
-        if self._entries.pop(entry.request.request_id, None) is entry:
+        request_id = entry.request.request_id
+        # A later request may have the id of one that has ended.
+        if self._entries.get(request_id) is entry and self._entries.pop(request_id, None) is entry:
             if self.llm.engine.runs_for(entry.request.outbox):
                 self.llm.engine.abandon(entry.request.outbox)
             if error is not None:
@@ -179,31 +186,36 @@ class AsyncLLM(ClosingOwner):
     ) -> Submission:
         """Queues prompts with the same parameters, and `add`'s other options. If one is refused, none is queued.
 
+        They are cancelled when the last reference to the result is gone, as that of a task whose loop was closed.
+
         Raises:
             InvalidInput, RequestTooLong: as `add`.
         """
         submission = Submission(self, self._mailbox())
+        reference, entries = weakref.ref(submission), submission.entries
+        weakref.finalize(submission, _end_each, self, entries).atexit = False
 
         def add_all() -> None:
             for index, prompt in enumerate(prompts):
-                deliver = functools.partial(submission.deliver, index)
+                deliver = functools.partial(_deliver_to, reference, index)
                 with naming(index, prompts):
-                    request = self._added(prompt, params, deliver, submission.mailbox.send, **options)
-                submission.ids.append(request.request_id)
+                    entry = self._added(prompt, params, deliver, submission.mailbox.send, **options)
+                entries.append(entry)
+                request = entry.request
                 submission.num_prompt_tokens.append(len(request.encoder_token_ids or request.prompt_token_ids))
 
         self._check_open()
         try:
-            adding = asyncio.get_running_loop().run_in_executor(self._adders, contextvars.copy_context().run, add_all)
+            adding = self._adders.submit(contextvars.copy_context().run, add_all)
         except RuntimeError:
             # Another thread has closed it in between.
             self._check_open()
             raise
         try:
-            await asyncio.shield(adding)
+            await asyncio.wrap_future(adding)
         except BaseException:
-            # A thread cannot be cancelled: its request is cancelled after it was added.
-            adding.add_done_callback(lambda done: (done.cancelled() or done.exception(), submission.cancel()))
+            # A thread cannot be cancelled: its request is cancelled after it was added, when the loop may be gone.
+            adding.add_done_callback(lambda _: submission.cancel())
             raise
         return submission
 
@@ -355,17 +367,29 @@ class _Mailbox:
             receive(news)
 
 
+def _end_each(llm: AsyncLLM, entries: Sequence[_Entry]) -> None:
+    for entry in entries:
+        llm.end(entry)
+
+
+def _deliver_to(reader: weakref.ref[Submission], index: int, update: Update | BaseException) -> None:
+    """Delivers to a submission that the request does not keep alive; without it the request was cancelled."""
+    submission = reader()
+    if submission is not None:
+        submission.deliver(index, update)
+
+
 class Submission(contextlib.AbstractContextManager):
     """The updates of some prompts, for one task; as a context manager it cancels the unfinished ones at the end.
 
     Attributes:
-        ids: ids of the added requests.
         num_prompt_tokens: number of tokens of each one's prompt.
+        entries: the added requests.
         mailbox: mailbox of the task's event loop.
     """
 
     def __init__(self, llm: AsyncLLM, mailbox: _Mailbox) -> None:
-        self.ids: list[str] = []
+        self.entries: list[_Entry] = []
         self.num_prompt_tokens: list[int] = []
         self._llm = llm
         self.mailbox = mailbox
@@ -378,16 +402,15 @@ class Submission(contextlib.AbstractContextManager):
 
     def cancel(self) -> None:
         """Cancels the unfinished requests."""
-        for request_id in self.ids:
-            self._llm.cancel(request_id)
+        _end_each(self._llm, self.entries)
 
     def __exit__(self, *error: object) -> None:
-        if self._num_finished < len(self.ids):
+        if self._num_finished < len(self.entries):
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Yields each update with the index of its prompt; raises the error that ended a request."""
-        while self._num_finished < len(self.ids):
+        while self._num_finished < len(self.entries):
             index, update = await self._updates.get()
             if isinstance(update, BaseException):
                 raise update

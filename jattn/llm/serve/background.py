@@ -15,6 +15,9 @@ from jattn.llm.serve.connection import uvicorn_options
 from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import ClosingOwner
 
+# How often `close` looks whether an engine sleeps, whose answers would never end.
+_LOOK_SECONDS = 0.1
+
 
 class BackgroundServer(ClosingOwner):
     """Listens on loopback, at a port that is free, until it is closed; the AsyncLLM is closed with it.
@@ -33,6 +36,7 @@ class BackgroundServer(ClosingOwner):
     """
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] | None = None) -> None:
+        self._llms = (llm, *(more or {}).values())
         # The process's logging is its owner's: uvicorn's own would also close the handlers that are there.
         options: dict[str, Any] = {"log_config": None, "log_level": "error", **uvicorn_options(config.time_limits)}
         self._server = _Server(uvicorn.Config(create_app(llm, config, more), host="127.0.0.1", port=0, **options))
@@ -45,9 +49,13 @@ class BackgroundServer(ClosingOwner):
         self.url = f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
-        """Finishes the running requests and stops."""
+        """Finishes the running requests and stops; those of an engine that sleeps end with an error."""
         self._server.should_exit = True
-        self._thread.join()
+        while self._thread.is_alive():
+            for llm in self._llms:
+                if llm.is_asleep:
+                    llm.close()
+            self._thread.join(_LOOK_SECONDS)
 
 
 class _Server(uvicorn.Server):
