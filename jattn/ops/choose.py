@@ -82,14 +82,15 @@ _ONE_SEQUENCE = {"block_tables": (1, 1), "seq_lens": (1,), "query_start_loc": (2
 
 
 def launches_kernels(implementation: str | None) -> bool:
-    """Returns whether an op becomes a kernel launch on arrays that are whole on a device, as they are in a shard_map.
+    """Returns whether an op becomes a kernel launch on arrays that are whole on a device.
 
-    There a call that takes several steps at once saves launches; XLA joins jnp's steps by itself, those of a call that
-    the kernels do not serve too.
+    They are in a shard_map, under a mesh of one device, and where the process sees one device. There a call that takes
+    several steps at once saves launches; XLA joins jnp's steps by itself, those of a call that the kernels do not serve
+    too.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
-    return is_whole and choose(implementation) == "triton"
+    is_whole = not mesh.empty and (mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names))
+    return (is_whole or jax.device_count() == 1) and choose(implementation) == "triton"
 
 
 def for_this_platform(call: Call[jax.Array]) -> Call[jax.Array]:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jattn import ops
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.models import Decoder, TensorParallel, partition_specs, shard_model
@@ -19,6 +20,7 @@ from jattn.llm.text.embeddings import embed
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import run
 from tests.support.devices import mesh, on_four_devices
+from tests.support.pretended_gpu import pretended_gpu
 from torch_core.base.errors import InvalidInput, Unsupported
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 64}
@@ -298,3 +300,19 @@ def test_what_devices_sum_with_is_made_anew_with_the_pool_and_not_between(decode
         counts.append(len(made))
 
     assert counts == [1, 1, 2, 2]
+
+
+@on_four_devices
+def test_what_an_engine_on_one_of_several_devices_traces_launches_kernels() -> None:
+    found = {}
+
+    def look(name: str, placement: Placement) -> None:
+        step = placement.mapped(lambda: found.update({name: ops.launches_kernels(None)}), (), None)
+        jax.jit(step)()
+
+    with pretended_gpu():
+        look("one", Placement())
+        look("four", Placement(mesh("auto", tp=4)))
+        with jax.set_mesh(mesh("auto", tp=4)):
+            look("cut by XLA", Placement(mesh("auto", tp=4), by_compiler=True))
+    assert found == {"one": True, "four": True, "cut by XLA": False}

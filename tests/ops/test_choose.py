@@ -14,6 +14,8 @@ import torch
 
 from jattn import ops
 from jattn.ops.choose import choose
+from tests.support.devices import mesh, on_four_devices
+from tests.support.pretended_gpu import pretended_gpu
 from torch_core.base.errors import InvalidInput, Unsupported
 
 # An import would bind the function of that name.
@@ -127,3 +129,20 @@ def test_the_choice_of_a_cpu_can_be_exported_for_a_cpu_differentiated_and_mapped
     np.testing.assert_array_equal(jax.jit(jax.grad(merged))(one), one / 2)
     np.testing.assert_array_equal(jax.jvp(jax.jit(merged), (one,), (one,))[1], 24.0)
     np.testing.assert_array_equal(jax.vmap(merged)(jnp.stack([one, one * 3])), [48.0, 96.0])
+
+
+@on_four_devices
+def test_steps_are_joined_in_one_launch_where_the_program_is_one_devices() -> None:
+    found = {}
+
+    def look(name: str) -> None:
+        jax.jit(lambda: found.update({name: ops.launches_kernels(None)}))()
+
+    with pretended_gpu():
+        look("several")
+        with jax.set_mesh(mesh("auto", tp=1)):
+            look("a mesh of one")
+        with jax.set_mesh(mesh("auto", tp=4)):
+            look("a mesh of four")
+            jax.shard_map(lambda: look("a shard_map"), in_specs=(), out_specs=None)()
+    assert found == {"several": False, "a mesh of one": True, "a mesh of four": False, "a shard_map": True}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jattn.llm.engine.device.annotated import AxisRules, is_annotated, place_annotated
 from jattn.llm.engine.options.config import EngineConfig
@@ -79,7 +79,7 @@ class Placement:
         telling Shardy, which then crashes (jax 0.11.2, from two devices on).
         """
         if self.mesh is None:
-            return function
+            return _with_one_device(function)
         if self.by_compiler:
             shardings = jax.tree.map(functools.partial(NamedSharding, self.mesh), out_specs)
             return lambda *operands: jax.lax.with_sharding_constraint(function(*operands), shardings)
@@ -186,6 +186,16 @@ def _on_one_device(model: PagedModel) -> PagedModel:
     device = jnp.zeros(()).sharding
     moved: Any = nnx.merge(graph, jax.device_put(state, device))
     return moved
+
+
+def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells what is traced that the program is one device's, also where the process sees several."""
+
+    def run(*operands: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("tp",))):
+            return function(*operands)
+
+    return run
 
 
 def _without_empty_constants(function: Callable[..., Any]) -> Callable[..., Any]:
