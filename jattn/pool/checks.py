@@ -117,6 +117,16 @@ def check_donation() -> None:
         )
 
 
+def are_arrays(values: Sequence[Any], usual: type[jax.Array]) -> bool:
+    """Returns whether all values are JAX arrays.
+
+    Args:
+        values: any.
+        usual: their type in nearly every step: to compare it takes an eighth of the time of `isinstance` by jax.Array.
+    """
+    return list(map(type, values)).count(usual) == len(values) or all(isinstance(value, jax.Array) for value in values)
+
+
 def refuse_foreign_views(error: Exception) -> None:
     """Names the array that XLA's GPU client refuses: it does not donate memory with another view."""
     if "external reference" in str(error):

@@ -18,6 +18,7 @@ from jattn.pool import programs
 from jattn.pool.checks import (
     DROP_VIEWS,
     Guard,
+    are_arrays,
     check_donation,
     check_made_of,
     check_states,
@@ -215,7 +216,7 @@ class KVPool(Owner):
             is_pair = isinstance(returned, tuple | list) and len(returned) == 2
             pair: Any = returned if is_pair else (None, ())
             caches = pair[1:] if isinstance(pair[1], jax.Array) else pair[1]
-            is_pair = is_pair and isinstance(caches, tuple | list) and all(isinstance(x, jax.Array) for x in caches)
+            is_pair = is_pair and isinstance(caches, tuple | list) and are_arrays(caches, type(everything[0]))
             result, after = pair[0], tuple(caches) if is_pair else ()
             fits = is_pair and [(array.shape, array.dtype) for array in after] == layers
             fits = fits and (self.sharding is None or all(map(is_placed, after, self.shardings[part])))

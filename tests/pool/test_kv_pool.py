@@ -239,11 +239,21 @@ def test_a_donated_step_that_returns_other_caches_costs_the_contents_not_the_poo
     assert (values(pool), pool.generation) == ([1, 1], 2)
 
 
-@pytest.mark.parametrize("caches", [None, 5, {"a": 1}, [[1]]])
+NUMPY = np.zeros(SHAPE, np.float32)
+
+
+@pytest.mark.parametrize("caches", [None, 5, {"a": 1}, [[1]], [NUMPY, NUMPY], NUMPY], ids=type)
 def test_a_step_whose_caches_are_no_arrays_is_refused_and_the_pool_keeps_its_contents(caches: object) -> None:
     pool = make_pool()
     with pytest.raises(InvalidInput, match=r"^the step returned a tuple instead of \(result, kv_caches\)"):
         pool.run(lambda _: (1, caches))
+    assert pool.generation == 1
+
+
+def test_a_numpy_array_among_the_caches_is_refused_and_the_pool_keeps_its_contents() -> None:
+    pool = make_pool()
+    with pytest.raises(InvalidInput, match=r"^the step returned a tuple instead of \(result, kv_caches\)"):
+        pool.run(lambda caches: (1, [caches[0], NUMPY]))
     assert pool.generation == 1
 
 
