@@ -51,6 +51,23 @@ def test_segments_of_a_long_sequence_start_from_the_states_before_them(gates, se
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 
 
+@pytest.mark.parametrize(
+    ("gates", "beta", "added"),
+    # Forgotten within a chunk, within two, and not within a segment; equal long keys undo the decay.
+    [((-4.0, -1.0, -0.01), 0.1, 1), ((-0.95,), 0.9, 8)],
+)
+def test_segments_count_what_their_heads_do_not_forget(gates, beta, added, seed, monkeypatch):
+    monkeypatch.setattr(plan, "_LEAST_SEGMENT", 2)
+    options = {"heads": (len(gates), 1), "sizes": (18, 10), "use_qk_l2norm_in_kernel": False}
+    call = delta_call(seed, (258, 3), dtype="bfloat16", **options)
+    call.g[:] = torch.tensor(gates)
+    call.key[:] = torch.nn.functional.normalize(call.key[:1].float(), dim=-1) * 2
+    call.beta[:] = beta
+    assert "kept" in dict(plan_call(call.map(array_spec)).scratch)
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states, added)
+
+
 def test_a_gate_that_forgets_all_gives_the_result_of_a_sequence_that_starts_there(seed):
     call = delta_call(seed, (40,), heads=(1, 1), padding=0, states=False, dtype="bfloat16")
     call.g[20] = -torch.inf

@@ -3,6 +3,8 @@
 A program keeps rows of one head's state in registers, as the left operand and the sum of its products. Few long
 sequences are cut into segments, because a state after a segment is a linear function of the state before it: one
 launch finds these functions, a second one the state before each segment, and then all segments run at the same time.
+Most heads forget within a segment: of chunks whose state is multiplied by 0 until its end, in float32, nothing is
+found. (FlashQLA of the Qwen team does so where less than exp(-10) is left, which the error rule would not allow.)
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import triton.language as tl
 
 from torch_core.device.states import load_state, store_state, zero_padding
 from torch_core.device.work import locate_tile
+
+# Of this and smaller numbers exp is 0 in float32.
+_LOG_ZERO = tl.constexpr(-104.0)
 
 
 @triton.jit
@@ -24,7 +29,9 @@ def gated_delta_summaries_kernel(
     reads,
     adds,
     through,
+    growths,
     summaries,
+    kept,
     num_seqs,
     key_token_stride,
     key_head_stride,
@@ -45,7 +52,8 @@ def gated_delta_summaries_kernel(
     """Grid: (segments of the batch by a static bound, heads, tiles of BLOCK_V rows of a state and of its factor).
 
     Writes for each segment but the last one of a sequence the state after it if zeros were before it, and below it the
-    transpose of the matrix that a state before it is multiplied with, in float32.
+    transpose of the matrix that a state before it is multiplied with, in float32. Writes 1 as `kept` if that matrix is
+    not 0, by `growths`; without these, all chunks are computed.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -62,8 +70,20 @@ def gated_delta_summaries_kernel(
     step = tl.arange(0, CHUNK)
     is_channel = channel < KEY_SIZE
     is_value = line < VALUE_SIZE
-    state = tl.where((line - VALUE_PADDED)[:, None] == channel[None, :], 1.0, 0.0)
-    for index in range(SEGMENT):
+    begin = 0
+    is_kept = True
+    if growths is not None:
+        index = tl.arange(0, SEGMENT)
+        growth = tl.load(growths + (first + index) * NUM_HEADS + head)
+        forgets = tl.cumsum(growth, 0, reverse=True) < _LOG_ZERO
+        begin = tl.max(tl.where(forgets, index, 0), 0)
+        is_kept = tl.max(forgets.to(tl.int32), 0) == 0
+        # The rows of a matrix that is 0 need no chunk.
+        begin = tl.where(is_kept | (tl.program_id(2) * BLOCK_V < VALUE_PADDED), begin, SEGMENT)
+        if tl.program_id(2) == 0:
+            tl.store(kept + tile * NUM_HEADS + head, is_kept.to(tl.int32))
+    state = tl.where(((line - VALUE_PADDED)[:, None] == channel[None, :]) & is_kept, 1.0, 0.0)
+    for index in range(begin, SEGMENT):
         chunk = ((first + index) * NUM_HEADS + head).to(tl.int64)
         place = start.to(tl.int64) + (segment * SEGMENT + index) * CHUNK + step
         values = value + place[:, None] * value_token_stride + head * value_head_stride + line[None, :]
@@ -93,6 +113,7 @@ def gated_delta_starts_kernel(
     has_initial_state,
     states,
     summaries,
+    kept,
     num_seqs,
     num_states,
     states_slot_stride,
@@ -111,7 +132,8 @@ def gated_delta_starts_kernel(
 ):
     """Grid: (sequences, heads, tiles of BLOCK_R rows of a state). Replaces the summaries' states by those after them.
 
-    The last segment of a sequence has no summary; the state before the first one is that of the sequence.
+    The last segment of a sequence has no summary; the state before the first one is that of the sequence. Where all
+    segments forget the state before them, the summaries are right as they are.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -122,6 +144,14 @@ def gated_delta_starts_kernel(
     if count <= 0:
         return
     first = chunks_before(query_start_loc, seq, BLOCK_SEQS, SEGMENT * CHUNK)
+    if kept is not None:
+        passed_on = 0
+        for start in range(0, count, BLOCK_R):
+            segment = start + tl.arange(0, BLOCK_R)
+            held = kept + (first + segment) * NUM_HEADS + head
+            passed_on += tl.sum(tl.load(held, mask=segment < count, other=0), 0)
+        if passed_on == 0:
+            return
     state = load_state(
         states, cache_indices, has_initial_state, seq, head, row[:, None], channel[None, :], num_states,
         states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,

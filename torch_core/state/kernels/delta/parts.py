@@ -43,10 +43,11 @@ def system_launches(
     is_derivative = arguments["lowers"] is not ABSENT
     lowers = ("lowers",) if is_derivative else ()
     norms = ("norms",) if is_derivative else ()
+    growths = () if arguments["growths"] is ABSENT else ("growths",)
     if call.gk is None:
         members = constexprs["MEMBERS"]
         registers = 128 if members == 1 and is_small and not is_derivative else None
-        written = ("overlaps", "products", "factors", *lowers, *norms)
+        written = ("overlaps", "products", "factors", *lowers, *norms, *growths)
         launches = [launch(gated_delta_overlaps_kernel, (chunks, heads // members), *written, maxnreg=registers)]
     else:
         written, pairs = ("factors", "decays", *_BY_CHANNEL), ("overlaps", "products", *lowers)
@@ -103,7 +104,10 @@ def scratch_of(call: GatedDeltaCall[ArraySpec], segment: int | None) -> dict[str
     if segment is not None:
         sizes = constexprs_of(call, LEAST_TILE)
         keys, values = sizes["KEY_PADDED"], sizes["VALUE_PADDED"]
-        scratch["summaries"] = ArraySpec((chunk_tiles(call, segment), call.num_heads, values + keys, keys), "float32")
+        segments = (chunk_tiles(call, segment), call.num_heads)
+        scratch["summaries"] = ArraySpec((*segments, values + keys, keys), "float32")
+        if call.g is not None:
+            scratch |= {"growths": ArraySpec(chunks, "float32"), "kept": ArraySpec(segments, "int32")}
     return scratch
 
 
@@ -113,7 +117,7 @@ def arguments_of(
     """Returns the arguments by name; `made` are the buffers that the launches write, besides the states."""
     absent = ArraySpec((1, 1, 1, 1), "float32")
     slots = ("cache_indices", "has_initial_state", "num_kept_tokens", "states")
-    optional = ("g", "gk", *slots, "summaries", "lowers", "norms", *_BY_CHANNEL)
+    optional = ("g", "gk", *slots, "summaries", "kept", "growths", "lowers", "norms", *_BY_CHANNEL)
     return {
         **dict.fromkeys(optional, ABSENT),
         **{name: Pointer(name) for name in (*arrays, *made)},

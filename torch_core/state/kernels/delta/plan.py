@@ -116,7 +116,8 @@ def _in_chunks(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], 
         tiles, rows = chunk_tiles(call, tile.segment), min(tile.rows, _SUMMARY_ROWS)
         grid = (tiles, heads, ceil_div(value_rows + key_rows, rows))
         constexprs["BLOCK_V"] = rows
-        launches.append(launch(gated_delta_summaries_kernel, grid, "summaries", **{**through, "num_warps": 4}))
+        written = ("summaries",) if call.g is None else ("summaries", "kept")
+        launches.append(launch(gated_delta_summaries_kernel, grid, *written, **{**through, "num_warps": 4}))
         constexprs["BLOCK_V"] = tile.rows
         grid = (call.num_seqs, heads, value_rows // _START_ROWS)
         launches.append(

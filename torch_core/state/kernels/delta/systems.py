@@ -24,6 +24,7 @@ def gated_delta_overlaps_kernel(
     factors,
     lowers,
     norms,
+    growths,
     num_seqs,
     scale,
     epsilon,
@@ -49,7 +50,8 @@ def gated_delta_overlaps_kernel(
     products of queries and keys as `products`; and as `factors`, in float32, those of each token's key before the
     state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For the
     derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries for
-    their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32.
+    their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
+    logarithm of a bound of the factor by which the chunk changes the length of a state's rows, as `growths`.
     """
     tile = tl.program_id(0)
     key_head = tl.program_id(1) * MEMBERS // GROUP
@@ -101,6 +103,11 @@ def gated_delta_overlaps_kernel(
             tl.store(norms + number * 3 + step, k_norm)
             tl.store(norms + number * 3 + CHUNK + step, q_norm)
             tl.store(norms + number * 3 + 2 * CHUNK + step, decay)
+        if growths is not None:
+            # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
+            growth = tl.maximum(tl.abs(1 - rate[:, None] * by_key) - 1, 0.0)
+            growth = tl.sum(tl.sum(tl.where(row == column, growth, 0.0), 1), 0)
+            tl.store(growths + tile * NUM_HEADS + head, last + growth)
 
 
 @triton.jit
