@@ -47,7 +47,7 @@ def system_launches(
     if call.gk is None:
         members = constexprs["MEMBERS"]
         registers = 128 if members == 1 and is_small and not is_derivative else None
-        written = ("overlaps", "products", "factors", *lowers, *norms, *growths)
+        written = ("overlaps", "products", "factors", "decays", *lowers, *norms, *growths)
         launches = [launch(gated_delta_overlaps_kernel, (chunks, heads // members), *written, maxnreg=registers)]
     else:
         written, pairs = ("factors", "decays", *_BY_CHANNEL), ("overlaps", "products", *lowers)
@@ -92,12 +92,14 @@ def scratch_of(call: GatedDeltaCall[ArraySpec], segment: int | None) -> dict[str
     """Returns the scratch of the systems, and of segments of that many chunks."""
     chunks, dtype, key_size = (chunk_tiles(call, 1), call.num_heads), call.key.dtype, call.key.shape[2]
     scratch = {
-        "overlaps": ArraySpec((*chunks, CHUNK, CHUNK), "float32"),
+        "overlaps": ArraySpec((chunks[0], call.num_kv_heads if call.gk is None else chunks[1], CHUNK, CHUNK), "float32"),
         "inverses": ArraySpec((*chunks, CHUNK, CHUNK), dtype),
         "products": ArraySpec((*chunks, CHUNK, CHUNK), dtype),
         "factors": ArraySpec((*chunks, 5, CHUNK), "float32"),
     }
-    if call.gk is not None:
+    if call.gk is None:
+        scratch["decays"] = ArraySpec((*chunks, CHUNK), "float32")
+    else:
         scratch["decays"] = ArraySpec((*chunks, CHUNK, key_size), "float32")
         scratch |= {name: ArraySpec((*chunks, CHUNK, key_size), dtype) for name in _BY_CHANNEL[:3]}
         scratch["through"] = ArraySpec((*chunks, key_size), "float32")

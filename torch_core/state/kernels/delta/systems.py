@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.states import natural_exp
 from torch_core.device.work import locate_tile
 
 
@@ -22,6 +23,7 @@ def gated_delta_overlaps_kernel(
     overlaps,
     products,
     factors,
+    decays,
     lowers,
     norms,
     growths,
@@ -46,9 +48,10 @@ def gated_delta_overlaps_kernel(
 ):
     """Grid: (chunks of the batch by a static bound, groups of MEMBERS heads that share a key).
 
-    Writes for each chunk and head: its system's blocks of 16 below the diagonal as `overlaps`, in float32; the decayed
-    products of queries and keys as `products`; and as `factors`, in float32, those of each token's key before the
-    state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For the
+    Writes for each chunk and key head the products of its keys in the blocks of 16 that systems have, as `overlaps`, in
+    float32. For each chunk and head: the decayed products of queries and keys as `products`; the logarithms of the
+    decay from the chunk's start as `decays`, in float32; and as `factors`, in float32, those of each token's key before
+    the state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For the
     derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries for
     their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
     logarithm of a bound of the factor by which the chunk changes the length of a state's rows, as `growths`.
@@ -71,10 +74,15 @@ def gated_delta_overlaps_kernel(
     q = tl.load(queries, mask=is_key, other=0.0)
     k_norm = inverse_norms(k, epsilon, NORMALIZE)
     q_norm = inverse_norms(q, epsilon, NORMALIZE) * scale
-    by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
     by_key = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
     row = step[:, None]
     column = step[None, :]
+    square = row * CHUNK + column
+    shared = overlaps + tl.cast(tile * (NUM_HEADS // GROUP) + key_head, tl.int64) * CHUNK * CHUNK
+    is_first = tl.program_id(1) * MEMBERS % GROUP == 0
+    tl.store(shared + square, by_key, mask=is_first & (row // 16 >= column // 16))
+    square_norm = tl.sum(tl.where(row == column, by_key, 0.0), 1)
+    by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
     for member in range(MEMBERS):
         head = tl.program_id(1) * MEMBERS + member
         rate = tl.load(beta + place * beta_token_stride + head, mask=live, other=0.0).to(tl.float32)
@@ -91,39 +99,39 @@ def gated_delta_overlaps_kernel(
         tl.store(held + 2 * CHUNK, k_norm * tl.exp(last - decay))
         tl.store(held + 3 * CHUNK, tl.exp(last) + tl.zeros([CHUNK], tl.float32))
         tl.store(held + 4 * CHUNK, rate)
+        tl.store(decays + number + step, decay)
+        if growths is not None:
+            # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
+            growth = tl.maximum(tl.abs(1 - rate * square_norm) - 1, 0.0)
+            tl.store(growths + tile * NUM_HEADS + head, last + tl.sum(growth, 0))
         # Of later tokens the difference would be positive without a bound.
         weights = tl.exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
-        square = row * CHUNK + column
         tl.store(products + number * CHUNK + square, (by_query * weights).to(products.dtype.element_ty))
-        lower = tl.where(row > column, by_key * weights * rate[:, None], 0.0)
-        tl.store(overlaps + number * CHUNK + square, lower, mask=row // 16 >= column // 16)
         if lowers is not None:
             lower = tl.where(row > column, by_key * weights, 0.0)
             tl.store(lowers + number * CHUNK + square, lower.to(lowers.dtype.element_ty))
             tl.store(norms + number * 3 + step, k_norm)
             tl.store(norms + number * 3 + CHUNK + step, q_norm)
             tl.store(norms + number * 3 + 2 * CHUNK + step, decay)
-        if growths is not None:
-            # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
-            growth = tl.maximum(tl.abs(1 - rate[:, None] * by_key) - 1, 0.0)
-            growth = tl.sum(tl.sum(tl.where(row == column, growth, 0.0), 1), 0)
-            tl.store(growths + tile * NUM_HEADS + head, last + growth)
-
 
 @triton.jit
 def gated_delta_inverses_kernel(
     query_start_loc,
     overlaps,
     factors,
+    decays,
+    through,
     inverses,
     num_seqs,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid: (chunks of the batch by a static bound, heads). Writes inverses of I + overlaps, with columns times beta.
 
+    With gates of channels (`through`) the overlaps are those of each head, otherwise products of keys without factors.
     Blocks of 16 are inverted by a finite series: one over all rows would lose digits for equal keys, because its terms
     grow as binomial coefficients.
     """
@@ -136,19 +144,25 @@ def gated_delta_inverses_kernel(
     number = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK
     step = tl.arange(0, 16)
     inner = step[:, None] * CHUNK + step[None, :]
-    source = overlaps + number * CHUNK + inner
     target = inverses + number * CHUNK + inner
     rate = factors + number * 5 + 4 * CHUNK + step
-    x00 = _inverted(tl.load(source), PRECISION)
-    x11 = _inverted(tl.load(source + 16 * (CHUNK + 1)), PRECISION)
-    x22 = _inverted(tl.load(source + 32 * (CHUNK + 1)), PRECISION)
-    x33 = _inverted(tl.load(source + 48 * (CHUNK + 1)), PRECISION)
-    l10 = tl.load(source + 16 * CHUNK)
-    l20 = tl.load(source + 32 * CHUNK)
-    l21 = tl.load(source + 32 * CHUNK + 16)
-    l30 = tl.load(source + 48 * CHUNK)
-    l31 = tl.load(source + 48 * CHUNK + 16)
-    l32 = tl.load(source + 48 * CHUNK + 32)
+    if through is None:
+        shared = (tile * (NUM_HEADS // GROUP) + head // GROUP).to(tl.int64)
+        source = overlaps + shared * CHUNK * CHUNK + inner
+        decay = decays + number
+    else:
+        source = overlaps + number * CHUNK + inner
+        decay = None
+    x00 = _inverted(_block(source, rate, decay, 0, 0, CHUNK), PRECISION)
+    x11 = _inverted(_block(source, rate, decay, 16, 16, CHUNK), PRECISION)
+    x22 = _inverted(_block(source, rate, decay, 32, 32, CHUNK), PRECISION)
+    x33 = _inverted(_block(source, rate, decay, 48, 48, CHUNK), PRECISION)
+    l10 = _block(source, rate, decay, 16, 0, CHUNK)
+    l20 = _block(source, rate, decay, 32, 0, CHUNK)
+    l21 = _block(source, rate, decay, 32, 16, CHUNK)
+    l30 = _block(source, rate, decay, 48, 0, CHUNK)
+    l31 = _block(source, rate, decay, 48, 16, CHUNK)
+    l32 = _block(source, rate, decay, 48, 32, CHUNK)
     x10 = -_product(x11, _product(l10, x00, PRECISION), PRECISION)
     x21 = -_product(x22, _product(l21, x11, PRECISION), PRECISION)
     x32 = -_product(x33, _product(l32, x22, PRECISION), PRECISION)
@@ -161,6 +175,24 @@ def gated_delta_inverses_kernel(
     _store_column(target + 16, rate + 16, zero, x11, x21, x31, CHUNK)
     _store_column(target + 32, rate + 32, zero, zero, x22, x32, CHUNK)
     _store_column(target + 48, rate + 48, zero, zero, zero, x33, CHUNK)
+
+
+@triton.jit
+def _block(source, rate, decay, ROW: tl.constexpr, COLUMN: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns a block of a system; `decay` is None if it is stored with its factors."""
+    block = tl.load(source + ROW * CHUNK + COLUMN)
+    if decay is not None:
+        step = tl.arange(0, 16)
+        own = tl.load(decay + ROW + step)[:, None]
+        earlier = tl.load(decay + COLUMN + step)[None, :]
+        rate = tl.load(rate + ROW)[:, None]
+        # Of later tokens a difference would be positive without a bound.
+        if ROW == COLUMN:
+            block *= natural_exp(tl.where(step[:, None] > step[None, :], own - earlier, float("-inf"))) * rate
+        else:
+            border = tl.load(decay + ROW)
+            block = block * (natural_exp(own - border) * rate) * natural_exp(border - earlier)
+    return block
 
 
 @triton.jit
