@@ -45,7 +45,7 @@ def test_prompts_go_in_chunks(dtype, options, seed):
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_segments_of_a_long_sequence_start_from_the_states_before_them(gates, seed, monkeypatch):
     monkeypatch.setattr(plan, "_LEAST_SEGMENT", 1)
-    call = delta_call(seed, (130, 3), heads=(1, 1), sizes=(18, 10), gates=gates, dtype="bfloat16")
+    call = delta_call(seed, (130, 3, 0, 70), heads=(1, 1), sizes=(18, 10), gates=gates, dtype="bfloat16")
     assert "gated_delta_starts_kernel" in launches(call)
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)

@@ -260,7 +260,7 @@ def gated_delta_chunks_kernel(
         place = start.to(tl.int64) + index * CHUNK + step
         values = value + place[:, None] * value_token_stride + head * value_head_stride + row[None, :]
         v = tl.load(values, mask=live[:, None] & is_row[None, :], other=0.0)
-        p = tl.load(products + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+        p = _load_lower(products + chunk * CHUNK * CHUNK, CHUNK)
         if through is None:
             is_key = live[:, None] & is_channel[None, :]
             keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
@@ -292,7 +292,7 @@ def corrected(state, k, v, inverses, factors, chunk, PRECISION: tl.constexpr, CH
     """Returns the corrections of a chunk, [rows of the state, tokens], and the state after it."""
     step = tl.arange(0, CHUNK)
     held = factors + chunk * 5 * CHUNK
-    inverse = tl.load(inverses + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+    inverse = _load_lower(inverses + chunk * CHUNK * CHUNK, CHUNK)
     into = tl.load(held + step)
     added = tl.load(held + 2 * CHUNK + step)
     last = tl.load(held + 3 * CHUNK)
@@ -313,12 +313,20 @@ def corrected_by_channel(
     rows = step[:, None] * KEY_SIZE + channel[None, :]
     k = tl.load(reads + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
     added = tl.load(adds + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
-    inverse = tl.load(inverses + chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :])
+    inverse = _load_lower(inverses + chunk * CHUNK * CHUNK, CHUNK)
     last = tl.load(through + chunk * KEY_SIZE + channel, mask=is_channel, other=0.0)
     known = tl.dot(state.to(k.dtype), tl.trans(k), input_precision=PRECISION)
     u = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
     u = tl.dot(known.to(k.dtype), tl.trans(inverse), acc=u, input_precision=PRECISION)
     return u, tl.dot(u.to(k.dtype), added, acc=state * last[None, :], input_precision=PRECISION)
+
+
+@triton.jit
+def _load_lower(square, CHUNK: tl.constexpr):
+    """Returns a matrix of a chunk whose blocks of 16 above the diagonal are 0, and stored for the derivative alone."""
+    step = tl.arange(0, CHUNK)
+    is_lower = step[:, None] // 16 >= step[None, :] // 16
+    return tl.load(square + step[:, None] * CHUNK + step[None, :], mask=is_lower, other=0.0)
 
 
 @triton.jit

@@ -91,8 +91,10 @@ def constexprs_of(call: GatedDeltaCall[ArraySpec], least: int) -> dict[str, Any]
 def scratch_of(call: GatedDeltaCall[ArraySpec], segment: int | None) -> dict[str, ArraySpec]:
     """Returns the scratch of the systems, and of segments of that many chunks."""
     chunks, dtype, key_size = (chunk_tiles(call, 1), call.num_heads), call.key.dtype, call.key.shape[2]
+    # Without gates of channels, the systems of a key's heads differ by factors alone.
+    systems = (chunks[0], call.num_kv_heads) if call.gk is None else chunks
     scratch = {
-        "overlaps": ArraySpec((chunks[0], call.num_kv_heads if call.gk is None else chunks[1], CHUNK, CHUNK), "float32"),
+        "overlaps": ArraySpec((*systems, CHUNK, CHUNK), "float32"),
         "inverses": ArraySpec((*chunks, CHUNK, CHUNK), dtype),
         "products": ArraySpec((*chunks, CHUNK, CHUNK), dtype),
         "factors": ArraySpec((*chunks, 5, CHUNK), "float32"),

@@ -51,9 +51,9 @@ def gated_delta_overlaps_kernel(
     Writes for each chunk and key head the products of its keys in the blocks of 16 that systems have, as `overlaps`, in
     float32. For each chunk and head: the decayed products of queries and keys as `products`; the logarithms of the
     decay from the chunk's start as `decays`, in float32; and as `factors`, in float32, those of each token's key before
-    the state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For the
-    derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries for
-    their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
+    the state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For
+    the derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries
+    for their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
     logarithm of a bound of the factor by which the chunk changes the length of a state's rows, as `growths`.
     """
     tile = tl.program_id(0)
@@ -80,8 +80,10 @@ def gated_delta_overlaps_kernel(
     square = row * CHUNK + column
     shared = overlaps + tl.cast(tile * (NUM_HEADS // GROUP) + key_head, tl.int64) * CHUNK * CHUNK
     is_first = tl.program_id(1) * MEMBERS % GROUP == 0
-    tl.store(shared + square, by_key, mask=is_first & (row // 16 >= column // 16))
-    square_norm = tl.sum(tl.where(row == column, by_key, 0.0), 1)
+    is_lower = row // 16 >= column // 16
+    tl.store(shared + square, by_key, mask=is_first & is_lower)
+    # Keys that are divided by their norms are at most this long.
+    square_norm = 1.0 if NORMALIZE else tl.sum(tl.where(row == column, by_key, 0.0), 1)
     by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
     for member in range(MEMBERS):
         head = tl.program_id(1) * MEMBERS + member
@@ -105,14 +107,16 @@ def gated_delta_overlaps_kernel(
             growth = tl.maximum(tl.abs(1 - rate * square_norm) - 1, 0.0)
             tl.store(growths + tile * NUM_HEADS + head, last + tl.sum(growth, 0))
         # Of later tokens the difference would be positive without a bound.
-        weights = tl.exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
-        tl.store(products + number * CHUNK + square, (by_query * weights).to(products.dtype.element_ty))
+        weights = natural_exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
+        product = (by_query * weights).to(products.dtype.element_ty)
+        tl.store(products + number * CHUNK + square, product, mask=is_lower | (lowers is not None))
         if lowers is not None:
             lower = tl.where(row > column, by_key * weights, 0.0)
             tl.store(lowers + number * CHUNK + square, lower.to(lowers.dtype.element_ty))
             tl.store(norms + number * 3 + step, k_norm)
             tl.store(norms + number * 3 + CHUNK + step, q_norm)
             tl.store(norms + number * 3 + 2 * CHUNK + step, decay)
+
 
 @triton.jit
 def gated_delta_inverses_kernel(
@@ -121,6 +125,7 @@ def gated_delta_inverses_kernel(
     factors,
     decays,
     through,
+    lowers,
     inverses,
     num_seqs,
     NUM_HEADS: tl.constexpr,
@@ -170,7 +175,7 @@ def gated_delta_inverses_kernel(
     x31 = -_product(x33, _product(l31, x11, PRECISION) + _product(l32, x21, PRECISION), PRECISION)
     x30 = _product(l30, x00, PRECISION) + _product(l31, x10, PRECISION) + _product(l32, x20, PRECISION)
     x30 = -_product(x33, x30, PRECISION)
-    zero = tl.zeros([16, 16], tl.float32)
+    zero = None if lowers is None else tl.zeros([16, 16], tl.float32)
     _store_column(target, rate, x00, x10, x20, x30, CHUNK)
     _store_column(target + 16, rate + 16, zero, x11, x21, x31, CHUNK)
     _store_column(target + 32, rate + 32, zero, zero, x22, x32, CHUNK)
@@ -186,9 +191,11 @@ def _block(source, rate, decay, ROW: tl.constexpr, COLUMN: tl.constexpr, CHUNK: 
         own = tl.load(decay + ROW + step)[:, None]
         earlier = tl.load(decay + COLUMN + step)[None, :]
         rate = tl.load(rate + ROW)[:, None]
-        # Of later tokens a difference would be positive without a bound.
         if ROW == COLUMN:
-            block *= natural_exp(tl.where(step[:, None] > step[None, :], own - earlier, float("-inf"))) * rate
+            is_later = step[:, None] > step[None, :]
+            # Of earlier tokens the difference would be positive without a bound.
+            block *= natural_exp(tl.where(is_later, own - earlier, 0.0)) * rate
+            block = tl.where(is_later, block, 0.0)
         else:
             border = tl.load(decay + ROW)
             block = block * (natural_exp(own - border) * rate) * natural_exp(border - earlier)
@@ -199,9 +206,12 @@ def _block(source, rate, decay, ROW: tl.constexpr, COLUMN: tl.constexpr, CHUNK: 
 def _store_column(target, rate, x0, x1, x2, x3, CHUNK: tl.constexpr):
     rate = tl.load(rate)[None, :]
     dtype: tl.constexpr = target.dtype.element_ty
-    tl.store(target, (x0 * rate).to(dtype))
-    tl.store(target + 16 * CHUNK, (x1 * rate).to(dtype))
-    tl.store(target + 32 * CHUNK, (x2 * rate).to(dtype))
+    if x0 is not None:
+        tl.store(target, (x0 * rate).to(dtype))
+    if x1 is not None:
+        tl.store(target + 16 * CHUNK, (x1 * rate).to(dtype))
+    if x2 is not None:
+        tl.store(target + 32 * CHUNK, (x2 * rate).to(dtype))
     tl.store(target + 48 * CHUNK, (x3 * rate).to(dtype))
 
 
