@@ -42,6 +42,12 @@ def test_prompts_go_in_chunks(dtype, options, seed):
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 
 
+def test_heads_that_share_a_key_have_systems_of_their_own(seed):
+    call = delta_call(seed, (40,), heads=(8, 2), padding=0, dtype="bfloat16")
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_segments_of_a_long_sequence_start_from_the_states_before_them(gates, seed, monkeypatch):
     monkeypatch.setattr(plan, "_LEAST_SEGMENT", 1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from torch_core.device.states import load_state
-from torch_core.state.kernels.delta.chunks import chunks_before, corrected, corrected_by_channel
+from torch_core.state.kernels.delta.chunks import chunks_before, corrected, corrected_by_channel, state_factor
 
 
 @triton.jit
@@ -96,7 +96,8 @@ def gated_delta_both_states_kernel(
             if through is None:
                 keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
                 k = tl.load(keys, mask=live & is_channel, other=0.0)
-                _, state = corrected(state, k, v, inverses, factors, chunk, PRECISION, CHUNK)
+                last = state_factor(factors, chunk, CHUNK)
+                _, state = corrected(state, k, v, inverses, factors, last, chunk, PRECISION, CHUNK)
             else:
                 _, state = corrected_by_channel(
                     state, v, inverses, reads, adds, through, chunk, channel, KEY_SIZE, PRECISION, CHUNK

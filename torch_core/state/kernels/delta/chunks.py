@@ -83,6 +83,8 @@ def gated_delta_summaries_kernel(
         if tl.program_id(2) == 0:
             tl.store(kept + tile * NUM_HEADS + head, is_kept.to(tl.int32))
     state = tl.where(((line - VALUE_PADDED)[:, None] == channel[None, :]) & is_kept, 1.0, 0.0)
+    if through is None:
+        last = state_factor(factors, ((first + begin) * NUM_HEADS + head).to(tl.int64), CHUNK)
     for index in range(begin, SEGMENT):
         chunk = ((first + index) * NUM_HEADS + head).to(tl.int64)
         place = start.to(tl.int64) + (segment * SEGMENT + index) * CHUNK + step
@@ -91,7 +93,8 @@ def gated_delta_summaries_kernel(
         if through is None:
             keys = key + place[:, None] * key_token_stride + head // GROUP * key_head_stride + channel[None, :]
             k = tl.load(keys, mask=is_channel[None, :], other=0.0)
-            _, state = corrected(state, k, v, inverses, factors, chunk, PRECISION, CHUNK)
+            _, state = corrected(state, k, v, inverses, factors, last, chunk, PRECISION, CHUNK)
+            last = state_factor(factors, chunk + (index + 1 < SEGMENT) * NUM_HEADS, CHUNK)
         else:
             _, state = corrected_by_channel(
                 state, v, inverses, reads, adds, through, chunk, channel, KEY_SIZE, PRECISION, CHUNK
@@ -254,6 +257,10 @@ def gated_delta_chunks_kernel(
             height: tl.constexpr = VALUE_PADDED + KEY_PADDED
             source = summaries + ((tile - 1) * NUM_HEADS + head).to(tl.int64) * height * KEY_PADDED
             state = tl.load(source + row[:, None] * KEY_PADDED + channel[None, :])
+    if through is None:
+        chunk = ((first + begin) * NUM_HEADS + head).to(tl.int64)
+        read = tl.load(factors + chunk * 5 * CHUNK + CHUNK + step)
+        last = state_factor(factors, chunk, CHUNK)
     for index in range(begin, end):
         chunk = ((first + index) * NUM_HEADS + head).to(tl.int64)
         live = index * CHUNK + step < length
@@ -267,9 +274,12 @@ def gated_delta_chunks_kernel(
             source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
             k = tl.load(keys, mask=is_key, other=0.0)
             q = tl.load(source, mask=is_key, other=0.0)
-            read = tl.load(factors + chunk * 5 * CHUNK + CHUNK + step)
             found = tl.dot(state.to(dtype), tl.trans(q), input_precision=PRECISION) * read[None, :]
-            u, state = corrected(state, k, v, inverses, factors, chunk, PRECISION, CHUNK)
+            u, state = corrected(state, k, v, inverses, factors, last, chunk, PRECISION, CHUNK)
+            # The compiler loads the operands of products ahead, and not these factors of the results of products.
+            chunk += (index + 1 < end) * NUM_HEADS
+            read = tl.load(factors + chunk * 5 * CHUNK + CHUNK + step)
+            last = state_factor(factors, chunk, CHUNK)
         else:
             rows = step[:, None] * KEY_SIZE + channel[None, :]
             q = tl.load(queries + chunk * CHUNK * KEY_SIZE + rows, mask=is_channel[None, :], other=0.0)
@@ -288,14 +298,16 @@ def gated_delta_chunks_kernel(
 
 
 @triton.jit
-def corrected(state, k, v, inverses, factors, chunk, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the corrections of a chunk, [rows of the state, tokens], and the state after it."""
+def corrected(state, k, v, inverses, factors, last, chunk, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the corrections of a chunk, [rows of the state, tokens], and the state after it.
+
+    `last` is the chunk's `state_factor`.
+    """
     step = tl.arange(0, CHUNK)
     held = factors + chunk * 5 * CHUNK
     inverse = _load_lower(inverses + chunk * CHUNK * CHUNK, CHUNK)
     into = tl.load(held + step)
     added = tl.load(held + 2 * CHUNK + step)
-    last = tl.load(held + 3 * CHUNK)
     known = tl.dot(state.to(k.dtype), tl.trans(k), input_precision=PRECISION) * into[None, :]
     u = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
     u = tl.dot(known.to(k.dtype), tl.trans(inverse), acc=u, input_precision=PRECISION)
@@ -319,6 +331,12 @@ def corrected_by_channel(
     u = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
     u = tl.dot(known.to(k.dtype), tl.trans(inverse), acc=u, input_precision=PRECISION)
     return u, tl.dot(u.to(k.dtype), added, acc=state * last[None, :], input_precision=PRECISION)
+
+
+@triton.jit
+def state_factor(factors, chunk, CHUNK: tl.constexpr):
+    """Returns what a chunk of a head multiplies the state before it with."""
+    return tl.load(factors + chunk * 5 * CHUNK + 3 * CHUNK)
 
 
 @triton.jit
