@@ -69,11 +69,13 @@ def chunk_tiles(call: GatedDeltaCall[ArraySpec], chunks: int) -> int:
 def constexprs_of(call: GatedDeltaCall[ArraySpec], least: int) -> dict[str, Any]:
     """Returns the compile-time parameters of all kernels; `least` is the smallest padded size."""
     group = call.num_heads // call.num_kv_heads
+    members = group if group >= _SHARED_PRODUCTS else 1
     keys = max(least, power_of_two(call.key.shape[2]))
     return {
         "NUM_HEADS": call.num_heads,
         "GROUP": group,
-        "MEMBERS": group if group >= _SHARED_PRODUCTS else 1,
+        "MEMBERS": members,
+        "MEMBERS_PADDED": power_of_two(members),
         "KEY_SIZE": call.key.shape[2],
         "KEY_PADDED": keys,
         "VALUE_SIZE": call.value.shape[2],

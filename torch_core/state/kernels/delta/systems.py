@@ -39,6 +39,7 @@ def gated_delta_overlaps_kernel(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
+    MEMBERS_PADDED: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -72,50 +73,59 @@ def gated_delta_overlaps_kernel(
     queries = query + place[:, None] * query_token_stride + key_head * query_head_stride + channel[None, :]
     k = tl.load(keys, mask=is_key, other=0.0)
     q = tl.load(queries, mask=is_key, other=0.0)
+    member = tl.program_id(1) * MEMBERS + tl.arange(0, MEMBERS_PADDED)[None, :]
+    is_member = (tl.arange(0, MEMBERS_PADDED) < MEMBERS)[None, :] & (step >= 0)[:, None]
+    row = step[:, None]
+    rates = beta + place[:, None] * beta_token_stride + member
+    rate = tl.load(rates, mask=is_member & live[:, None], other=0.0).to(tl.float32)
+    decay = tl.zeros([CHUNK, MEMBERS_PADDED], tl.float32)
+    if g is not None:
+        gates = g + place[:, None] * g_token_stride + member
+        # Of two sums with -inf no difference could be taken.
+        gate = tl.maximum(tl.load(gates, mask=is_member & live[:, None], other=0.0).to(tl.float32), -100.0)
+        decay = tl.cumsum(gate, 0)
+    last = tl.sum(tl.where(row == CHUNK - 1, decay, 0.0), 0)[None, :]
     k_norm = inverse_norms(k, epsilon, NORMALIZE)
     q_norm = inverse_norms(q, epsilon, NORMALIZE) * scale
+    number = (tile * NUM_HEADS + member).to(tl.int64) * CHUNK
+    held = factors + number * 5 + row
+    tl.store(decays + number + row, decay, mask=is_member)
+    tl.store(held, -k_norm[:, None] * tl.exp(decay), mask=is_member)
+    tl.store(held + CHUNK, q_norm[:, None] * tl.exp(decay), mask=is_member)
+    tl.store(held + 2 * CHUNK, k_norm[:, None] * tl.exp(last - decay), mask=is_member)
+    tl.store(held + 3 * CHUNK, tl.exp(last) + tl.zeros_like(decay), mask=is_member)
+    tl.store(held + 4 * CHUNK, rate, mask=is_member)
+
     by_key = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
-    row = step[:, None]
     column = step[None, :]
     square = row * CHUNK + column
     shared = overlaps + tl.cast(tile * (NUM_HEADS // GROUP) + key_head, tl.int64) * CHUNK * CHUNK
     is_first = tl.program_id(1) * MEMBERS % GROUP == 0
     is_lower = row // 16 >= column // 16
     tl.store(shared + square, by_key, mask=is_first & is_lower)
-    # Keys that are divided by their norms are at most this long.
-    square_norm = 1.0 if NORMALIZE else tl.sum(tl.where(row == column, by_key, 0.0), 1)
+    if growths is not None:
+        # Keys that are divided by their norms are at most this long.
+        square_norm = 1.0 if NORMALIZE else tl.sum(tl.where(row == column, by_key, 0.0), 1)[:, None]
+        # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
+        growth = tl.maximum(tl.abs(1 - rate * square_norm) - 1, 0.0)
+        held = growths + tile * NUM_HEADS + member
+        tl.store(held, last + tl.sum(growth, 0)[None, :], mask=tl.arange(0, MEMBERS_PADDED)[None, :] < MEMBERS)
     by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
-    for member in range(MEMBERS):
-        head = tl.program_id(1) * MEMBERS + member
-        rate = tl.load(beta + place * beta_token_stride + head, mask=live, other=0.0).to(tl.float32)
-        decay = tl.zeros([CHUNK], tl.float32)
-        if g is not None:
-            # Of two sums with -inf no difference could be taken.
-            gate = tl.load(g + place * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
-            decay = tl.cumsum(tl.maximum(gate, -100.0), 0)
-        last = tl.sum(tl.where(step == CHUNK - 1, decay, 0.0), 0)
-        number = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK
-        held = factors + number * 5 + step
-        tl.store(held, -k_norm * tl.exp(decay))
-        tl.store(held + CHUNK, q_norm * tl.exp(decay))
-        tl.store(held + 2 * CHUNK, k_norm * tl.exp(last - decay))
-        tl.store(held + 3 * CHUNK, tl.exp(last) + tl.zeros([CHUNK], tl.float32))
-        tl.store(held + 4 * CHUNK, rate)
-        tl.store(decays + number + step, decay)
-        if growths is not None:
-            # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
-            growth = tl.maximum(tl.abs(1 - rate * square_norm) - 1, 0.0)
-            tl.store(growths + tile * NUM_HEADS + head, last + tl.sum(growth, 0))
+    # Decays are read that other threads have stored.
+    tl.debug_barrier()
+    for index in range(MEMBERS):
+        own = (tile * NUM_HEADS + tl.program_id(1) * MEMBERS + index).to(tl.int64) * CHUNK
+        passed = tl.load(decays + own + step)
         # Of later tokens the difference would be positive without a bound.
-        weights = natural_exp(tl.where(row >= column, decay[:, None] - decay[None, :], float("-inf")))
+        weights = natural_exp(tl.where(row >= column, passed[:, None] - passed[None, :], float("-inf")))
         product = (by_query * weights).to(products.dtype.element_ty)
-        tl.store(products + number * CHUNK + square, product, mask=is_lower | (lowers is not None))
+        tl.store(products + own * CHUNK + square, product, mask=is_lower | (lowers is not None))
         if lowers is not None:
             lower = tl.where(row > column, by_key * weights, 0.0)
-            tl.store(lowers + number * CHUNK + square, lower.to(lowers.dtype.element_ty))
-            tl.store(norms + number * 3 + step, k_norm)
-            tl.store(norms + number * 3 + CHUNK + step, q_norm)
-            tl.store(norms + number * 3 + 2 * CHUNK + step, decay)
+            tl.store(lowers + own * CHUNK + square, lower.to(lowers.dtype.element_ty))
+            tl.store(norms + own * 3 + step, k_norm)
+            tl.store(norms + own * 3 + CHUNK + step, q_norm)
+            tl.store(norms + own * 3 + 2 * CHUNK + step, passed)
 
 
 @triton.jit
