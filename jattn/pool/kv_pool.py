@@ -111,8 +111,7 @@ class KVPool(Owner):
         for index, each in enumerate(further):
             if each.block_size != spec.block_size:
                 problem = f"has block_size {each.block_size} and spec {spec.block_size}"
-                wanted = "they must be equal"
-                raise InvalidInput(f"further[{index}]", problem, wanted)
+                raise InvalidInput(f"further[{index}]", problem, "they must be equal")
         self.num_blocks = num_blocks
         self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self.specs]
         self._blocks, self._all = slice(len(self._layers)), slice(None)
