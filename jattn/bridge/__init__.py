@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from jattn.bridge.calls import run
 from jattn.bridge.errors import original_error, typed_errors
-from jattn.bridge.partition import partitioned
+from jattn.bridge.partition import may_be_split, partitioned
 
 if TYPE_CHECKING:
     from jattn.bridge.callback import call_torch
     from jattn.bridge.dlpack import to_jax, to_torch
 
-__all__ = ["call_torch", "original_error", "partitioned", "run", "to_jax", "to_torch", "typed_errors"]
+__all__ = ["call_torch", "may_be_split", "original_error", "partitioned", "run", "to_jax", "to_torch", "typed_errors"]
 
 _HOME_OF = {"call_torch": "callback", "to_jax": "dlpack", "to_torch": "dlpack"}
 

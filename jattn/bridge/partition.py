@@ -51,6 +51,14 @@ def partitioned(runtime: Runtime, *, opaque: bool = True) -> Runtime:
     return run
 
 
+def may_be_split(array: jax.Array) -> bool:
+    """Returns whether devices may split a call with this operand: not inside a shard_map over all axes, nor on one."""
+    if jax.device_count() == 1:
+        return False
+    mesh = _mesh_of([array])
+    return mesh.empty or bool(mesh.explicit_axes or _auto_axes(mesh))
+
+
 @dataclass(frozen=True)
 class _Parts:
     """A call without its arrays: their specs and names, the names of its results, and who runs it."""
@@ -83,10 +91,8 @@ class _Parts:
 
 
 def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any]) -> Sequence[jax.Array]:
-    shardings = [jax.typeof(array).sharding for array in arrays]
-    context = jax.sharding.get_abstract_mesh()
-    mesh = next((sharding.mesh for sharding in shardings if not sharding.mesh.empty), context)
-    auto = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
+    mesh = _mesh_of(arrays)
+    auto = _auto_axes(mesh)
     others = (*mesh.explicit_axes, *mesh.manual_axes)
     if auto and others and run_auto is _run_auto:
         raise Unsupported(
@@ -95,7 +101,7 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any
         )
     if not mesh.explicit_axes:
         return run_auto(parts, *arrays) if auto or mesh.empty else parts.run(*arrays)
-    run, in_specs, out_specs = parts.specs(mesh, shardings)
+    run, in_specs, out_specs = parts.specs(mesh, [jax.typeof(array).sharding for array in arrays])
     cut = [jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)]
     return jax.shard_map(
         run,
@@ -105,6 +111,16 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any
         axis_names=set(mesh.explicit_axes),
         check_vma=False,
     )(*cut)
+
+
+def _mesh_of(arrays: Sequence[jax.Array]) -> Any:
+    """Returns the mesh of the first array that has one, or of the context."""
+    meshes = (jax.typeof(array).sharding.mesh for array in arrays)
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _auto_axes(mesh: Any) -> list[str]:
+    return [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))

@@ -20,9 +20,9 @@ from torch_core.base.errors import Unsupported
 from torch_core.launch.call import Call, array_fields
 
 HEADS = ("num_heads", "num_kv_heads")
-# A call has heads or channels.
+# A call has heads or channels, which are columns of an array of channels alone.
 _CHANNELS = "num_channels"
-_PARTS = (*HEADS, _CHANNELS)
+_PARTS = (*HEADS, _CHANNELS, "num_columns")
 _ROWS = ("num_seqs", "num_tokens", "num_keys", "num_values", "num_slots")
 _BLOCKS = "num_blocks"
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jattn import ops
 from jattn.metadata import AttentionMetadata
+from jattn.nn.norms import normalised
 from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
 from jattn.nn.states import ConvWeights, linears, packed_sequences
 from torch_core.base.limits import Limits, checked
@@ -92,9 +93,10 @@ class KimiDeltaAttention(nnx.Module):
         conv_states, matrices = (None, None) if states is None else states
         size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
         ends = [3 * size, 3 * size + inner, 3 * size + 2 * inner]
-        mixed, forget, gate, beta = jnp.split(self.in_proj(inputs.reshape(-1, self.in_features)), ends, axis=-1)
+        projected = self.in_proj(inputs.reshape(-1, self.in_features))
+        _, forget, gate, beta = jnp.split(projected, ends, axis=-1)
         mixed, conv_states = self.conv1d(
-            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
+            projected, conv_states, sequences, first_column=0, activation="silu", implementation=self.implementation
         )
         query, key, value = (self._heads(each) for each in jnp.split(mixed, 3, axis=-1))
         forget = forget if self.f_b_proj is None else self.f_b_proj(forget)
@@ -112,7 +114,7 @@ class KimiDeltaAttention(nnx.Module):
             **sequences,
         )
         gate = self._heads(gate if self.g_b_proj is None else self.g_b_proj(gate)).astype(jnp.float32)
-        out = (self.norm(out) * jax.nn.sigmoid(gate)).astype(mixed.dtype)
+        out = (normalised(self.norm, out) * jax.nn.sigmoid(gate)).astype(mixed.dtype)
         out = self.out_proj(out.reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 

@@ -148,7 +148,9 @@ class Mamba2(nnx.Module):
             implementation=self.implementation,
             **sequences,
         )
-        out = self._gated(out.reshape(len(out), -1).astype(jnp.float32), gate.astype(jnp.float32))
+        # XLA's GPU compiler (jaxlib 0.10) makes one kernel of gate and norm if it sees no heads in their operand.
+        out = jax.lax.optimization_barrier(out.reshape(len(out), -1))
+        out = self._gated(out.astype(jnp.float32), gate.astype(jnp.float32))
         out = self.out_proj(out.astype(mixed.dtype).reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.checks import check_packed
+from jattn.nn.norms import normalised
 from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import checked
@@ -20,7 +21,10 @@ from torch_core.base.specs import StateCacheSpec
 
 
 class GatedDeltaNet(nnx.Module):
-    """The layer of Qwen3-Next (arXiv 2412.06464); parameters are named and arranged as in Hugging Face's model.
+    """The layer of Qwen3-Next and Qwen 3.5 (arXiv 2412.06464).
+
+    The products with the input are one: queries, keys, values, the gates of results, the step sizes and the decays, in
+    this order. Other parameters are named and arranged as in Hugging Face's models.
 
     - `y = layer(x)` takes a batch `[batch..., length, features]`, with padding at the end of rows. It is
       differentiable.
@@ -79,8 +83,7 @@ class GatedDeltaNet(nnx.Module):
         self.dtype, self.implementation = dtype, implementation
         keys, values = num_kv_heads * key_dim, num_heads * value_dim
         linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
-        self.in_proj_qkvz = linear(in_features, 2 * keys + 2 * values)
-        self.in_proj_ba = linear(in_features, 2 * num_heads)
+        self.in_proj = linear(in_features, 2 * keys + 2 * values + 2 * num_heads)
         self.conv1d = ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(num_heads, jnp.float32))
         decays = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, 0.01, 16.0)
@@ -115,12 +118,13 @@ class GatedDeltaNet(nnx.Module):
         """
         sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
         conv_states, matrices = (None, None) if states is None else states
-        query, key, value, z, beta, gate = self._projected(inputs.reshape(-1, self.in_features))
-        mixed = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (query, key, value)], axis=-1)
+        keys, values = self.num_kv_heads * self.key_dim, self.num_heads * self.value_dim
+        projected = self.in_proj(inputs.reshape(-1, self.in_features))
+        _, z, steps = jnp.split(projected, (2 * keys + values, 2 * keys + 2 * values), axis=-1)
+        steps = steps.reshape(-1, 2, self.num_heads).astype(jnp.float32)
         mixed, conv_states = self.conv1d(
-            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
+            projected, conv_states, sequences, first_column=0, activation="silu", implementation=self.implementation
         )
-        keys = self.num_kv_heads * self.key_dim
         query, key, value = (
             x.reshape(x.shape[0], heads, -1)
             for x, heads in zip(
@@ -133,8 +137,8 @@ class GatedDeltaNet(nnx.Module):
             query,
             key,
             value,
-            beta,
-            g=gate,
+            jax.nn.sigmoid(steps[:, 0]) * (1 + self.allow_neg_eigval),
+            g=self._gates(steps[:, 1]),
             states=matrices,
             max_query_len=longest,
             scale=self.key_dim**-0.5,
@@ -142,22 +146,13 @@ class GatedDeltaNet(nnx.Module):
             implementation=self.implementation,
             **sequences,
         )
-        out = self.norm(out) * jax.nn.silu(z.astype(jnp.float32))
+        out = normalised(self.norm, out) * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))
         out = self.out_proj(out.astype(mixed.dtype).reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 
-    def _projected(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns queries, keys, values and gates z, [tokens, heads, size], and beta and g, float32[tokens, heads]."""
-        group, keys = self.num_heads // self.num_kv_heads, self.key_dim
-        values = group * self.value_dim
-        mixed = self.in_proj_qkvz(x).reshape(-1, self.num_kv_heads, 2 * keys + 2 * values)
-        query, key, value, z = jnp.split(mixed, [keys, 2 * keys, 2 * keys + values], axis=-1)
-        value, z = (each.reshape(-1, self.num_heads, self.value_dim) for each in (value, z))
-        steps = self.in_proj_ba(x).reshape(-1, self.num_kv_heads, 2, group).astype(jnp.float32)
-        beta, decay = (steps[:, :, index].reshape(-1, self.num_heads) for index in range(2))
-        rate, bias = self.A_log[...], self.dt_bias[...]
-        gate = -jnp.exp(rate)[None] * jax.nn.softplus(decay + bias[None])
-        return query, key, value, z, jax.nn.sigmoid(beta) * (1 + self.allow_neg_eigval), gate
+    def _gates(self, decay: jax.Array) -> jax.Array:
+        """Returns the logarithms of the factors of the state, [tokens, heads]."""
+        return -jnp.exp(self.A_log[...])[None] * jax.nn.softplus(decay + self.dt_bias[...][None])
 
 
 class ShortConv(nnx.Module):
@@ -247,13 +242,18 @@ class ConvWeights(nnx.Module):
         *,
         implementation: str | None,
         activation: str | None = None,
+        first_column: int | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Convolves packed tokens [tokens, channels]; returns them and the updated states, None without."""
+        """Convolves packed tokens [tokens, channels]; returns them and the updated states, None without.
+
+        The channels are columns of x from the first one on; None for all of x.
+        """
         return ops.causal_conv1d(
             x,
             self.weight[...].astype(x.dtype),
             bias=None if self.bias is None else self.bias[...].astype(x.dtype),
             conv_states=states,
+            first_column=first_column,
             activation=activation,
             implementation=implementation,
             **sequences,

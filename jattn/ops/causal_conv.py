@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import bridge
 from jattn.ops.arguments import documented
 from jattn.ops.chunks import slots_of
 from jattn.ops.deferred import advance
@@ -26,6 +27,7 @@ def causal_conv1d(
     has_initial_state: jax.Array | None = None,
     num_kept_tokens: jax.Array | None = None,
     activation: str | None = None,
+    first_column: int | None = None,
     defer_states: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Any]:
@@ -62,7 +64,11 @@ def causal_conv1d(
         has_initial_state=has_initial_state,
         num_kept_tokens=num_kept_tokens,
         activation=activation,
+        first_column=first_column,
     )
+    if bridge.may_be_split(x):
+        # Other columns are not split as the channels are.
+        call = call.of_channels()
     return advance(call, implementation, defer_states)
 
 
@@ -72,6 +78,7 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
     Every sequence's inputs follow its state in one array, so one shift of that array serves all sequences. All indices
     are unique: the transpose of a read is a write, never a sum whose order could vary.
     """
+    call = call.of_channels()
     past, (num_tokens, num_channels) = call.width - 1, call.x.shape
     wide = jnp.float64 if call.x.dtype == jnp.float64 else jnp.float32
     starts, seqs, tokens = call.query_start_loc, jnp.arange(call.num_seqs), jnp.arange(num_tokens)

@@ -17,6 +17,7 @@ from jattn.bench.shapes import shape_config
 from jattn.llm.engine.device.programs import PRODUCT_OPTIONS
 from jattn.llm.models import Decoder
 from jattn.metadata import AttentionMetadata
+from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from tests.ops import test_sliced_caches as sliced
 from tests.support.for_cuda import compiled_for_cuda, computations, why_not
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -136,6 +137,37 @@ def test_a_decode_step_replaces_states_where_they_are() -> None:
     for shape in ("7,3,64", "7,4,8,8"):
         assert f"f32[{shape}]" in text
         assert not re.findall(rf"= f32\[{shape}\]\S* (copy|fusion)\(", text)
+
+
+def decoded(kind: str) -> tuple[Any, ...]:
+    """A decode step of a layer with a state."""
+    options: dict[str, Any] = {"param_dtype": jnp.bfloat16, "implementation": "triton", "rngs": nnx.Rngs(0)}
+    layer: Any = {
+        "delta rule": lambda: GatedDeltaNet(8, 64, num_kv_heads=4, key_dim=16, value_dim=16, **options),
+        "channels": lambda: KimiDeltaAttention(8, 64, head_dim=16, full_rank_gates=True, **options),
+        "mamba": lambda: Mamba2(8, 64, head_dim=16, state_size=16, num_groups=2, **options),
+    }[kind]()
+    graph, weights = nnx.split(layer)
+    spec = layer.state_spec()
+    states = tuple(np.zeros((17, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    metadata = AttentionMetadata(
+        block_tables=jnp.ones((8, 2), jnp.int32), seq_lens=jnp.full(8, 5, jnp.int32), max_query_len=1,
+        query_start_loc=jnp.arange(9, dtype=jnp.int32), slot_mapping=jnp.arange(16, 24, dtype=jnp.int32),
+        state_slots=jnp.arange(1, 9, dtype=jnp.int32),
+    )  # fmt: skip
+
+    def step(states: Any, x: Any, weights: Any) -> Any:
+        return nnx.merge(graph, weights)(x, states=states, metadata=metadata)
+
+    return step, states, jnp.zeros((8, 64), jnp.bfloat16), weights
+
+
+@pytest.mark.parametrize("kind", ["delta rule", "channels", "mamba"])
+def test_norm_and_gate_of_a_layer_with_a_state_are_one_kernel(kind: str) -> None:
+    text = compiled_for_cuda(decoded, kind, donate=(0,))
+    *_, between = text[text.index("ENTRY") :].split('custom_call_target="triton_kernel_call_ffi"')
+    between = between.split('custom_call_target="__cublas')[0]
+    assert between.count(" fusion(") == 1
 
 
 def reshaped_caches() -> tuple[Any, ...]:

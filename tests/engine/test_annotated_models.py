@@ -69,7 +69,7 @@ class AnnotatedHybrid(Annotated):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.mixer = GatedDeltaNet(8, 32, num_kv_heads=4, key_dim=8, value_dim=4, rngs=nnx.Rngs(seed))
-        for linear, axes in ((self.mixer.in_proj_qkvz, ("embed", "heads")), (self.mixer.out_proj, ("heads", "embed"))):
+        for linear, axes in ((self.mixer.in_proj, ("embed", "heads")), (self.mixer.out_proj, ("heads", "embed"))):
             linear.kernel = nnx.Param(linear.kernel[...], out_sharding=axes, eager_sharding=False)
         self.paged_spec = replace(Annotated.paged_spec, num_layers=1, states=(self.mixer.state_spec(),))
 

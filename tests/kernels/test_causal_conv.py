@@ -25,6 +25,8 @@ def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
         {"width": 7, "lens": (7, 6, 5, 0, 1)},
         {"states": False},
         {"lens": (1,), "padding": 0},
+        {"first_column": 5},
+        {"lens": (1, 1, 1, 0), "first_column": 3, "padding": 0},
         KEPT,
     ],
     ids=str,

@@ -51,10 +51,10 @@ def rewritten(folder: Path, tensors: dict[str, np.ndarray], method: dict[str, An
     return folder
 
 
-def in_fp8(folder: Path, method: dict[str, Any], scales_of: Any) -> Path:
+def in_fp8(folder: Path, method: dict[str, Any], scales_of: Any, names: str = "_proj.weight") -> Path:
     """Writes the linear layers of a folder as E4M3 with these scales, [out, in] -> an array or None for no scale."""
     tensors = safetensors.numpy.load((folder / "model.safetensors").read_bytes())
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(names)]:
         suffix, scale, wide = scales_of(tensors[name])
         tensors[name] = (tensors[name] / wide).astype(ml_dtypes.float8_e4m3fn)
         tensors[f"{name}{suffix}"] = scale
@@ -102,6 +102,21 @@ def test_fp8_weights_with_a_scale_for_an_output_or_a_tensor_are_kept(tmp_path, m
     # Products of E4M3 are scaled behind the sum; dequantised weights were rounded to bfloat16 before it.
     error = np.abs(logits(kept) - wide).max()
     assert error <= reference_bound(wide, logits(plain), 2.0**-8)
+
+
+def test_a_joined_layer_keeps_those_of_its_pieces_that_are_in_fp8(tmp_path, seed) -> None:
+    folder = in_fp8(write_checkpoint(tmp_path, "Qwen3NextForCausalLM", 0, seed), BY_OUTPUT, by_output, "_qkvz.weight")
+    models: Any = loaded(folder)
+
+    linear, whole = (model.layers[0].linear_attn.in_proj for model in models)
+    assert (linear.kernel.dtype, linear.rest.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    x = np.random.default_rng(seed).normal(size=(3, linear.kernel.shape[0])).astype(np.float32)
+    exact = np.matmul(x, whole.kernel[...], dtype=np.float64)
+    assert np.abs(linear(x) - exact).max() <= reference_bound(exact, np.asarray(whole(x)), 2.0**-24)
+    for name, model in zip(("kept", "plain"), models, strict=True):
+        save_model(tmp_path / name, model, model.config)
+    saved = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("kept", "plain")]
+    assert saved[0] == saved[1]
 
 
 def in_mxfp4(path: Path, seed: int) -> tuple[Path, dict[str, np.ndarray]]:

@@ -20,6 +20,12 @@ BATCH, LENGTH, FEATURES, SLOTS = 2, 11, 16, 6
 TOLERANCE = 2e-5
 
 
+def joined(qkvz: np.ndarray, ba: np.ndarray) -> np.ndarray:
+    """Returns the rows of two tensors of Qwen3-Next, by groups of heads, as our layer has them, by layer."""
+    parts = [*np.split(qkvz.reshape(2, 40, -1), [8, 16, 28], axis=1), *np.split(ba.reshape(2, 4, -1), 2, axis=1)]
+    return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
 def make(kind: str) -> tuple[Any, Any]:
     """Returns a layer of transformers and ours with its weights."""
     torch.manual_seed(0)
@@ -56,6 +62,8 @@ def make(kind: str) -> tuple[Any, Any]:
         theirs = Qwen3NextGatedDeltaNet(config, 0)
         ours = GatedDeltaNet(4, FEATURES, num_kv_heads=2, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
     tensors = {name: tensor.detach().numpy() for name, tensor in theirs.named_parameters()}
+    if kind == "qwen3_next":
+        tensors["in_proj.weight"] = joined(tensors.pop("in_proj_qkvz.weight"), tensors.pop("in_proj_ba.weight"))
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         module = getattr(ours, owner) if owner else ours
@@ -91,9 +99,12 @@ def test_a_layer_and_its_gradients_equal_those_of_transformers(layers, seed):
 
     out, of_weights, of_x = gradients(weights, jnp.asarray(x.detach().numpy()))
     np.testing.assert_allclose(out, wanted.detach().numpy(), atol=TOLERANCE, rtol=TOLERANCE)
-    first = theirs.in_proj if hasattr(theirs, "in_proj") else theirs.in_proj_qkvz
-    name = "in_proj" if hasattr(theirs, "in_proj") else "in_proj_qkvz"
-    pairs = [(of_x, x.grad), (of_weights[name]["kernel"][...], first.weight.grad.T)]
+    if hasattr(theirs, "in_proj"):
+        first: Any = theirs.in_proj.weight.grad
+    else:
+        pieces = (each.weight.grad.numpy() for each in (theirs.in_proj_qkvz, theirs.in_proj_ba))
+        first = torch.from_numpy(joined(*pieces))
+    pairs = [(of_x, x.grad), (of_weights["in_proj"]["kernel"][...], first.T)]
     if hasattr(theirs, "A_log"):
         pairs += [(of_weights[each][...], getattr(theirs, each).grad) for each in ("A_log", "dt_bias")]
     for found, gradient in pairs:

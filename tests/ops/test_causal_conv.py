@@ -23,11 +23,13 @@ from tests.support.state_cases import KEPT, each_implementation
 from torch_core import ops as torch_ops
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.launch.call import Call
+from torch_core.state.conv_call import CausalConvCall
 
 OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 19, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "width": 2, "activation": None, "bias": False, "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "states": False},
+    {"lens": (5, 1, 0, 6), "first_column": 3},
     KEPT,
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -50,7 +52,9 @@ def test_plain_torch_is_as_exact_as_the_reference(options, seed):
 def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     call = conv_call(seed, **options)
     convolve = _quick(
-        lambda given: ops.causal_conv1d(**given, activation=call.activation, implementation=implementation)
+        lambda given: ops.causal_conv1d(
+            **given, activation=call.activation, first_column=call.first_column, implementation=implementation
+        )
     )
     out, states = convolve(arrays_of(call))
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
@@ -124,7 +128,11 @@ def _autograd(call: Any, d_out: jax.Array, d_states: jax.Array, name: str) -> to
         ({"weight": torch.ones(20, 9)}, "weight has width 9; it must be from 2 to 8"),
         ({"weight": torch.ones(20, 3)}, "conv_states holds 3 tokens in a slot; a width of 3 needs 2"),
         ({"weight": torch.ones(20, 4).double()}, "weight is float64; it must be float32, bfloat16 or float16"),
-        ({"bias": torch.ones(19)}, "bias has shape .19.; it must be .num_channels. with num_channels = 20, that of x"),
+        ({"bias": torch.ones(19)}, "bias has shape .19.; it must be .num_channels. with num_channels = 20, that of we"),
+        (
+            {"weight": torch.ones(19, 4), "bias": None, "conv_states": torch.ones(8, 3, 19)},
+            "x has 20 columns; weig",
+        ),
         ({"conv_states": None}, "cache_indices is given without conv_states; give both or neither"),
         ({"conv_states": torch.ones(1, 3, 20), "cache_indices": None}, "conv_states has 1 slots for 6 sequences"),
         ({"out": torch.ones(31, 20).half()}, "out is float16; it must be float32, as x is"),
@@ -143,6 +151,33 @@ def test_what_does_not_fit_is_refused(change, message, seed):
     with pytest.raises(InvalidInput, match=message):
         torch_ops.run(call.with_arrays(change))
     torch.testing.assert_close(call.conv_states, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("first_column", [-1, 8, True])
+def test_channels_that_are_no_columns_are_refused(first_column, seed):
+    call = conv_call(seed, first_column=0)
+    with pytest.raises(InvalidInput, match=f"first_column is {first_column}; it must be "):
+        torch_ops.run(CausalConvCall(**call.__dict__ | {"first_column": first_column}))
+
+
+def test_columns_of_no_channel_have_no_gradient(seed):
+    call = conv_call(seed, (5, 1, 0, 3), first_column=2, states=False)
+    given: dict[str, Any] = arrays_of(call)
+    found = _quick(jax.grad(lambda x: ops.causal_conv1d(**{**given, "x": x}, first_column=2)[0].sum()))(given["x"])
+    alone = given["x"][:, 2:22]
+    wanted = _quick(jax.grad(lambda x: ops.causal_conv1d(**{**given, "x": x})[0].sum()))(alone)
+    np.testing.assert_array_equal(found, jnp.pad(wanted, ((0, 0), (2, 5))))
+
+
+@on_four_devices
+def test_channels_among_other_columns_may_be_split(seed: int) -> None:
+    call: Any = conv_call(seed, (5, 1, 0, 3), first_column=0).map(lambda array: np.asarray(array))
+    on = mesh("auto")
+    given = {k: place(x, on, CHANNELS.get(k, PartitionSpec())) for k, x in call.arrays().items() if k != "x"}
+    convolve = _quick(lambda x, given: ops.causal_conv1d(x, **given, first_column=0, activation="silu"))
+    expected = convolve(call.x, {k: np.asarray(x) for k, x in given.items()})
+    for found, wanted in zip(convolve(call.x, given), expected, strict=True):
+        assert_close(found, wanted)
 
 
 def test_an_unknown_activation_is_refused(seed):

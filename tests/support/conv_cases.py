@@ -20,12 +20,16 @@ def conv_call(
 ) -> Any:  # fmt: skip
     """Draws a CausalConvCall: the second sequence has no slot, the fourth has one that it does not start from.
 
-    Padded tokens, the slot that is not read and slots of no sequence hold NaN.
+    Padded tokens, the slot that is not read and slots of no sequence hold NaN, and so do columns of no channel: seven
+    of them with `first_column`.
     """
     torch.manual_seed(seed)
     kind, total, num_seqs = getattr(torch, dtype), sum(lens), len(lens)
     x = torch.randn(total + padding, num_channels, dtype=kind)
     x[total:] = torch.nan
+    if (first := options.get("first_column")) is not None:
+        x, channels = torch.full((total + padding, num_channels + 7), torch.nan, dtype=kind), x
+        x[:, first : first + num_channels] = channels
     fields: dict[str, Any] = {
         "x": x,
         "weight": torch.randn(num_channels, width, dtype=kind),

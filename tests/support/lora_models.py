@@ -103,7 +103,6 @@ def merged_model(model: Decoder, adapters: Adapters, index: int, xp: Any = np) -
     for target, parts in matrices(adapters, index, xp).items():
         path = ("lm_head", "kernel") if target.module == "lm_head" else target.kernel
         added = xp.concatenate([(b @ a).swapaxes(-1, -2) for a, b in parts], axis=-1)
-        added = added if target.order is None else added[..., np.argsort(target.order)]
         state[path] = jnp.asarray(xp.asarray(state[path], added.dtype) + added, state[path].dtype)
     return decoder_of(config, state, model.implementation)
 

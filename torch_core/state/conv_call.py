@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import A, dtype_name
@@ -28,6 +29,8 @@ class CausalConvCall(StateCall[A]):
 
     Attributes:
         x: new tokens of all sequences, one sequence after the other; rows after the last sequence are padding.
+        first_column: the column of x that is the first channel; other columns are not read, and need no copy. None if
+            x has the channels alone.
         weight: the weights of each channel, the last one for the token itself; the width is from 2 to 8.
         bias: bias of each channel; None for none.
         conv_states: a state in each slot; those of sequences with tokens are replaced, in place. None if every
@@ -40,11 +43,12 @@ class CausalConvCall(StateCall[A]):
     tokens_in: ClassVar[str] = "x"
     states_in: ClassVar[str] = "conv_states"
 
-    x: Float[A, "num_tokens num_channels"]
+    x: Float[A, "num_tokens num_columns"]
     weight: Float[A, "num_channels width"]
     bias: Float[A, "num_channels"] | None = None
     conv_states: Float[A, "num_states state_len num_channels"] | None = None
     activation: str | None = None
+    first_column: int | None = None
     out: Float[A, "num_tokens num_channels"] | None = None
 
     @property
@@ -52,22 +56,49 @@ class CausalConvCall(StateCall[A]):
         """Tokens that an output sees."""
         return self.weight.shape[1]
 
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution."""
+        return self.weight.shape[0]
+
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`, unless it is given."""
-        return {} if self.out is not None else {"out": ArraySpec(tuple(self.x.shape), dtype_name(self.x))}
+        shape = (self.num_tokens, self.num_channels)
+        return {} if self.out is not None else {"out": ArraySpec(shape, dtype_name(self.x))}
+
+    def equal_axes(self) -> dict[str, str]:
+        """The columns of x are the channels, where devices split them."""
+        return {"num_columns": "num_channels"}
+
+    def of_channels(self) -> Any:
+        """Returns the call with the channels of x alone."""
+        if self.first_column is None:
+            return self
+        columns: Any = self.x[:, self.first_column : self.first_column + self.num_channels]
+        return self.of({**self.__dict__, "x": columns, "first_column": None})
 
     @property
     def work(self) -> int:
         """The products."""
-        return self.x.size * self.width
+        return self.num_tokens * self.num_channels * self.width
+
+    def check_statics(self) -> None:
+        """Checks the column."""
+        if self.first_column is not None:
+            check_int("first_column", self.first_column, 0)
 
     def check_options(self) -> None:
         """Checks the width, the states' form, and the dtypes that go together."""
         least, most = _WIDTHS
         if not least <= self.width <= most:
             raise InvalidInput("weight", f"has width {self.width}", f"it must be from {least} to {most}")
-        if self.x.shape[1] == 0:
+        if self.num_channels == 0:
             raise InvalidInput("x", "has no channel", "there must be at least one")
+        columns, first = self.x.shape[1], self.first_column
+        if first is None and columns != self.num_channels:
+            wanted = f"weight has {self.num_channels} channels; first_column says which columns they are"
+            raise InvalidInput("x", f"has {columns} columns", wanted)
+        check_int("first_column", first or 0, 0, columns - self.num_channels)
         if self.activation not in ACTIVATIONS:
             raise InvalidInput("activation", value=self.activation, wanted="it must be None or 'silu'")
         self.check_states()

@@ -16,6 +16,7 @@ from torch_core.state.mamba_call import MambaChunkScanCall
 
 def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     """Convolves in float32, and replaces the states in place."""
+    call = call.of_channels()
     # Every sequence's inputs follow its state in one array: then one shift of that array serves all sequences.
     past, starts, seqs = call.width - 1, call.query_start_loc.long(), torch.arange(call.num_seqs)
     lens = starts.diff()

@@ -29,6 +29,7 @@ def causal_conv1d(call: CausalConvCall[Tensor], *, compute_dtype: torch.dtype = 
     """
     call.check()
     call.check_values()
+    call = call.of_channels()
     out = torch.zeros(call.x.shape, dtype=compute_dtype)
     weight, past = call.weight.to(compute_dtype), (call.width - 1, call.x.shape[1])
     for seq, (start, end) in enumerate(pairwise(call.query_start_loc.tolist())):

@@ -191,6 +191,5 @@ def _joined(target: AdapterTarget, pairs: list[Pair], rank: int, dtype: Any, xp:
         end, order = piece.stop, piece.order
     second = xp.concatenate([*seconds, xp.zeros((target.out_size - end, rank), dtype)])
     first = xp.concatenate(firsts)
-    for each in (order, target.order):
-        second = second if each is None else second[each]
+    second = second if order is None else second[order]
     return LoraWeights(first.T if target.is_embedding else first, second)

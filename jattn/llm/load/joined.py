@@ -6,7 +6,7 @@ import numpy as np
 
 from jattn.llm.load.families import Family
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import QKV, by_group, joined_sizes, num_groups, tensor_layers
+from jattn.llm.models.joined import DELTA_IN, QKV, joined_sizes, tensor_layers
 
 _EXPERTS = "moe.gate_up_proj"
 
@@ -29,9 +29,9 @@ def orders(config: ModelConfig, family: Family) -> dict[str, np.ndarray]:
         found[_EXPERTS] = np.arange(2 * config.moe.intermediate_size).reshape(-1, 2).T.ravel()
     if family.rotates_neighbours:
         found |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
-    for module in ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"):
-        if (groups := num_groups(module, config)) > 1 and not isinstance(family.tensor_name(module, config), str):
-            found[module] = by_group(joined_sizes(module, 0, config), groups)
+    # One of two tensors has queries, keys, values and gates, the other one step sizes and decays, by groups of heads.
+    if config.delta_net is not None and len(family.tensor_name(DELTA_IN, config)) == 2:
+        found[DELTA_IN] = _delta_order(config, config.delta_net.num_kv_heads)
     return {module: order for module, order in found.items() if order is not None}
 
 
@@ -55,6 +55,17 @@ def qkv_order(config: ModelConfig, family: Family, num_kv_heads: int) -> np.ndar
         rotated, places = heads + num_kv_heads, np.roll(np.arange(size), size // 2) if swaps else _halves(config)
         columns = np.concatenate([columns[:rotated, places], columns[rotated:]])
     return columns.ravel()
+
+
+def _delta_order(config: ModelConfig, groups: int) -> np.ndarray:
+    """Returns the order of the delta rule's inputs, of which each tensor of the file has a group's heads together."""
+    sizes, places = joined_sizes(DELTA_IN, 0, config), []
+    for layers in tensor_layers(DELTA_IN, 2, len(sizes)):
+        each = [sizes[layer] // groups for layer in layers]
+        start = sum(map(len, places))
+        columns = start + np.arange(groups * sum(each)).reshape(groups, -1)
+        places += [part.ravel() for part in np.split(columns, np.cumsum(each)[:-1], axis=1)]
+    return np.concatenate(places)
 
 
 def _halves(config: ModelConfig) -> np.ndarray:

@@ -22,6 +22,7 @@ from jattn.llm.load.source import open_source
 from jattn.llm.load.tensor_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer
 from jattn.llm.load.weights import (
+    in_two,
     is_quantized,
     ranges_of,
     read_kv_scales,
@@ -165,7 +166,12 @@ def _reader_of_quantized(
     def quantized(parameter: ParameterPlan) -> Any:
         to_round = to_fp8 and len(parameter.shape) == 2
         if is_cut or not is_quantized(tensors, parameter):
-            return round_to_fp8(read(parameter)) if to_round else read(parameter)
+            if to_round:
+                return round_to_fp8(read(parameter))
+            parts = None if is_cut else in_two(tensors, parameter)
+            if parts is None:
+                return read(parameter)
+            return (*read_quantized(tensors, parts[0], on_host=on_host), read(parts[1]))
         kernel, scale = read_quantized(tensors, parameter, on_host=on_host)
         if not to_round:
             return kernel, scale

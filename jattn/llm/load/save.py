@@ -159,7 +159,10 @@ def _value(values: dict[Any, Any], parameter: ParameterPlan, shards: ParameterSh
     home = np if next(iter(value.devices())).platform == "cpu" else jnp
     scale = values.get((*parameter.path[:-1], "scale")) if parameter.path[-1] == "kernel" else None
     value = home.asarray(value)
-    return value if scale is None else dequantize(value, home.asarray(scale[...]), home)
+    if scale is None:
+        return value
+    value, rest = dequantize(value, home.asarray(scale[...]), home), values.get((*parameter.path[:-1], "rest"))
+    return value if rest is None else home.concatenate([value, home.asarray(rest[...]).astype(value.dtype)], -1)
 
 
 def _pieces(parameter: ParameterPlan, value: Any) -> Iterator[tuple[TensorPlan, Any]]:

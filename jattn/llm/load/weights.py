@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -156,6 +157,24 @@ def is_quantized(tensors: Tensors, parameter: ParameterPlan) -> bool:
     parts = [tuple(parts_of(piece, tensors).items()) for piece in parameter.pieces]
     kinds = {(name.rsplit("_", 1)[-1], len(shape)) for (_, *scales) in parts for name, shape in scales}
     return all(len(each) > 1 for each in parts) and len(kinds) == 1
+
+
+def in_two(tensors: Tensors, parameter: ParameterPlan) -> tuple[ParameterPlan, ParameterPlan] | None:
+    """Returns a linear layer's first pieces, for which `is_quantized`, and its others; None if it has no such two."""
+    pieces, order = parameter.pieces, parameter.order
+    count = sum(1 for _ in itertools.takewhile(lambda piece: len(parts_of(piece, tensors)) > 1, pieces))
+    if not 0 < count < len(pieces) or len(parameter.shape) != 2:
+        return None
+    outputs = sum(piece.shape[0 if parameter.transposed else 1] for piece in pieces[:count])
+    if order is not None and (order[:outputs] >= outputs).any():
+        return None
+    shapes = ((parameter.shape[0], size) for size in (outputs, parameter.shape[1] - outputs))
+    orders = (None, None) if order is None else (order[:outputs], order[outputs:] - outputs)
+    first, rest = (
+        replace(parameter, shape=shape, pieces=some, order=own)
+        for shape, some, own in zip(shapes, (pieces[:count], pieces[count:]), orders, strict=True)
+    )
+    return (first, rest) if is_quantized(tensors, first) else None
 
 
 def read_kv_scales(tensors: Tensors, config: ModelConfig) -> dict[int, dict[str, float]]:

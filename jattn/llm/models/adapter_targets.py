@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jattn.llm.models.batch_adapters import EMBEDDING, HEAD
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import by_group, joined_sizes, num_groups
+from jattn.llm.models.joined import joined_sizes
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -31,8 +29,6 @@ class AdapterTarget:
         kernel: path of its kernel in the model; a tied head has the embedding's.
         in_size, out_size: sizes of its kernel, of one expert's. The inputs of the embedding are tokens.
         slices: outputs of each layer that it joins, such as queries, keys and values, or gate and up; of one expert.
-        num_groups: groups of heads whose outputs lie together in the kernel, those of all its layers. The rows of an
-            adapter's second matrix are in the order of the layers.
         num_experts: experts that have a kernel each; 0 of a layer without.
     """
 
@@ -42,7 +38,6 @@ class AdapterTarget:
     in_size: int
     out_size: int
     slices: tuple[int, ...]
-    num_groups: int = 1
     num_experts: int = 0
 
     @property
@@ -64,11 +59,6 @@ class AdapterTarget:
     def is_choice(self) -> bool:
         """It chooses experts or tokens, and has adapters only if they are named."""
         return self.module.startswith(_CHOOSE)
-
-    @property
-    def order(self) -> np.ndarray | None:
-        """Place of each row of the second matrix in the kernel's outputs; None if it is its own."""
-        return None if self.num_groups == 1 else np.argsort(by_group(self.slices, self.num_groups))
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of an adapter's matrices: those of `LoraWeights` without slots."""
@@ -109,9 +99,8 @@ def adapter_targets(config: ModelConfig) -> tuple[AdapterTarget, ...]:
             continue
         layer, module = int(path[1]), ".".join(map(str, path[2:-1]))
         *experts, in_size, out_size = shape
-        own = config.of_layer(layer)
-        sizes = joined_sizes(module, out_size, own), num_groups(module, own)
-        found.append(AdapterTarget(layer, module, path, in_size, out_size, *sizes, *experts))
+        sizes = joined_sizes(module, out_size, config.of_layer(layer))
+        found.append(AdapterTarget(layer, module, path, in_size, out_size, sizes, *experts))
     vocab_size, hidden_size = shapes[_EMBEDDING_PATH]
     head: ParameterPath = _EMBEDDING_PATH if config.tie_word_embeddings else (HEAD, "kernel")
     found.append(AdapterTarget(None, EMBEDDING, _EMBEDDING_PATH, vocab_size, hidden_size, (hidden_size,)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.llm.models.joined import by_group, joined_sizes, num_groups
+from jattn.llm.models.joined import joined_sizes
 from jattn.ops import AdapterRows, ExpertAdapters, add_lora_linear
 from jattn.ops.activations import gated
 from torch_core.base.errors import Unsupported
@@ -150,10 +150,9 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
         if weights.lora_a.ndim == 4:
             experts[name] = weights
         else:
-            out_size = weights.lora_b.shape[1]
-            sizes = joined_sizes(path, out_size, layer.config), num_groups(path, layer.config)
+            slices = joined_sizes(path, weights.lora_b.shape[1], layer.config)
             ends = path in _BRANCH_ENDS and layer.adds_branches_alone
-            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, *sizes, ends_branch=ends)
+            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, slices, ends_branch=ends)
             setattr(parent, name, nnx.static(adapted))
             if name == "gate_up_proj" and parent.is_swiglu:
                 parent.gated_product = nnx.static(adapted.gated)
@@ -172,7 +171,6 @@ class _Adapted:
         linear: the module.
         weights, rows: the adapters.
         slices: outputs of each layer that it joins.
-        num_groups: groups of heads whose outputs lie together, those of all layers.
         ends_branch: the results are an `AdaptedBranch`.
     """
 
@@ -182,13 +180,11 @@ class _Adapted:
         weights: LoraWeights,
         rows: AdapterRows,
         slices: tuple[int, ...],
-        num_groups: int,
         *,
         ends_branch: bool,
     ) -> None:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
         self._ends_branch = ends_branch
-        self._order = None if num_groups == 1 else by_group(slices, num_groups)
 
     @property
     def kernel(self) -> Any:
@@ -201,10 +197,9 @@ class _Adapted:
         if self._ends_branch:
             return AdaptedBranch(self._linear(x), x, self._weights, self._rows)
         rows = x.reshape(-1, x.shape[-1])
-        if self._order is None and (not self._adds_products or len(rows) > _FUSED_ROWS):
+        if not self._adds_products or len(rows) > _FUSED_ROWS:
             return _added(x, self._linear(x), self._weights, self._rows, self._slices)
         products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
-        products = products if self._order is None else products[:, self._order]
         return self._linear(x) + products.reshape(*x.shape[:-1], -1)
 
     def with_queries(self, latents: jax.Array, queries: jax.Array) -> jax.Array:

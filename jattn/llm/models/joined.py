@@ -1,16 +1,13 @@
-"""Linear layers of a checkpoint that share an input and are one product here: their sizes and their outputs' order."""
+"""Linear layers of a checkpoint that share an input and are one product here, and their sizes."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-import numpy as np
 
 from jattn.llm.models.config import ModelConfig
 
 #: Queries, keys and values, and the gate of attention behind them.
 QKV = "self_attn.qkv_proj"
-_DELTA_QKVZ, _DELTA_BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
+#: Queries, keys, values, their gates, step sizes and decays of the delta rule.
+DELTA_IN = "linear_attn.in_proj"
 _KIMI_IN = "kda.in_proj"
 
 
@@ -31,26 +28,14 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
         without_values = config.attention_k_eq_v or config.value_head is not None
         num_keys = 0 if total == query + sum(gate) else 2 - without_values
         return (query, *(key,) * num_keys, *gate)
-    if (delta := config.delta_net) is not None and module in (_DELTA_QKVZ, _DELTA_BA):
+    if (delta := config.delta_net) is not None and module == DELTA_IN:
         keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
-        return (keys, keys, values, values) if module == _DELTA_QKVZ else (delta.num_heads, delta.num_heads)
+        return keys, keys, values, values, delta.num_heads, delta.num_heads
     if (kimi := config.kimi_delta) is not None and module == _KIMI_IN:
         size = kimi.num_heads * kimi.head_dim
         gate = size if kimi.full_rank_gates else kimi.head_dim
         return size, size, size, gate, gate, kimi.num_heads
     return (total,)
-
-
-def num_groups(module: str, config: ModelConfig) -> int:
-    """Returns the groups of heads whose outputs lie together, those of all joined layers; 1 if the layers' do."""
-    delta = config.delta_net
-    return delta.num_kv_heads if delta is not None and module in (_DELTA_QKVZ, _DELTA_BA) else 1
-
-
-def by_group(sizes: Sequence[int], groups: int) -> np.ndarray:
-    """Returns the order of layers that lie one after the other, of which the model has each group's together."""
-    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    return np.concatenate([part.reshape(groups, -1) for part in parts], axis=1).ravel()
 
 
 def tensor_layers(module: str, count: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
@@ -59,7 +44,8 @@ def tensor_layers(module: str, count: int, num_layers: int) -> tuple[tuple[int, 
         return tuple((layer,) for layer in range(num_layers))
     if count == 1:
         return (tuple(range(num_layers)),)
-    if module == QKV:
-        # The gate lies with the queries.
-        return ((0, num_layers - 1), *((layer,) for layer in range(1, num_layers - 1)))
-    return (tuple(range(num_layers - 1)), (num_layers - 1,))
+    if module == DELTA_IN:
+        # Queries, keys and values may lie together, and gates with them, and step sizes with decays.
+        return ((0, 1, 2), (3,), (4,), (5,)) if count == 4 else ((0, 1, 2, 3), (4, 5))
+    # The gate lies with the queries.
+    return ((0, num_layers - 1), *((layer,) for layer in range(1, num_layers - 1)))

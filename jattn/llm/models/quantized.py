@@ -20,7 +20,7 @@ from jattn.ops.quantise import e4m3_rows
 from torch_core.base.errors import InvalidInput
 
 #: Modules whose kernels may be in fewer bits.
-_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj", "in_proj", "in_proj_qkvz", "out_proj")
+_MODULES = ("qkv_proj", "o_proj", "gate_up_proj", "up_proj", "down_proj", "in_proj", "out_proj")
 
 #: The values of the four bits of an MXFP4 number (OCP Microscaling Formats 1.0, E2M1), the sign in the highest.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -141,25 +141,39 @@ class QuantizedLinear(nnx.Module):
 
     With one scale for each output the product is scaled; with more of them the kernel is, and rounded to the dtype of
     `x` as a kernel that was dequantised before would be. XLA fuses that into the product's operand if it can.
+
+    Args:
+        kernel, scale: as in `dequantize`.
+        bias: [out], or None.
+        preferred_element_type: dtype of the result; that of `x` if None.
+        rest: [in, more], the kernel of the last outputs, which is not in fewer bits; None if all are.
     """
 
     def __init__(
-        self, kernel: jax.Array, scale: jax.Array, bias: Any = None, preferred_element_type: Any = None
+        self,
+        kernel: jax.Array,
+        scale: jax.Array,
+        bias: Any = None,
+        preferred_element_type: Any = None,
+        rest: jax.Array | None = None,
     ) -> None:
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
+        self.rest = None if rest is None else nnx.Param(rest)
         self.bias = None if bias is None else nnx.Param(bias)
         self.preferred_element_type = preferred_element_type
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., in]` to `[..., out]`."""
         kernel, scale, dtype = self.kernel[...], self.scale[...], self.preferred_element_type or x.dtype
+        sums = ((x.ndim - 1,), (0,)), ((), ())
         if kernel.dtype != np.uint8 and scale.shape[-2] == 1:
             out = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
             out = (out * scale[0]).astype(dtype)
         else:
             # The bits of a layer with the dequantised weights.
-            sums = ((x.ndim - 1,), (0,)), ((), ())
             out = dot_general(x, dequantize(kernel, scale).astype(x.dtype), sums, preferred_element_type=dtype)
+        if self.rest is not None:
+            out = jnp.concatenate([out, dot_general(x, self.rest[...], sums, preferred_element_type=dtype)], axis=-1)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -185,16 +199,17 @@ def quantize_fp8(model: Any) -> None:
                 setattr(module, name, Fp8Linear(*round_to_fp8(old.kernel[...]), bias, old.preferred_element_type))
 
 
-def quantized_linear(old: Any, parts: tuple[jax.Array, jax.Array], bias: Any) -> tuple[nnx.Module, tuple[str, ...]]:
-    """Returns the module that replaces a linear one, or one per expert, and the names of its two arrays.
+def quantized_linear(old: Any, parts: tuple[jax.Array, ...], bias: Any) -> tuple[nnx.Module, tuple[str, ...]]:
+    """Returns the module that replaces a linear one, or one per expert, and the names of its arrays.
 
-    `parts` is an `Fp8Kernel`, or a kernel and its scale as in `dequantize`.
+    `parts` is an `Fp8Kernel`, or a kernel and its scale as in `dequantize`, and of some `QuantizedLinear` the rest.
     """
-    kernel, scale = parts
+    kernel, scale, *rest = parts
     if isinstance(parts, Fp8Kernel):
         return Fp8Linear(kernel, scale, bias, old.preferred_element_type), Fp8Kernel._fields
     if isinstance(old, nnx.Linear):
-        return QuantizedLinear(kernel, scale, bias, old.preferred_element_type), ("kernel", "scale")
+        names = ("kernel", "scale", "rest")[: len(parts)]
+        return QuantizedLinear(kernel, scale, bias, old.preferred_element_type, *rest), names
     return QuantizedExpertLinear(kernel, scale, bias), ("kernel", "scale")
 
 

@@ -219,13 +219,13 @@ def shard_model(model: Decoder, mesh: Mesh, parallel: TensorParallel | None = No
 
 def decoder_of(
     config: ModelConfig,
-    values: Mapping[ParameterPath, jax.Array | tuple[jax.Array, jax.Array]],
+    values: Mapping[ParameterPath, jax.Array | tuple[jax.Array, ...]],
     implementation: str | None,
     parallel: TensorParallel | None = None,
 ) -> Decoder:
     """Makes the model of a config around the given parameters, without ever initialising random ones.
 
-    A parameter of two arrays, of a quantised kernel, makes a quantised module of its own; see `quantized_linear`.
+    A parameter of several arrays, of a quantised kernel, makes a quantised module of its own; see `quantized_linear`.
     """
     options: dict[str, Any] = {"implementation": implementation}
     make = build_model if parallel is None else functools.partial(Decoder, parallel=parallel)
@@ -327,7 +327,8 @@ class _Cutter:
         parts = [(length // 3, count, each)] * 3
         if (delta := config.delta_net) is not None and mixer == "linear_attn":
             keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
-            parts = [(keys, count, each), (keys, count, each), (values, count, each)]
+            inputs = (values, delta.num_heads, delta.num_heads) if is_input else ()
+            parts = [(size, count, each) for size in (keys, keys, values, *inputs)]
         elif (kimi := config.kimi_delta) is not None and mixer == "kda" and is_input:
             size = kimi.num_heads * kimi.head_dim
             gates = [(size, count, each)] * 2 if kimi.full_rank_gates else [(2 * kimi.head_dim, 1, everywhere)]

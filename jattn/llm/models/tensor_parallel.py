@@ -43,8 +43,6 @@ _LINEAR: dict[str, tuple[str | None, str | None]] = {
     "down_proj": ("mlp", "embed"),
     "lm_head": ("embed", "vocab"),
     "in_proj": ("embed", "heads"),
-    "in_proj_qkvz": ("embed", "heads"),
-    "in_proj_ba": ("embed", "heads"),
     "out_proj": ("heads", "embed"),
 }
 _EXPERTS = {

@@ -30,7 +30,6 @@ from jattn.llm.models import (
     parameter_shards,
     put_whole,
 )
-from jattn.llm.models.joined import by_group
 from jattn.pool import check_room
 from torch_core.base.errors import Unsupported
 
@@ -157,8 +156,8 @@ class AdapterMemory:
         """Returns how the matrices of a slot are split: the first as the kernel's inputs, the second as its outputs.
 
         With inputs split, each device has the product of its own, and the sum over devices that follows adds them.
-        Experts are split as they are, and of groups of heads each device has its own groups' rows of each joined
-        layer. What an embedding adds is added after the sum over its parts, so that every device has all of it.
+        Experts are split as they are. What an embedding adds is added after the sum over its parts, so that every
+        device has all of it.
         """
         first, second = self._shapes(target)
         if kernel is None or kernel.axis is None or target.is_embedding:
@@ -169,10 +168,7 @@ class AdapterMemory:
         # The kernel of a tied head is the embedding's, [out, in].
         if kernel.axis == 0 and target.layer is not None:
             return ParameterShards(first, 1, kernel.order, kernel.mesh_axis), ParameterShards(second)
-        order, mesh = kernel.order, self._placement.mesh
-        if target.num_groups > 1 and mesh is not None:
-            order = by_group(target.slices, mesh.shape[kernel.mesh_axis])
-        return ParameterShards(first), ParameterShards(second, 0, order, kernel.mesh_axis)
+        return ParameterShards(first), ParameterShards(second, 0, kernel.order, kernel.mesh_axis)
 
     def _placed(self, part: Any, shards: ParameterShards) -> jax.Array:
         mesh = self._placement.mesh

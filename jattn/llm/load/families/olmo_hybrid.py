@@ -20,7 +20,7 @@ def _without_rope(raw: Raw) -> dict[str, Any]:
 
 
 _INIT = ("a_log_max", "a_log_min", "dt_init_floor", "dt_max", "dt_min")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
 OLMO_HYBRID = Family(
     architecture="OlmoHybridForCausalLM",
@@ -52,8 +52,7 @@ OLMO_HYBRID = Family(
         "mlp_output_norm": "post_feedforward_layernorm",
         "input_layernorm": "attention_layer_norm",
         "post_attention_layernorm": "feedforward_layer_norm",
-        "linear_attn.in_proj_qkvz": tuple(f"linear_attn.{name}" for name in _PROJECTIONS),
-        "linear_attn.in_proj_ba": ("linear_attn.b_proj", "linear_attn.a_proj"),
+        "linear_attn.in_proj": tuple(f"linear_attn.{name}" for name in _PROJECTIONS),
         "linear_attn.conv1d": tuple(f"linear_attn.{name}_conv1d" for name in "qkv"),
         "linear_attn.norm": "linear_attn.o_norm",
         "linear_attn.out_proj": "linear_attn.o_proj",

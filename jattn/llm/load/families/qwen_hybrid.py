@@ -44,7 +44,7 @@ QWEN3_NEXT = Family(
     ],
     layer_types={"linear_attention": "linear_attention"},
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
-    names=MOE_NAMES | _SHARED,
+    names=MOE_NAMES | _SHARED | {"linear_attn.in_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
     # The layers that predict a second token.
     unread=r"mtp\..+",
 )
@@ -60,8 +60,7 @@ QWEN3_5 = replace(
     inert={"attn_output_gate": True},
     ignored=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     names={
-        "linear_attn.in_proj_qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
     },
     whole=Whole(architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
 )

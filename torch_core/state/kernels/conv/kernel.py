@@ -30,6 +30,7 @@ def causal_conv_kernel(
     state_token_stride,
     out_token_stride,
     CHANNELS: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
@@ -43,6 +44,8 @@ def causal_conv_kernel(
     program waits for it. Programs beyond the true tiles zero the rows of padded tokens.
     """
     PAST: tl.constexpr = WIDTH - 1
+    if FIRST_COLUMN > 0:
+        x += FIRST_COLUMN
     tile = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (channels < CHANNELS)[None, :]
@@ -115,6 +118,7 @@ def causal_conv_step_kernel(
     state_token_stride,
     out_token_stride,
     CHANNELS: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -125,6 +129,8 @@ def causal_conv_step_kernel(
     The first sequence's programs zero the rows of padded tokens.
     """
     PAST: tl.constexpr = WIDTH - 1
+    if FIRST_COLUMN > 0:
+        x += FIRST_COLUMN
     seq = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < CHANNELS

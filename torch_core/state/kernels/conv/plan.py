@@ -14,13 +14,15 @@ from torch_core.state.kernels.conv.kernel import causal_conv_kernel, causal_conv
 _FEW_TOKENS = 8
 _FEW_ROWS, _MANY_ROWS = 4, 16
 _COLUMNS = 256
+# What the compiler knows of a stride that is not a constant is whether it is a multiple.
+_ALIGNED = 16
 
 
 def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked call that is not empty; buffers are named as the fields of the call."""
     arrays = call.arrays()
     results = {**call.outputs(), **({} if call.out is None else {"out": arrays.pop("out")})}
-    num_tokens, num_channels = call.x.shape
+    num_tokens, num_channels = call.num_tokens, call.num_channels
     few = max(_FEW_ROWS, power_of_two(call.width - 1))
     rows = few if num_tokens <= _FEW_TOKENS * call.num_seqs else _MANY_ROWS
     columns = min(_COLUMNS, power_of_two(num_channels))
@@ -38,6 +40,7 @@ def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> O
     }
     constexprs = {
         "CHANNELS": num_channels,
+        "FIRST_COLUMN": call.first_column or 0,
         "WIDTH": call.width,
         "SILU": call.activation == "silu",
         "BLOCK_SEQS": block_seqs(call.num_seqs),
@@ -45,6 +48,9 @@ def plan_causal_conv(call: CausalConvCall[ArraySpec], limits: DeviceLimits) -> O
         "BLOCK_C": columns,
         "BLOCK_STATE": power_of_two(call.width - 1),
     }
+    if call.first_column is not None and call.x.element_strides[0] % _ALIGNED:
+        # Known to the compiler, it may still allow loads of several elements.
+        constexprs["x_token_stride"] = call.x.element_strides[0]
     # As many tokens as sequences are decoded ones, but for a few batches.
     kernel: Any = causal_conv_step_kernel if num_tokens <= call.num_seqs else causal_conv_kernel
     # Every sequence has at most one tile that is not full, and so has the padding.
