@@ -96,9 +96,15 @@ class KimiDeltaAttention(nnx.Module):
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
         _, forget, gate, beta = jnp.split(projected, ends, axis=-1)
         mixed, conv_states = self.conv1d(
-            projected, conv_states, sequences, first_column=0, activation="silu", implementation=self.implementation
+            projected,
+            conv_states,
+            sequences,
+            first_column=0,
+            out_sizes=(size, size, size),
+            activation="silu",
+            implementation=self.implementation,
         )
-        query, key, value = (self._heads(each) for each in jnp.split(mixed, 3, axis=-1))
+        query, key, value = map(self._heads, mixed)
         forget = forget if self.f_b_proj is None else self.f_b_proj(forget)
         out, matrices = ops.gated_delta_rule(
             query,
@@ -114,7 +120,7 @@ class KimiDeltaAttention(nnx.Module):
             **sequences,
         )
         gate = self._heads(gate if self.g_b_proj is None else self.g_b_proj(gate)).astype(jnp.float32)
-        out = (normalised(self.norm, out) * jax.nn.sigmoid(gate)).astype(mixed.dtype)
+        out = (normalised(self.norm, out) * jax.nn.sigmoid(gate)).astype(projected.dtype)
         out = self.out_proj(out.reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 

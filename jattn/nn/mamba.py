@@ -116,23 +116,23 @@ class Mamba2(nnx.Module):
         conv_states, matrices = (None, None) if states is None else states
         inner, channels = self._sizes
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
+        groups = (channels - inner) // 2
         if self.multipliers is not None:
-            groups = (channels - inner) // 2
             parts = zip(self.multipliers, (inner, inner, groups, groups, self.num_heads), strict=True)
             factors = jnp.concatenate([jnp.full(size, factor, projected.dtype) for factor, size in parts])
             projected = projected * factors[None]
-        gate, mixed, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
+        gate, _, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
         mixed, conv_states = self.conv1d(
-            mixed, conv_states, sequences, activation="silu", implementation=self.implementation
+            projected,
+            conv_states,
+            sequences,
+            first_column=inner,
+            out_sizes=(inner, groups, groups),
+            activation="silu",
+            implementation=self.implementation,
         )
-        x, weights, reads = (
-            part.reshape(len(part), heads, -1)
-            for part, heads in zip(
-                jnp.split(mixed, [inner, (inner + channels) // 2], axis=-1),
-                (self.num_heads, self.num_groups, self.num_groups),
-                strict=True,
-            )
-        )
+        counts = (self.num_heads, self.num_groups, self.num_groups)
+        x, weights, reads = (part.reshape(len(part), heads, -1) for part, heads in zip(mixed, counts, strict=True))
         out, matrices = ops.mamba_chunk_scan(
             x,
             dt,
@@ -151,7 +151,7 @@ class Mamba2(nnx.Module):
         # XLA's GPU compiler (jaxlib 0.10) makes one kernel of gate and norm if it sees no heads in their operand.
         out = jax.lax.optimization_barrier(out.reshape(len(out), -1))
         out = self._gated(out.astype(jnp.float32), gate.astype(jnp.float32))
-        out = self.out_proj(out.astype(mixed.dtype).reshape(*inputs.shape[:-1], -1))
+        out = self.out_proj(out.astype(projected.dtype).reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 
     def _gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:

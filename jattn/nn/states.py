@@ -123,16 +123,16 @@ class GatedDeltaNet(nnx.Module):
         _, z, steps = jnp.split(projected, (2 * keys + values, 2 * keys + 2 * values), axis=-1)
         steps = steps.reshape(-1, 2, self.num_heads).astype(jnp.float32)
         mixed, conv_states = self.conv1d(
-            projected, conv_states, sequences, first_column=0, activation="silu", implementation=self.implementation
+            projected,
+            conv_states,
+            sequences,
+            first_column=0,
+            out_sizes=(keys, keys, values),
+            activation="silu",
+            implementation=self.implementation,
         )
-        query, key, value = (
-            x.reshape(x.shape[0], heads, -1)
-            for x, heads in zip(
-                jnp.split(mixed, [keys, 2 * keys], axis=-1),
-                (self.num_kv_heads, self.num_kv_heads, self.num_heads),
-                strict=True,
-            )
-        )
+        counts = (self.num_kv_heads, self.num_kv_heads, self.num_heads)
+        query, key, value = (x.reshape(len(x), heads, -1) for x, heads in zip(mixed, counts, strict=True))
         out, matrices = ops.gated_delta_rule(
             query,
             key,
@@ -147,7 +147,7 @@ class GatedDeltaNet(nnx.Module):
             **sequences,
         )
         out = normalised(self.norm, out) * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))
-        out = self.out_proj(out.astype(mixed.dtype).reshape(*inputs.shape[:-1], -1))
+        out = self.out_proj(out.astype(projected.dtype).reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 
     def _gates(self, decay: jax.Array) -> jax.Array:
@@ -243,10 +243,12 @@ class ConvWeights(nnx.Module):
         implementation: str | None,
         activation: str | None = None,
         first_column: int | None = None,
-    ) -> tuple[jax.Array, Any]:
+        out_sizes: tuple[int, ...] | None = None,
+    ) -> tuple[Any, Any]:
         """Convolves packed tokens [tokens, channels]; returns them and the updated states, None without.
 
-        The channels are columns of x from the first one on; None for all of x.
+        The channels are columns of x from the first one on; None for all of x. With `out_sizes` a tuple of arrays of so
+        many channels is returned.
         """
         return ops.causal_conv1d(
             x,
@@ -254,6 +256,7 @@ class ConvWeights(nnx.Module):
             bias=None if self.bias is None else self.bias[...].astype(x.dtype),
             conv_states=states,
             first_column=first_column,
+            out_sizes=out_sizes,
             activation=activation,
             implementation=implementation,
             **sequences,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import bridge
 from jattn.ops.arguments import documented
 from jattn.ops.chunks import slots_of
 from jattn.ops.deferred import advance
 from jattn.ops.xla import JaxOp, register
-from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.conv_call import OUTS, CausalConvCall
 
 
 @documented(CausalConvCall)
@@ -28,9 +30,10 @@ def causal_conv1d(
     num_kept_tokens: jax.Array | None = None,
     activation: str | None = None,
     first_column: int | None = None,
+    out_sizes: tuple[int, ...] | None = None,
     defer_states: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, Any]:
     """Convolves each channel with its last `width` tokens, over ragged sequences, from and to their state slots.
 
     One call takes prompts, chunks of prompts and decoded tokens together; a sequence's results are the same bits in
@@ -39,8 +42,8 @@ def causal_conv1d(
     `conv_states`, by jnp, with sums in a fixed order. Channels can be split over devices.
 
     Returns:
-        The results, float[num_tokens, num_channels], 0 in rows of padding; and the states with the new ones in them,
-        None without states.
+        The results, float[num_tokens, num_channels], 0 in rows of padding, or a tuple of arrays of `out_sizes`; and the
+        states with the new ones in them, None without states.
 
     Raises:
         InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
@@ -65,11 +68,18 @@ def causal_conv1d(
         num_kept_tokens=num_kept_tokens,
         activation=activation,
         first_column=first_column,
+        out_sizes=out_sizes,
     )
-    if bridge.may_be_split(x):
-        # Other columns are not split as the channels are.
-        call = call.of_channels()
-    return advance(call, implementation, defer_states)
+    if not bridge.may_be_split(x):
+        return advance(call, implementation, defer_states)
+    # Other columns, and parts of the results, are not split as the channels are.
+    call.check()
+    out, states = advance(replace(call.of_channels(), out_sizes=None), implementation, defer_states)
+    return out if out_sizes is None else _parts(out, out_sizes), states
+
+
+def _parts(out: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.split(out, np.cumsum(sizes)[:-1], axis=-1))
 
 
 def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
@@ -106,7 +116,9 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
     out = sums.at[rows - past].get(mode="fill", fill_value=0, unique_indices=True)
     if call.activation == "silu":
         out = jax.nn.silu(out)
-    return {"out": out.astype(call.x.dtype), **found}
+    out = out.astype(call.x.dtype)
+    parts = (out,) if call.out_sizes is None else _parts(out, call.out_sizes)
+    return {**dict(zip(OUTS, parts, strict=False)), **found}
 
 
 register(JaxOp(call=CausalConvCall, jnp=_causal_conv1d, jnp_derivative=True))

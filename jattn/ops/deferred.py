@@ -45,11 +45,19 @@ class DeferredStates:
         return cls(call.with_arrays(dict(zip(names, arrays, strict=True))), implementation)
 
 
-def advance(call: StateCall[jax.Array], implementation: str | None, defer_states: bool) -> tuple[jax.Array, Any]:
+def advance(call: StateCall[jax.Array], implementation: str | None, defer_states: bool) -> tuple[Any, Any]:
     """Runs an op of layers with a state; returns its results, and the new states, `DeferredStates`, or None."""
     if not defer_states or getattr(call, call.states_in) is None:
         results = run(call, implementation)
-        return results["out"], results.get(call.states_in)
+        return _outs(call, results), results.get(call.states_in)
     results = run(call.with_arrays({"num_kept_tokens": jnp.zeros(call.num_seqs, jnp.int32)}), implementation)
     # The states are the same, in the memory that the op was given.
-    return results["out"], DeferredStates(call.with_arrays({call.states_in: results[call.states_in]}), implementation)
+    return _outs(call, results), DeferredStates(
+        call.with_arrays({call.states_in: results[call.states_in]}), implementation
+    )
+
+
+def _outs(call: StateCall[jax.Array], results: dict[str, jax.Array]) -> Any:
+    """Returns the results of a call: one array, or a tuple of several."""
+    found = tuple(results[name] for name in call.outputs())
+    return found[0] if len(found) == 1 else found

@@ -170,6 +170,13 @@ def test_norm_and_gate_of_a_layer_with_a_state_are_one_kernel(kind: str) -> None
     assert between.count(" fusion(") == 1
 
 
+# Step sizes of Mamba-2 are columns of an array of their own.
+@pytest.mark.parametrize(("kind", "copies"), [("delta rule", 0), ("channels", 0), ("mamba", 1)])
+def test_a_convolution_reads_and_writes_columns_where_they_are(kind: str, copies: int) -> None:
+    text = compiled_for_cuda(decoded, kind, donate=(0,))
+    assert len(re.findall(r"%wrapped_slice\S* = bf16", text[text.index("ENTRY") :])) == copies
+
+
 def reshaped_caches() -> tuple[Any, ...]:
     """Layers of two sizes of heads that share an array, in which one sees blocks of other tokens than the other."""
     spec = {

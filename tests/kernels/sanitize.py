@@ -119,6 +119,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     """Returns calls of layers with a state: decoded tokens, prompts in chunks and token by token, tails."""
     lens = (70, 1, 0, 130, 2)
     convolutions = [conv_call(1, lens, num_channels=300, width=width, dtype="bfloat16") for width in (2, 4, 7)]
+    convolutions.append(conv_call(1, lens, num_channels=300, first_column=5, out_sizes=(44, 256), dtype="bfloat16"))
     sizes: dict[str, Any] = {"dtype": "bfloat16", "sizes": (80, 48)}
     deltas = [delta_call(1, lens, gates=gates, **sizes) for gates in ("g", "gk", None)]
     deltas += [delta_backward_call(each) for each in deltas]
@@ -127,7 +128,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
     mambas.append(mamba_backward_call(mambas[0]))
     decoded = [delta_call(1, (1,) * 40, **sizes), mamba_call(1, (1,) * 40)]
-    return [*convolutions, conv_call(1, (1,) * 40), *deltas, *mambas, *decoded]
+    return [*convolutions, conv_call(1, (1,) * 40, first_column=3, out_sizes=(5, 12, 3)), *deltas, *mambas, *decoded]
 
 
 def adapter_calls() -> list[Call[torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two
+from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two, whole_results
 from tests.support.state_cases import KEPT
 from tests.support.triton_ops import run_triton
 
@@ -25,8 +25,8 @@ def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
         {"width": 7, "lens": (7, 6, 5, 0, 1)},
         {"states": False},
         {"lens": (1,), "padding": 0},
-        {"first_column": 5},
-        {"lens": (1, 1, 1, 0), "first_column": 3, "padding": 0},
+        {"first_column": 5, "out_sizes": (12, 8)},
+        {"lens": (1, 1, 1, 0), "first_column": 3, "out_sizes": (5, 12, 3), "padding": 2},
         KEPT,
     ],
     ids=str,
@@ -34,7 +34,7 @@ def test_ragged_sequences_are_as_exact_as_torchs(dtype, lens, seed):
 def test_each_option_is_as_exact_as_torchs(options, seed):
     call = conv_call(seed, **{"lens": (5, 1, 0, 6), **options})
     given = call.map(torch.clone)
-    assert_as_exact_as_torch(call, run_triton(given)["out"], given.conv_states)
+    assert_as_exact_as_torch(call, whole_results(run_triton(given)), given.conv_states)
 
 
 def test_slots_are_those_of_the_sequences_order_unless_given(seed):

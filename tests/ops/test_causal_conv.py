@@ -17,7 +17,7 @@ from jattn.bridge import typed_errors
 from tests.bridge.test_partition import assert_close, each_kind, each_way, opaque, run_opaque
 from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
-from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two
+from tests.support.conv_cases import assert_as_exact_as_torch, conv_call, cut_in_two, whole_results
 from tests.support.devices import collectives, mesh, on_four_devices, place
 from tests.support.state_cases import KEPT, each_implementation
 from torch_core import ops as torch_ops
@@ -29,7 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 19, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "width": 2, "activation": None, "bias": False, "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "states": False},
-    {"lens": (5, 1, 0, 6), "first_column": 3},
+    {"lens": (5, 1, 0, 6), "first_column": 3, "out_sizes": (5, 12, 3)},
     KEPT,
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -45,7 +45,7 @@ CHANNELS = {
 def test_plain_torch_is_as_exact_as_the_reference(options, seed):
     call = conv_call(seed, **options)
     given = call.map(torch.clone)
-    assert_as_exact_as_torch(call, torch_ops.run(given)["out"], given.conv_states)
+    assert_as_exact_as_torch(call, whole_results(torch_ops.run(given)), given.conv_states)
 
 
 @each_implementation(OPTIONS)
@@ -53,11 +53,16 @@ def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     call = conv_call(seed, **options)
     convolve = _quick(
         lambda given: ops.causal_conv1d(
-            **given, activation=call.activation, first_column=call.first_column, implementation=implementation
+            **given,
+            activation=call.activation,
+            first_column=call.first_column,
+            out_sizes=call.out_sizes,
+            implementation=implementation,
         )
     )
     out, states = convolve(arrays_of(call))
-    assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
+    out = to_torch(np.concatenate(out if isinstance(out, tuple) else [out], 1))
+    assert_as_exact_as_torch(call, out, None if states is None else to_torch(np.array(states)))
 
 
 @pytest.mark.parametrize("at", [1, 7])
@@ -160,6 +165,12 @@ def test_channels_that_are_no_columns_are_refused(first_column, seed):
         torch_ops.run(CausalConvCall(**call.__dict__ | {"first_column": first_column}))
 
 
+@pytest.mark.parametrize("out_sizes", [(20,), (10, 9), (5, 5, 5, 5), [10, 10], (20, 0)])
+def test_sizes_of_results_that_are_not_the_channels_are_refused(out_sizes, seed):
+    with pytest.raises(InvalidInput, match="out_sizes"):
+        torch_ops.run(conv_call(seed, out_sizes=out_sizes))
+
+
 def test_columns_of_no_channel_have_no_gradient(seed):
     call = conv_call(seed, (5, 1, 0, 3), first_column=2, states=False)
     given: dict[str, Any] = arrays_of(call)
@@ -174,9 +185,10 @@ def test_channels_among_other_columns_may_be_split(seed: int) -> None:
     call: Any = conv_call(seed, (5, 1, 0, 3), first_column=0).map(lambda array: np.asarray(array))
     on = mesh("auto")
     given = {k: place(x, on, CHANNELS.get(k, PartitionSpec())) for k, x in call.arrays().items() if k != "x"}
-    convolve = _quick(lambda x, given: ops.causal_conv1d(x, **given, first_column=0, activation="silu"))
+    options: dict[str, Any] = {"first_column": 0, "out_sizes": (8, 12), "activation": "silu"}
+    convolve = _quick(lambda x, given: ops.causal_conv1d(x, **given, **options))
     expected = convolve(call.x, {k: np.asarray(x) for k, x in given.items()})
-    for found, wanted in zip(convolve(call.x, given), expected, strict=True):
+    for found, wanted in zip(jax.tree.leaves(convolve(call.x, given)), jax.tree.leaves(expected), strict=True):
         assert_close(found, wanted)
 
 
@@ -228,15 +240,25 @@ def test_another_split_is_refused(kind: str, split: dict[str, PartitionSpec], me
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lens", [(300, 1, 0, 2049, 1, 5), (1,) * 70, (8, 1, 4, 2, 8)], ids=["mixed", "one", "few"])
-def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, dtype, seed):
-    call = conv_call(seed, lens, num_channels=1000, dtype=dtype)
+@pytest.mark.parametrize(
+    "apart",
+    [
+        {},
+        {"first_column": 1, "out_sizes": (300, 700)},
+        {"first_column": 0, "num_channels": 1001, "out_sizes": (256, 256, 489)},
+    ],
+    ids=["whole", "two", "three"],
+)
+def test_torch_and_jax_launch_one_kernel_with_the_same_bits(apart, lens, dtype, seed):
+    call = conv_call(seed, lens, **{"num_channels": 1000, "dtype": dtype, **apart})
     given = call.map(torch.Tensor.cuda)
-    theirs = torch_ops.run(given)["out"].cpu()
+    theirs = whole_results({name: found.cpu() for name, found in torch_ops.run(given).items()})
     assert_as_exact_as_torch(call, theirs, given.conv_states.cpu())
 
-    convolve = jax.jit(lambda given: ops.causal_conv1d(**given, activation="silu", implementation="triton"))
+    options: dict[str, Any] = {"first_column": call.first_column, "out_sizes": call.out_sizes, "activation": "silu"}
+    convolve = jax.jit(lambda given: ops.causal_conv1d(**given, **options, implementation="triton"))
     out, states = convolve(arrays_of(call))
 
-    assert torch.equal(to_torch(np.array(out)), theirs)
+    assert torch.equal(to_torch(np.concatenate(jax.tree.leaves(out), 1)), theirs)
     held = to_torch(np.array(states))
     torch.testing.assert_close(held, given.conv_states.cpu(), rtol=0, atol=0, equal_nan=True)

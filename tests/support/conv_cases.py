@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_core import reference
-from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.conv_call import OUTS, CausalConvCall
 
-__all__ = ["assert_as_exact_as_torch", "conv_call", "cut_in_two"]
+__all__ = ["assert_as_exact_as_torch", "conv_call", "cut_in_two", "whole_results"]
 
 
 def conv_call(
@@ -56,6 +56,11 @@ def cut_in_two(call: CausalConvCall[torch.Tensor], at: int) -> list[CausalConvCa
         call.with_arrays({"x": x, "query_start_loc": torch.tensor([0, len(x)], dtype=torch.int32)}) for x in parts
     )
     return [first, second.with_arrays({"has_initial_state": torch.tensor([True])})]
+
+
+def whole_results(results: Mapping[str, Any]) -> Any:
+    """Returns the results of all channels as one tensor."""
+    return torch.cat([torch.as_tensor(results[name]) for name in OUTS if name in results], 1)
 
 
 def assert_as_exact_as_torch(

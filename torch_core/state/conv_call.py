@@ -16,6 +16,8 @@ from torch_core.state.call import StateCall
 #: The activations of the convolution, with the names of Hugging Face's `hidden_act`; None is the identity.
 ACTIVATIONS = (None, "silu")
 _WIDTHS = (2, 8)
+#: The arrays of the results, by their names in the call's outputs.
+OUTS = ("out", "out_1", "out_2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class CausalConvCall(StateCall[A]):
         conv_states: a state in each slot; those of sequences with tokens are replaced, in place. None if every
             sequence starts from zeros and no state is kept.
         activation: None or "silu".
+        out_sizes: channels of each of two or three arrays, `out`, `out_1` and `out_2`, which have the results in the
+            order of the channels; None for one array.
         out: array of the results, not `x`; None allocates a new one. Rows of padding are 0.
     """
 
@@ -49,6 +53,7 @@ class CausalConvCall(StateCall[A]):
     conv_states: Float[A, "num_states state_len num_channels"] | None = None
     activation: str | None = None
     first_column: int | None = None
+    out_sizes: tuple[int, ...] | None = None
     out: Float[A, "num_tokens num_channels"] | None = None
 
     @property
@@ -62,9 +67,12 @@ class CausalConvCall(StateCall[A]):
         return self.weight.shape[0]
 
     def outputs(self) -> dict[str, ArraySpec]:
-        """Returns `out`, unless it is given."""
-        shape = (self.num_tokens, self.num_channels)
-        return {} if self.out is not None else {"out": ArraySpec(shape, dtype_name(self.x))}
+        """Returns `out`, unless it is given, or the arrays of `out_sizes`."""
+        if self.out is not None:
+            return {}
+        sizes = self.out_sizes or (self.num_channels,)
+        named = zip(OUTS, sizes, strict=False)
+        return {name: ArraySpec((self.num_tokens, size), dtype_name(self.x)) for name, size in named}
 
     def equal_axes(self) -> dict[str, str]:
         """The columns of x are the channels, where devices split them."""
@@ -83,9 +91,15 @@ class CausalConvCall(StateCall[A]):
         return self.num_tokens * self.num_channels * self.width
 
     def check_statics(self) -> None:
-        """Checks the column."""
+        """Checks the column, and the sizes of the results."""
         if self.first_column is not None:
             check_int("first_column", self.first_column, 0)
+        if self.out_sizes is not None:
+            sizes, count = self.out_sizes, f"it must be a tuple of two to {len(OUTS)} sizes"
+            if not isinstance(sizes, tuple) or not 2 <= len(sizes) <= len(OUTS):
+                raise InvalidInput("out_sizes", value=sizes, wanted=count)
+            for index, size in enumerate(sizes):
+                check_int(f"out_sizes[{index}]", size, 1)
 
     def check_options(self) -> None:
         """Checks the width, the states' form, and the dtypes that go together."""
@@ -101,6 +115,9 @@ class CausalConvCall(StateCall[A]):
         check_int("first_column", first or 0, 0, columns - self.num_channels)
         if self.activation not in ACTIVATIONS:
             raise InvalidInput("activation", value=self.activation, wanted="it must be None or 'silu'")
+        if self.out_sizes is not None and (self.out is not None or sum(self.out_sizes) != self.num_channels):
+            wanted = f"they must be the {self.num_channels} channels together, without out"
+            raise InvalidInput("out_sizes", value=self.out_sizes, wanted=wanted)
         self.check_states()
         if self.conv_states is not None and self.conv_states.shape[1] != self.width - 1:
             found, wanted = self.conv_states.shape[1], f"a width of {self.width} needs {self.width - 1}"

@@ -43,6 +43,8 @@ def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     out = torch.empty_like(call.x) if call.out is None else call.out
     out[:total] = found
     out[total:] = 0
+    if call.out_sizes is not None:
+        return dict(zip(call.outputs(), map(Tensor.contiguous, out.split(call.out_sizes, 1)), strict=True))
     return {"out": out}
 
 

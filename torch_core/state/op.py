@@ -118,10 +118,13 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
     Nemotron-H: 128 states of 64 x 128 in 8 groups; of Falcon-H1: 32 states of 128 x 256 in 2 groups.
     """
     kept = ArraySpec((64,), "int32")
+    apart: dict[str, Any] = {"first_column": 0, "out_sizes": (2048, 2048, 4096)}
     return {
         "causal conv": _conv(8192, 8),
         "causal conv decode": _conv(64, 64),
         "causal conv verifying": _conv(256, 64, num_kept_tokens=kept),
+        "causal conv apart": _conv(8192, 8, x=ArraySpec((8192, 12352), "bfloat16"), **apart),
+        "causal conv decode apart": _conv(64, 64, x=ArraySpec((64, 12352), "bfloat16"), **apart),
         "causal conv without states": _conv(8192, 8, conv_states=None, cache_indices=None, has_initial_state=None),
         "gated delta decode": _delta(64, 64, g=ArraySpec((64, 32), "float32")),
         "gated delta": _delta(8, 8192, g=ArraySpec((8192, 32), "float32")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import zero_padding
 from torch_core.device.work import locate_tile
 
 
@@ -20,6 +19,8 @@ def causal_conv_kernel(
     num_kept_tokens,
     conv_states,
     out,
+    out_1,
+    out_2,
     num_tokens,
     num_seqs,
     num_states,
@@ -31,6 +32,8 @@ def causal_conv_kernel(
     out_token_stride,
     CHANNELS: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,
+    START_1: tl.constexpr,
+    START_2: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
@@ -53,9 +56,11 @@ def causal_conv_kernel(
     steps = tl.arange(0, BLOCK_T)
     if tile >= total:
         padded = tl.load(query_start_loc + num_seqs) + (tile - total) * BLOCK_T + steps
-        places = out + padded.to(tl.int64)[:, None] * out_token_stride + channels[None, :]
         zeros = tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty)
-        tl.store(places, zeros, mask=(padded < num_tokens)[:, None] & inside)
+        _store(
+            zeros, out, out_1, out_2, padded.to(tl.int64)[:, None], channels[None, :],
+            (padded < num_tokens)[:, None] & inside, out_token_stride, CHANNELS, START_1, START_2,
+        )  # fmt: skip
         return
 
     start = tl.load(query_start_loc + seq)
@@ -86,8 +91,10 @@ def causal_conv_kernel(
         sums += values * tl.load(factors, mask=channels < CHANNELS, other=0.0).to(tl.float32)[None, :]
     if SILU:
         sums = sums * tl.sigmoid(sums)
-    places = out + (start + tokens).to(tl.int64)[:, None] * out_token_stride + channels[None, :]
-    tl.store(places, sums.to(out.dtype.element_ty), mask=live[:, None] & inside)
+    _store(
+        sums, out, out_1, out_2, (start + tokens).to(tl.int64)[:, None], channels[None, :],
+        live[:, None] & inside, out_token_stride, CHANNELS, START_1, START_2,
+    )  # fmt: skip
 
     if conv_states is not None and has_slot:
         kept = length if num_kept_tokens is None else tl.load(num_kept_tokens + seq)
@@ -108,6 +115,8 @@ def causal_conv_step_kernel(
     num_kept_tokens,
     conv_states,
     out,
+    out_1,
+    out_2,
     num_tokens,
     num_seqs,
     num_states,
@@ -119,6 +128,8 @@ def causal_conv_step_kernel(
     out_token_stride,
     CHANNELS: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,
+    START_1: tl.constexpr,
+    START_2: tl.constexpr,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -137,7 +148,6 @@ def causal_conv_step_kernel(
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
     sequence = x + start.to(tl.int64) * x_token_stride + channel
-    results = out + channel
     kept = length if num_kept_tokens is None else tl.load(num_kept_tokens + seq)
     state = sequence
     state_stride = x_token_stride
@@ -161,8 +171,10 @@ def causal_conv_step_kernel(
             ) * factor.to(tl.float32)
         if SILU:
             sums = sums * tl.sigmoid(sums)
-        place = results + (start + index).to(tl.int64) * out_token_stride
-        tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
+        _store(
+            sums, out, out_1, out_2, (start + index).to(tl.int64), channel, inside,
+            out_token_stride, CHANNELS, START_1, START_2,
+        )  # fmt: skip
     if conv_states is not None:
         # An entry comes from a later one, which is not yet replaced.
         for entry in tl.static_range(PAST):
@@ -171,7 +183,33 @@ def causal_conv_step_kernel(
             )
             held = state + entry * state_stride
             tl.store(held, latest.to(conv_states.dtype.element_ty), mask=inside & has_slot & (kept > 0))
-    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, inside, BLOCK_T)
+    if tl.program_id(0) == 0:
+        zeros = tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty)
+        for row in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
+            rows = row + tl.arange(0, BLOCK_T)
+            _store(
+                zeros, out, out_1, out_2, rows.to(tl.int64)[:, None], channel[None, :],
+                (rows < num_tokens)[:, None] & inside[None, :], out_token_stride, CHANNELS, START_1, START_2,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    values, out, out_1, out_2, tokens, channels, mask, out_token_stride, CHANNELS: tl.constexpr,
+    START_1: tl.constexpr, START_2: tl.constexpr,
+):  # fmt: skip
+    """Stores results of tokens and channels where they are: in the first array, or in the one of their channels."""
+    if out_1 is None:
+        places = out + tokens * out_token_stride + channels
+        tl.store(places, values.to(out.dtype.element_ty), mask=mask)
+    else:
+        results = values.to(out.dtype.element_ty)
+        tl.store(out + tokens * START_1 + channels, results, mask=mask & (channels < START_1))
+        second = (channels >= START_1) & (channels < START_2)
+        tl.store(out_1 + tokens * (START_2 - START_1) + (channels - START_1), results, mask=mask & second)
+        if out_2 is not None:
+            third = mask & (channels >= START_2)
+            tl.store(out_2 + tokens * (CHANNELS - START_2) + (channels - START_2), results, mask=third)
 
 
 @triton.jit
