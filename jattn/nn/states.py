@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jattn import ops
@@ -24,7 +25,8 @@ class GatedDeltaNet(nnx.Module):
     """The layer of Qwen3-Next and Qwen 3.5 (arXiv 2412.06464).
 
     The products with the input are one: queries, keys, values, the gates of results, the step sizes and the decays, in
-    this order. Other parameters are named and arranged as in Hugging Face's models.
+    this order, and unused columns up to a multiple of 16. Other parameters are named and arranged as in Hugging Face's
+    models.
 
     - `y = layer(x)` takes a batch `[batch..., length, features]`, with padding at the end of rows. It is
       differentiable.
@@ -83,7 +85,11 @@ class GatedDeltaNet(nnx.Module):
         self.dtype, self.implementation = dtype, implementation
         keys, values = num_kv_heads * key_dim, num_heads * value_dim
         linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
-        self.in_proj = linear(in_features, 2 * keys + 2 * values + 2 * num_heads)
+        columns = 2 * keys + 2 * values + 2 * num_heads
+        self.in_proj = linear(in_features, columns + (unused := unused_columns(columns)))
+        if unused:
+            kernel = self.in_proj.kernel[...]
+            self.in_proj.kernel[...] = kernel.at[:, columns:].set(0)
         self.conv1d = ConvWeights(2 * keys + values, conv_size, param_dtype=param_dtype, rngs=rngs)
         self.dt_bias = nnx.Param(jnp.ones(num_heads, jnp.float32))
         decays = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, 0.01, 16.0)
@@ -120,7 +126,8 @@ class GatedDeltaNet(nnx.Module):
         conv_states, matrices = (None, None) if states is None else states
         keys, values = self.num_kv_heads * self.key_dim, self.num_heads * self.value_dim
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
-        _, z, steps = jnp.split(projected, (2 * keys + values, 2 * keys + 2 * values), axis=-1)
+        ends = np.cumsum((2 * keys + values, values, 2 * self.num_heads))
+        _, z, steps, _ = jnp.split(projected, ends, axis=-1)
         steps = steps.reshape(-1, 2, self.num_heads).astype(jnp.float32)
         mixed, conv_states = self.conv1d(
             projected,
@@ -261,6 +268,15 @@ class ConvWeights(nnx.Module):
             implementation=implementation,
             **sequences,
         )
+
+
+def unused_columns(columns: int) -> int:
+    """Returns how many columns of zeros a matrix needs behind its own, to be multiplied where it lies.
+
+    XLA's GPU compiler (jaxlib 0.10 and 0.11) copies a matrix in every step that cuBLAS does not take: columns of 8-bit
+    numbers must be a multiple of 16, of 16-bit ones of 8.
+    """
+    return -columns % 16
 
 
 def packed_sequences(

@@ -15,7 +15,9 @@ from flax import nnx
 from jattn import ops
 from jattn.bench.shapes import shape_config
 from jattn.llm.engine.device.programs import PRODUCT_OPTIONS
-from jattn.llm.models import Decoder
+from jattn.llm.models import Decoder, Fp8Linear
+from jattn.llm.models.layers import dot_general
+from jattn.llm.models.quantized import round_to_fp8
 from jattn.metadata import AttentionMetadata
 from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from tests.ops import test_sliced_caches as sliced
@@ -175,6 +177,23 @@ def test_norm_and_gate_of_a_layer_with_a_state_are_one_kernel(kind: str) -> None
 def test_a_convolution_reads_and_writes_columns_where_they_are(kind: str, copies: int) -> None:
     text = compiled_for_cuda(decoded, kind, donate=(0,))
     assert len(re.findall(r"%wrapped_slice\S* = bf16", text[text.index("ENTRY") :])) == copies
+
+
+def odd_layer(is_fp8: bool) -> tuple[Any, ...]:
+    """A layer of the delta rule whose products with the input have 198 columns."""
+    options: dict[str, Any] = {"dot_general": dot_general, "implementation": "xla", "rngs": nnx.Rngs(0)}
+    layer = GatedDeltaNet(3, 256, num_kv_heads=3, key_dim=16, value_dim=16, param_dtype=jnp.bfloat16, **options)
+    if is_fp8:
+        layer.in_proj = Fp8Linear(*round_to_fp8(layer.in_proj.kernel[...]))  # pyright: ignore[reportAttributeAccessIssue]
+    graph, weights = nnx.split(layer)
+    return lambda weights, x: nnx.merge(graph, weights)(x), weights, jnp.zeros((4, 16, 256), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("is_fp8", "matrix"), [(False, r"bf16\[256,\d+\]"), (True, r"f8e4m3fn\[\d+,256\]")])
+def test_weights_with_columns_that_no_product_takes_are_not_copied(is_fp8: bool, matrix: str) -> None:
+    text = compiled_for_cuda(odd_layer, is_fp8, options=PRODUCT_OPTIONS)
+    assert re.findall(rf"= {matrix}\S* parameter\(", text)
+    assert not re.findall(rf"= {matrix}\S* (?:pad|copy|slice|fusion)\(", text)
 
 
 def reshaped_caches() -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=3)
 KINDS = ("conv", "linear_attention", "kimi_delta_attention", "lightning_attention", "attention_mamba")
 MIXERS: dict[str, Any] = {
     "short_conv": ShortConvConfig(use_bias=True),
-    "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=4),
+    "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=5),
     "kimi_delta": KimiDeltaConfig(num_heads=4, head_dim=6),
     "lightning": LightningConfig(num_heads=4, head_dim=6),
     "mamba": MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2, use_bias=True, out_bias=True),
@@ -43,7 +43,7 @@ def test_tokens_of_every_mixer_are_those_of_one_device_and_only_sums_and_choices
     assert run(engine, prompts, SAMPLED) == run(Engine(model, EngineConfig(**SIZES)), prompts, SAMPLED)
     states = engine._core.device.pool.shardings[-1]
     assert states is not None
-    assert states.shard_shape((9, 8, 4, 6)) == (9, 2, 4, 6)
+    assert states.shard_shape((9, 8, 5, 6)) == (9, 2, 5, 6)
     for program in engine._core.device.runner.programs.compiled.values():
         found = COLLECTIVE.findall(program.as_text())
         kinds = Counter(kind for _, kind in found)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jattn.llm.models import (
     DEFAULT_RULES,
     Decoder,
+    DeltaNetConfig,
     FullAttentionConfig,
     LatentConfig,
     MoEConfig,
@@ -244,3 +245,17 @@ def test_a_hosts_array_is_copied_by_an_explicit_transfer(spec: tuple[str, ...] |
 
     assert put.sharding == place
     assert np.asarray(put).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_of_a_joined_input_product_have_zeros_behind_up_to_a_multiple_of_16_columns(size: int) -> None:
+    delta = DeltaNetConfig(num_heads=12, num_kv_heads=4, key_dim=4, value_dim=2)
+    config = tiny_config(layer_types=("linear_attention", "attention"), delta_net=delta)
+    shards = parameter_shards(config, TensorParallel(size=size))["layers", 0, "linear_attn", "in_proj", "kernel"]
+    used = sum(delta.input_sizes)
+    assert (used, shards.shape[1], shards.cut_shape[1] // size) == (104, 112, {1: 112, 2: 64, 4: 32}[size])
+    columns = np.where(np.arange(112) < used, np.arange(1, 113), 0)[None]
+    order = np.arange(112) if shards.order is None else shards.order
+    parts = np.where(order < 0, 0, columns[:, order])
+    assert not parts.reshape(size, -1)[:, used // size :].any()
+    np.testing.assert_array_equal(shards.whole(parts), columns)

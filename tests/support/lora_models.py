@@ -36,7 +36,7 @@ _ROUTED = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8, s
 GATED: dict[str, Any] = {
     "num_hidden_layers": 2,
     "layer_types": ("linear_attention", "attention"),
-    "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=4),
+    "delta_net": DeltaNetConfig(num_heads=8, num_kv_heads=4, key_dim=6, value_dim=5),
     "attn_output_gate": True,
     "num_key_value_heads": 4,
     "moe": _ROUTED,

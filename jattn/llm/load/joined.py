@@ -7,6 +7,7 @@ import numpy as np
 from jattn.llm.load.families import Family
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.joined import DELTA_IN, QKV, joined_sizes, tensor_layers
+from jattn.llm.models.mixers import DeltaNetConfig
 
 _EXPERTS = "moe.gate_up_proj"
 
@@ -22,6 +23,11 @@ def output_sizes(module: str, total: int, count: int, config: ModelConfig) -> tu
     return tuple(sum(sizes[each] for each in layers) for layers in tensor_layers(module, count, len(sizes)))
 
 
+def num_unused(module: str, total: int, config: ModelConfig) -> int:
+    """Returns how many of the `total` outputs of a parameter, the last ones, no tensor has: they are zeros."""
+    return total - sum(config.delta_net.input_sizes) if module == DELTA_IN and config.delta_net is not None else 0
+
+
 def orders(config: ModelConfig, family: Family) -> dict[str, np.ndarray]:
     """Returns, by module, the place in the joined pieces of each element of a parameter's last axis, if it differs."""
     found: dict[str, np.ndarray | None] = {QKV: qkv_order(config, family, config.num_key_value_heads)}
@@ -31,7 +37,7 @@ def orders(config: ModelConfig, family: Family) -> dict[str, np.ndarray]:
         found |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _halves(config))
     # One of two tensors has queries, keys, values and gates, the other one step sizes and decays, by groups of heads.
     if config.delta_net is not None and len(family.tensor_name(DELTA_IN, config)) == 2:
-        found[DELTA_IN] = _delta_order(config, config.delta_net.num_kv_heads)
+        found[DELTA_IN] = _delta_order(config.delta_net)
     return {module: order for module, order in found.items() if order is not None}
 
 
@@ -57,13 +63,13 @@ def qkv_order(config: ModelConfig, family: Family, num_kv_heads: int) -> np.ndar
     return columns.ravel()
 
 
-def _delta_order(config: ModelConfig, groups: int) -> np.ndarray:
+def _delta_order(delta: DeltaNetConfig) -> np.ndarray:
     """Returns the order of the delta rule's inputs, of which each tensor of the file has a group's heads together."""
-    sizes, places = joined_sizes(DELTA_IN, 0, config), []
+    sizes, places = delta.input_sizes, []
     for layers in tensor_layers(DELTA_IN, 2, len(sizes)):
-        each = [sizes[layer] // groups for layer in layers]
+        each = [sizes[layer] // delta.num_kv_heads for layer in layers]
         start = sum(map(len, places))
-        columns = start + np.arange(groups * sum(each)).reshape(groups, -1)
+        columns = start + np.arange(delta.num_kv_heads * sum(each)).reshape(delta.num_kv_heads, -1)
         places += [part.ravel() for part in np.split(columns, np.cumsum(each)[:-1], axis=1)]
     return np.concatenate(places)
 

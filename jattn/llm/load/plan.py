@@ -14,7 +14,7 @@ import numpy as np
 
 from jattn.llm.load.config import family_of
 from jattn.llm.load.families import Family
-from jattn.llm.load.joined import orders, output_sizes, qkv_order
+from jattn.llm.load.joined import num_unused, orders, output_sizes, qkv_order
 from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.joined import QKV
@@ -70,6 +70,7 @@ class ParameterPlan:
         is_conv: the model holds the transpose of what is described here; and the file each piece as [channels, 1,
             width].
         order: place in the joined pieces of each element of the parameter's last axis; None if it is its own.
+        num_unused: zeros behind the joined pieces of a matrix, along its last axis.
     """
 
     path: ParameterPath
@@ -78,6 +79,7 @@ class ParameterPlan:
     transposed: bool = False
     is_conv: bool = False
     order: np.ndarray | None = field(default=None, compare=False)
+    num_unused: int = 0
 
     @property
     def is_float32(self) -> bool:
@@ -236,6 +238,9 @@ class _Planner:
         is_conv = leaf == "weight" and module.rpartition(".")[-1].startswith("conv") and len(shape) == 2
         transposed = is_conv or (leaf == "kernel" and not (family.in_out and where))
         is_expert, is_head = module in _EXPERTS, "{head}" in names[0]
+        unused = num_unused(module, shape[-1], config)
+        if order is not None and unused:
+            order = np.append(order, np.arange(len(order), shape[-1]))
         if is_expert and "{expert}" not in names[0]:
             # All experts in one tensor.
             suffix, transposed = "_bias" if leaf == "bias" else "", family.experts_out_in and leaf == "kernel"
@@ -244,7 +249,7 @@ class _Planner:
             if is_conv:
                 shape = shape[::-1]
             front = shape[1:-1] if is_expert or is_head else shape[:-1]
-            sizes = output_sizes(module, shape[-1], len(names), config)
+            sizes = output_sizes(module, shape[-1] - unused, len(names), config)
             pieces = [
                 (
                     name.replace("{expert}", str(one)).replace("{head}", str(one)),
@@ -259,7 +264,7 @@ class _Planner:
             ]
         where = where.format(layer=layer)
         planned = tuple(TensorPlan(self._renamed(f"{where}{name}{suffix}"), each) for name, each in pieces)
-        return ParameterPlan(path, shape, planned, transposed, is_conv, order)
+        return ParameterPlan(path, shape, planned, transposed, is_conv, order, unused)
 
     def _renamed(self, name: str) -> str:
         own = self._family.prefix

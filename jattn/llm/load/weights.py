@@ -171,8 +171,10 @@ def in_two(tensors: Tensors, parameter: ParameterPlan) -> tuple[ParameterPlan, P
     shapes = ((parameter.shape[0], size) for size in (outputs, parameter.shape[1] - outputs))
     orders = (None, None) if order is None else (order[:outputs], order[outputs:] - outputs)
     first, rest = (
-        replace(parameter, shape=shape, pieces=some, order=own)
-        for shape, some, own in zip(shapes, (pieces[:count], pieces[count:]), orders, strict=True)
+        replace(parameter, shape=shape, pieces=some, order=own, num_unused=unused)
+        for shape, some, own, unused in zip(
+            shapes, (pieces[:count], pieces[count:]), orders, (0, parameter.num_unused), strict=True
+        )
     )
     return (first, rest) if is_quantized(tensors, first) else None
 
@@ -250,13 +252,17 @@ def _pieces(
         parts = parts_of(piece, tensors)
         scales = tuple(parts)[1:]
         if scales:
-            yield kernel_and_scale(piece, read, parts, home, transposed=transposed)
+            block, scale = kernel_and_scale(piece, read, parts, home, transposed=transposed)
         else:
             block = read(piece.name)
             # A convolution's [channels, 1, width] has an axis more, and a vector may have some.
             block = block.reshape(len(block), -1) if transposed and block.ndim > len(parameter.shape) else block
             block = block.swapaxes(-1, -2) if transposed else block
-            yield block.reshape(-1) if len(parameter.shape) == 1 else block, None
+            block, scale = block.reshape(-1) if len(parameter.shape) == 1 else block, None
+        if parameter.num_unused and piece is parameter.pieces[-1]:
+            behind = ((0, 0), (0, parameter.num_unused))
+            block, scale = (None if each is None else home.pad(each, behind) for each in (block, scale))
+        yield block, scale
 
 
 def _check_dtypes(tensors: Tensors, piece: TensorPlan, parts: tuple[str, ...]) -> None:

@@ -29,8 +29,9 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
         num_keys = 0 if total == query + sum(gate) else 2 - without_values
         return (query, *(key,) * num_keys, *gate)
     if (delta := config.delta_net) is not None and module == DELTA_IN:
-        keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
-        return keys, keys, values, values, delta.num_heads, delta.num_heads
+        # Unused columns lie behind the decays.
+        *sizes, _ = delta.input_sizes
+        return *sizes, total - sum(sizes)
     if (kimi := config.kimi_delta) is not None and module == _KIMI_IN:
         size = kimi.num_heads * kimi.head_dim
         gate = size if kimi.full_rank_gates else kimi.head_dim

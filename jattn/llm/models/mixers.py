@@ -86,6 +86,12 @@ class DeltaNetConfig:
             wanted = f"it must be a multiple of num_kv_heads ({self.num_kv_heads})"
             raise InvalidInput("delta_net.num_heads", value=self.num_heads, wanted=wanted)
 
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Outputs of the products with the input: queries, keys, values, their gates, step sizes and decays."""
+        keys, values = self.num_kv_heads * self.key_dim, self.num_heads * self.value_dim
+        return keys, keys, values, values, self.num_heads, self.num_heads
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig:

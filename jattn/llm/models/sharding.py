@@ -23,6 +23,7 @@ from jattn.llm.models.quantized import Fp8Kernel, QuantizedExpertLinear, Quantiz
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from jattn.llm.models.tensor_parallel import TensorParallel, logical_axes
 from jattn.nn.scan import paged_layers
+from jattn.nn.states import unused_columns
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
@@ -57,7 +58,7 @@ class ParameterShards:
         shape: shape of the whole parameter.
         axis: the split axis; None for a parameter that every device has.
         order: for each element of that axis, as devices have them, its place in the parameter, -1 for a zero; None
-            if they are in order.
+            if they are in order. Elements of the parameter that no device has are zeros.
         mesh_axis: the mesh axis that splits it.
     """
 
@@ -103,9 +104,11 @@ class ParameterShards:
         if self.axis is None or self.order is None:
             return parts
         own = np.flatnonzero(self.order != _NONE)
-        places = np.zeros(self.shape[self.axis], np.int64)
+        places = np.full(self.shape[self.axis], _NONE)
         places[self.order[own]] = own
-        return parts.take(places, self.axis)
+        found = parts.take(places, self.axis)
+        found[(slice(None),) * self.axis + (places == _NONE,)] = 0
+        return found
 
     def loaded(
         self, read: Callable[[int | None, np.ndarray], np.ndarray], dtype: np.dtype | Any, mesh: Mesh
@@ -326,9 +329,7 @@ class _Cutter:
         # Sizes of the parts, and the devices' shares of each: an equal one, or all of it.
         parts = [(length // 3, count, each)] * 3
         if (delta := config.delta_net) is not None and mixer == "linear_attn":
-            keys, values = delta.num_kv_heads * delta.key_dim, delta.num_heads * delta.value_dim
-            inputs = (values, delta.num_heads, delta.num_heads) if is_input else ()
-            parts = [(size, count, each) for size in (keys, keys, values, *inputs)]
+            parts = [(size, count, each) for size in delta.input_sizes[: None if is_input else 3]]
         elif (kimi := config.kimi_delta) is not None and mixer == "kda" and is_input:
             size = kimi.num_heads * kimi.head_dim
             gates = [(size, count, each)] * 2 if kimi.full_rank_gates else [(2 * kimi.head_dim, 1, everywhere)]
@@ -340,8 +341,12 @@ class _Cutter:
             shared = [(groups * mamba.state_size, groups, owners)] * 2
             parts = [(inner, count, each)] * (1 + is_input) + shared + [(mamba.num_heads, count, each)] * is_input
         ends = np.cumsum([size for size, *_ in parts])
-        columns = np.split(np.arange(length), ends[:-1])
-        return _dealt((some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True))
+        columns = np.split(np.arange(length), ends)[:-1]
+        dealt = [(some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True)]
+        if mixer == "linear_attn" and is_input:
+            # Not those of the parameter: each device's part has as many as it needs.
+            dealt.append((np.full((1, unused_columns(ends[-1] // count)), _NONE), everywhere))
+        return _dealt(dealt)
 
 
 def _dealt(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
