@@ -119,6 +119,17 @@ def test_a_joined_layer_keeps_those_of_its_pieces_that_are_in_fp8(tmp_path, seed
     assert saved[0] == saved[1]
 
 
+def test_quantization_fp8_takes_pieces_of_a_joined_layer_that_are_in_fp8_as_they_are(tmp_path, seed) -> None:
+    folder = in_fp8(write_checkpoint(tmp_path, "Qwen3NextForCausalLM", 0, seed), BY_OUTPUT, by_output, "_qkvz.weight")
+    models: Any = [load_model(folder, quantization=each, with_tokenizer=False)[0] for each in ("keep", "fp8")]
+
+    kept, rounded = (model.layers[0].linear_attn.in_proj for model in models)
+    count = kept.kernel.shape[1]
+    assert count < len(rounded.weight)
+    np.testing.assert_array_equal(rounded.weight[:count].view(np.uint8), kept.kernel[...].T.view(np.uint8))
+    np.testing.assert_array_equal(rounded.scale[:count], kept.scale[0])
+
+
 def in_mxfp4(path: Path, seed: int) -> tuple[Path, dict[str, np.ndarray]]:
     """Writes a model of MXFP4 experts; returns its folder and its tensors."""
     folder = write_checkpoint(path, "GptOssForCausalLM", 0, seed, intermediate_size=64, num_hidden_layers=1)

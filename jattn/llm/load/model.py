@@ -166,9 +166,10 @@ def _reader_of_quantized(
     def quantized(parameter: ParameterPlan) -> Any:
         to_round = to_fp8 and len(parameter.shape) == 2
         if is_cut or not is_quantized(tensors, parameter):
-            if to_round:
-                return round_to_fp8(read(parameter))
             parts = None if is_cut else in_two(tensors, parameter)
+            if to_round:
+                pairs = None if parts is None else zip(*map(quantized, parts), strict=True)
+                return round_to_fp8(read(parameter)) if pairs is None else Fp8Kernel(*map(jnp.concatenate, pairs))
             if parts is None:
                 return read(parameter)
             return (*read_quantized(tensors, parts[0], on_host=on_host), read(parts[1]))
