@@ -171,6 +171,12 @@ def test_targets_are_chosen_by_the_last_parts_of_their_names(seed):
     assert [sorted(layer) for layer in adapters.layers] == [["mlp.down_proj", "self_attn.o_proj"]] * 2
 
 
+@pytest.mark.parametrize("name", ["in_proj_qkvz", "linear_attn.in_proj_ba", "in_proj"])
+def test_names_of_parts_of_the_delta_rules_input_product_are_those_of_the_product(name):
+    config = tiny_config(**GATED)
+    assert [target.module for target in chosen_targets(config, (name,))] == ["linear_attn.in_proj"]
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(jattn.InvalidInput, match="target_modules has 'router'; this model has embed"):
         Adapters(tiny_config(), rank=2, target_modules=("router",), rngs=nnx.Rngs(0))

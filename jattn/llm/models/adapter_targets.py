@@ -9,13 +9,15 @@ from typing import Any
 
 from jattn.llm.models.batch_adapters import EMBEDDING, HEAD
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import joined_sizes
+from jattn.llm.models.joined import DELTA_IN, joined_sizes
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
 # Modules that choose experts or tokens. An adapter of one takes the choice's kernels from every step with adapters.
 _CHOOSE = ("moe.router", "moe.shared_expert_gate", "self_attn.indexer.")
+# Names of vLLM and of Qwen3-Next's files for parts of a module; a list of names means all of it.
+_ALSO_NAMED = {DELTA_IN: tuple(f"linear_attn.in_proj_{part}" for part in ("qkvz", "ba"))}
 _EMBEDDING_PATH: ParameterPath = (EMBEDDING, "embedding")
 
 
@@ -130,4 +132,5 @@ def chosen_targets(
 
 
 def _has_name(target: AdapterTarget, name: str) -> bool:
-    return f".{target.module}".endswith(f".{name}")
+    known = (target.module, *_ALSO_NAMED.get(target.module, ()))
+    return any(f".{each}".endswith(f".{name}") for each in known)
