@@ -12,6 +12,7 @@ from flax import nnx
 
 from jattn.llm.models import set_batch_invariant
 from jattn.nn import LayerNorm, RMSNorm
+from jattn.nn.norms import normalised
 from torch_core.base.errors import Unsupported
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -55,3 +56,17 @@ def test_a_mask_and_other_axes_are_refused_when_switched():
         wide(jnp.ones((2, 4)))
     with pytest.raises(Unsupported, match=r"is a LayerNorm, .*; use jattn\.nn\.LayerNorm"):
         set_batch_invariant(nnx.Dict({"a": nnx.LayerNorm(4, rngs=nnx.Rngs(0))}))
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("float64", "float32", "float32"), ("float32", "float64", "float32"), (None, "float32", "float64")]
+)
+def test_a_norm_by_one_kernel_is_as_wide_as_flaxs(dtypes, seed):
+    dtype, param_dtype, x_dtype = dtypes
+    with jax.enable_x64(True):
+        norm = nnx.RMSNorm(24, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(seed))
+        x = jax.random.normal(jax.random.key(seed), (5, 24), x_dtype)
+        found, wanted = normalised(norm, x), norm(x)
+        assert found.dtype == wanted.dtype
+        eps = jnp.finfo(found.dtype).eps
+        np.testing.assert_allclose(found, wanted, rtol=4 * eps, atol=0)
