@@ -70,10 +70,12 @@ def causal_conv1d(
         first_column=first_column,
         out_sizes=out_sizes,
     )
+    if first_column is None and out_sizes is None:
+        return advance(call, implementation, defer_states)
+    call.check()
     if not bridge.may_be_split(x):
         return advance(call, implementation, defer_states)
     # Other columns, and parts of the results, are not split as the channels are.
-    call.check()
     out, states = advance(replace(call.of_channels(), out_sizes=None), implementation, defer_states)
     return out if out_sizes is None else _parts(out, out_sizes), states
 

@@ -136,7 +136,7 @@ def _autograd(call: Any, d_out: jax.Array, d_states: jax.Array, name: str) -> to
         ({"bias": torch.ones(19)}, "bias has shape .19.; it must be .num_channels. with num_channels = 20, that of we"),
         (
             {"weight": torch.ones(19, 4), "bias": None, "conv_states": torch.ones(8, 3, 19)},
-            "x has 20 columns; weig",
+            "weight has shape .19, 4.; num_channels must be 20, as in x, or fewer with fir",
         ),
         ({"conv_states": None}, "cache_indices is given without conv_states; give both or neither"),
         ({"conv_states": torch.ones(1, 3, 20), "cache_indices": None}, "conv_states has 1 slots for 6 sequences"),
@@ -163,6 +163,27 @@ def test_channels_that_are_no_columns_are_refused(first_column, seed):
     call = conv_call(seed, first_column=0)
     with pytest.raises(InvalidInput, match=f"first_column is {first_column}; it must be "):
         torch_ops.run(CausalConvCall(**call.__dict__ | {"first_column": first_column}))
+
+
+def test_a_weight_of_more_channels_than_x_has_columns_is_refused(seed):
+    call = conv_call(seed, first_column=0)
+    with pytest.raises(InvalidInput, match=r"weight has shape .20, 4.; num_channels must be 19, as in x"):
+        torch_ops.run(call.with_arrays({"x": torch.ones(31, 19)}))
+
+
+@on_four_devices
+def test_what_does_not_fit_is_refused_on_several_devices() -> None:
+    x, weight, starts = jnp.ones((2, 3)), jnp.ones((2, 4)), jnp.array([0, 2])
+    for given, first_column in (
+        (([[1.0]], weight, starts), 0),
+        ((None, weight, starts), 0),
+        ((x, None, starts), 0),
+        ((x, 1.0, starts), 0),
+        ((x, weight, starts), 4),
+        ((None, weight, starts), None),
+    ):
+        with pytest.raises(InvalidInput, match=r"x|weight|first_column"):
+            ops.causal_conv1d(*given, first_column=first_column)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("out_sizes", [(20,), (10, 9), (5, 5, 5, 5), [10, 10], (20, 0)])

@@ -109,9 +109,9 @@ class CausalConvCall(StateCall[A]):
         if self.num_channels == 0:
             raise InvalidInput("x", "has no channel", "there must be at least one")
         columns, first = self.x.shape[1], self.first_column
-        if first is None and columns != self.num_channels:
-            wanted = f"weight has {self.num_channels} channels; first_column says which columns they are"
-            raise InvalidInput("x", f"has {columns} columns", wanted)
+        if columns < self.num_channels or (first is None and columns != self.num_channels):
+            wanted = f"num_channels must be {columns}, as in x, or fewer with first_column"
+            raise InvalidInput("weight", f"has shape {tuple(self.weight.shape)}", wanted)
         check_int("first_column", first or 0, 0, columns - self.num_channels)
         if self.activation not in ACTIVATIONS:
             raise InvalidInput("activation", value=self.activation, wanted="it must be None or 'silu'")
