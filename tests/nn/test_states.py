@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 
 
 def joined(qkvz: np.ndarray, ba: np.ndarray) -> np.ndarray:
-    """Returns the rows of two tensors of Qwen3-Next, by groups of heads, as our layer has them: by layer, then zeros."""
+    """Returns the rows of two tensors of Qwen3-Next, by groups of heads, as our layer has them, then zeros."""
     parts = [*np.split(qkvz.reshape(2, 40, -1), [8, 16, 28], axis=1), *np.split(ba.reshape(2, 4, -1), 2, axis=1)]
     rows = np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     return np.pad(rows, ((0, 96 - len(rows)), (0, 0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from triton import knobs
@@ -14,6 +15,8 @@ from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.compile import check_fits, compile_variant, kernel_variant
 from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
+from torch_core.state.kernels.conv.plan import plan_causal_conv
+from torch_core.state.op import calls_in_use
 
 SPECS = {"x": ArraySpec((64,), "bfloat16"), "bias": ArraySpec((1,), "float32"), "doubled": ArraySpec((64,), "float32")}
 
@@ -96,3 +99,11 @@ def test_a_gluon_kernel_with_a_descriptor_compiles_for_hopper():
     compiled = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90)
     assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert [tuple(entry["block_size"]) for entry in compiled.metadata.tensordesc_meta] == [(64, 64)]
+
+
+def test_tokens_of_a_decoded_sequence_are_multiplied_with_a_constant_stride_in_64_bits():
+    call = calls_in_use()["causal conv decode apart"].with_arrays({"x": ArraySpec((64, 12356), "bfloat16")})
+    plan = plan_causal_conv(call, DeviceLimits())  # pyright: ignore[reportArgumentType]
+    assert dict(plan.launches[0].constexprs)["x_token_stride"] == 12356
+    code = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90).asm["ptx"]
+    assert not re.findall(r"(?:mul|mad)\.lo\.s32.*12356", code)

@@ -215,7 +215,8 @@ def _store(
 @triton.jit
 def _input(sequence, state, token, inside, reads_state, x_stride, state_stride, PAST: tl.constexpr):
     """Returns an input of a sequence in float32; before the first one its state has them, or zeros."""
-    value = tl.load(sequence + token * x_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
+    row = sequence + tl.cast(token, tl.int64) * x_stride
+    value = tl.load(row, mask=inside & (token >= 0), other=0.0).to(tl.float32)
     is_past = inside & (token < 0) & reads_state
     return value + tl.load(state + (token + PAST) * state_stride, mask=is_past, other=0.0).to(tl.float32)
 
