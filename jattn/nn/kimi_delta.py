@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jattn import ops
@@ -92,9 +93,10 @@ class KimiDeltaAttention(nnx.Module):
         sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
         conv_states, matrices = (None, None) if states is None else states
         size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
-        ends = [3 * size, 3 * size + inner, 3 * size + 2 * inner]
+        ends = np.cumsum((3 * size, inner, inner, self.num_heads))
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
-        _, forget, gate, beta = jnp.split(projected, ends, axis=-1)
+        # A device's part of a model may have unused columns behind.
+        _, forget, gate, beta, _ = jnp.split(projected, ends, axis=-1)
         mixed, conv_states = self.conv1d(
             projected,
             conv_states,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jattn import ops
@@ -117,11 +118,14 @@ class Mamba2(nnx.Module):
         inner, channels = self._sizes
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
         groups = (channels - inner) // 2
+        # A device's part of a model may have unused columns behind.
+        unused = projected.shape[1] - inner - channels - self.num_heads
         if self.multipliers is not None:
-            parts = zip(self.multipliers, (inner, inner, groups, groups, self.num_heads), strict=True)
+            sizes = (inner, inner, groups, groups, self.num_heads, unused)
+            parts = zip((*self.multipliers, 1.0), sizes, strict=True)
             factors = jnp.concatenate([jnp.full(size, factor, projected.dtype) for factor, size in parts])
             projected = projected * factors[None]
-        gate, _, dt = jnp.split(projected, [inner, inner + channels], axis=-1)
+        gate, _, dt, _ = jnp.split(projected, np.cumsum((inner, channels, self.num_heads)), axis=-1)
         mixed, conv_states = self.conv1d(
             projected,
             conv_states,

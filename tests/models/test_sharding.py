@@ -27,6 +27,7 @@ from jattn.llm.models import (
     put_whole,
     shard_model,
 )
+from jattn.llm.models.mixers import MIXERS, STATE_CONFIGS, KimiDeltaConfig, MambaConfig
 from jattn.llm.models.parts import ValueHeadConfig
 from jattn.nn import MultiHeadAttention
 from tests.support.devices import WHOLE, collectives, mesh, on_four_devices
@@ -247,15 +248,27 @@ def test_a_hosts_array_is_copied_by_an_explicit_transfer(spec: tuple[str, ...] |
     assert np.asarray(put).tolist() == list(range(8))
 
 
+#: By kind of layer: its sizes, the columns of its products with the input, and those of a device's part of 1, 2 and 4.
+INPUTS: dict[str, tuple[Any, int, tuple[int, int, int]]] = {
+    "linear_attention": (DeltaNetConfig(num_heads=12, num_kv_heads=4, key_dim=4, value_dim=2), 104, (112, 64, 32)),
+    "kimi_delta_attention": (KimiDeltaConfig(num_heads=4, head_dim=6), 88, (96, 64, 32)),
+    "mamba": (MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2), 96, (96, 48, 32)),
+}
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_of_a_joined_input_product_have_zeros_behind_up_to_a_multiple_of_16_columns(size: int) -> None:
-    delta = DeltaNetConfig(num_heads=12, num_kv_heads=4, key_dim=4, value_dim=2)
-    config = tiny_config(layer_types=("linear_attention", "attention"), delta_net=delta)
-    shards = parameter_shards(config, TensorParallel(size=size))["layers", 0, "linear_attn", "in_proj", "kernel"]
-    used = sum(delta.input_sizes)
-    assert (used, shards.shape[1], shards.cut_shape[1] // size) == (104, 112, {1: 112, 2: 64, 4: 32}[size])
-    columns = np.where(np.arange(112) < used, np.arange(1, 113), 0)[None]
-    order = np.arange(112) if shards.order is None else shards.order
+@pytest.mark.parametrize("kind", INPUTS)
+def test_parts_of_products_with_the_input_have_zeros_behind_up_to_a_multiple_of_16_columns(
+    kind: str, size: int
+) -> None:
+    sizes, used, widths = INPUTS[kind]
+    module = MIXERS[kind][0]
+    config = tiny_config(layer_types=(kind, "attention"), num_key_value_heads=4, **{STATE_CONFIGS[module]: sizes})
+    shards = parameter_shards(config, TensorParallel(size=size))["layers", 0, module, "in_proj", "kernel"]
+    width, columns = shards.cut_shape[1] // size, np.zeros((1, shards.shape[1]), int)
+    columns[:, :used] = np.arange(1, used + 1)
+    order = np.arange(shards.shape[1]) if shards.order is None else shards.order
     parts = np.where(order < 0, 0, columns[:, order])
-    assert not parts.reshape(size, -1)[:, used // size :].any()
+    assert width == widths[(1, 2, 4).index(size)]
+    assert (np.diff((parts.reshape(size, width) == 0).astype(int)) >= 0).all()
     np.testing.assert_array_equal(shards.whole(parts), columns)

@@ -68,5 +68,5 @@ def test_a_norm_by_one_kernel_is_as_wide_as_flaxs(dtypes, seed):
         x = jax.random.normal(jax.random.key(seed), (5, 24), x_dtype)
         found, wanted = normalised(norm, x), norm(x)
         assert found.dtype == wanted.dtype
-        eps = jnp.finfo(found.dtype).eps
+        eps = float(jnp.finfo(found.dtype).eps)
         np.testing.assert_allclose(found, wanted, rtol=4 * eps, atol=0)

@@ -12,7 +12,7 @@ _KIMI_IN = "kda.in_proj"
 
 
 def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the outputs of each linear layer that a module joins, `total` together.
+    """Returns the outputs of each linear layer that a module joins, `total` together: unused ones are the last one's.
 
     Args:
         module: path of the module in its decoder layer.
@@ -29,13 +29,12 @@ def joined_sizes(module: str, total: int, config: ModelConfig) -> tuple[int, ...
         num_keys = 0 if total == query + sum(gate) else 2 - without_values
         return (query, *(key,) * num_keys, *gate)
     if (delta := config.delta_net) is not None and module == DELTA_IN:
-        # Unused columns lie behind the decays.
         *sizes, _ = delta.input_sizes
         return *sizes, total - sum(sizes)
     if (kimi := config.kimi_delta) is not None and module == _KIMI_IN:
         size = kimi.num_heads * kimi.head_dim
         gate = size if kimi.full_rank_gates else kimi.head_dim
-        return size, size, size, gate, gate, kimi.num_heads
+        return size, size, size, gate, gate, total - 3 * size - 2 * gate
     return (total,)
 
 

@@ -342,11 +342,11 @@ class _Cutter:
             parts = [(inner, count, each)] * (1 + is_input) + shared + [(mamba.num_heads, count, each)] * is_input
         ends = np.cumsum([size for size, *_ in parts])
         columns = np.split(np.arange(length), ends)[:-1]
-        dealt = [(some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True)]
-        if mixer == "linear_attn" and is_input:
-            # Not those of the parameter: each device's part has as many as it needs.
-            dealt.append((np.full((1, unused_columns(ends[-1] // count)), _NONE), everywhere))
-        return _dealt(dealt)
+        dealt = ((some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True))
+        order = _dealt(dealt).reshape(count, -1)
+        # Those of a short convolution are split in three.
+        unused = unused_columns(order.shape[1]) if is_input and mixer != "conv" else 0
+        return np.pad(order, ((0, 0), (0, unused)), constant_values=_NONE).ravel()
 
 
 def _dealt(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
