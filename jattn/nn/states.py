@@ -273,7 +273,7 @@ class ConvWeights(nnx.Module):
 def unused_columns(columns: int) -> int:
     """Returns how many columns of zeros a matrix needs behind its own, to be multiplied where it lies.
 
-    XLA's GPU compiler (jaxlib 0.10 and 0.11) copies a matrix in every step that cuBLAS does not take: columns of 8-bit
+    XLA's GPU compiler (jaxlib 0.10) copies a matrix in every step that cuBLAS does not take: columns of 8-bit
     numbers must be a multiple of 16, of 16-bit ones of 8.
     """
     return -columns % 16

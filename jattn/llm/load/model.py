@@ -168,6 +168,7 @@ def _reader_of_quantized(
         if is_cut or not is_quantized(tensors, parameter):
             parts = None if is_cut else in_two(tensors, parameter)
             if to_round:
+                # Stored numbers with a scale for each output stay as they are.
                 pairs = None if parts is None else zip(*map(quantized, parts), strict=True)
                 return round_to_fp8(read(parameter)) if pairs is None else Fp8Kernel(*map(jnp.concatenate, pairs))
             if parts is None:
