@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -274,6 +275,36 @@ def test_a_decoder_whose_files_leave_model_out_is_read(tmp_path, seed):
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
     found = load_model(folder, with_tokenizer=False)[0]
     jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+def with_norms(folder: Path, **values: float) -> None:
+    """Adds tensors of norms to a folder of Galactica, whose norms have none."""
+    file, width = folder / "model.safetensors", json.loads((folder / "config.json").read_text())["hidden_size"]
+    tensors = safetensors.numpy.load(file.read_bytes())
+    layers = {name.rpartition(".fc1")[0] for name in tensors if ".fc1" in name}
+    for norm in ("model.decoder.final_layer_norm", *(f"{layer}.self_attn_layer_norm" for layer in layers)):
+        tensors |= {f"{norm}.{name}": np.full(width, value, np.float32) for name, value in values.items()}
+    file.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+
+
+def test_norms_without_parameters_that_are_stored_as_ones_and_zeros_are_read(tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "OPTForCausalLM", 2, seed)
+    expected = load_model(folder, with_tokenizer=False)[0]
+    with_norms(folder, weight=1.0, bias=0.0)
+    found = load_model(folder, with_tokenizer=False)[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"), [({"weight": 1.5}, "weight' is not 1"), ({"bias": 0.5}, "bias' is not 0")]
+)
+def test_norms_without_parameters_that_are_stored_with_other_numbers_are_refused(values, wrong, tmp_path, seed):
+    folder = write_checkpoint(tmp_path, "OPTForCausalLM", 2, seed)
+    with_norms(folder, **values)
+    with pytest.raises(
+        InvalidInput, match=rf"_layer_norm\.{wrong} everywhere; the config says that norms have no param"
+    ):
+        load_model(folder, with_tokenizer=False)
 
 
 def test_files_of_a_hub_that_leave_the_prefix_out_are_read(tmp_path, seed):

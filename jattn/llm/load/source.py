@@ -23,7 +23,14 @@ from jattn.llm.load.plan import ParameterPlan, fewest_tensors, found_name, plan_
 from jattn.llm.load.sentence import SentenceModules, read_sentence_modules
 from jattn.llm.load.tensor_file import Tensors
 from jattn.llm.load.tokenizer import TextTokenizer, read_tokenizer
-from jattn.llm.load.weights import check_count, check_weights, find_weights, with_computed, with_tied_head
+from jattn.llm.load.weights import (
+    check_count,
+    check_weights,
+    find_weights,
+    with_computed,
+    with_tied_head,
+    without_plain_norms,
+)
 from jattn.llm.models import ModelConfig
 from jattn.llm.paths import is_gguf
 from torch_core.base.checks import shown
@@ -151,6 +158,7 @@ class _FolderSource:
         packing = read_packing(language_part(raw, family).get("quantization_config") or {})
         named = tensors if packing is None else named_tensors(tensors, packing)
         plan = spelled_as_found(plan, named, family, is_whole=whole)
+        tensors = without_plain_norms(tensors, plan, config, family)
         tensors = with_computed(tensors, plan, config, family)
         if packing is not None:
             tensors = unpacked_tensors(tensors, plan, packing)

@@ -114,6 +114,27 @@ def with_computed(tensors: Tensors, plan: tuple[ParameterPlan, ...], config: Mod
     return found
 
 
+def without_plain_norms(
+    tensors: Tensors, plan: tuple[ParameterPlan, ...], config: ModelConfig, family: Family
+) -> Tensors:
+    """Returns the tensors without those of norms that have no parameters; some files store ones and zeros for them.
+
+    Raises:
+        InvalidInput: other numbers.
+    """
+    weights = [each.pieces[0] for each in plan if is_norm_without_weight(each, config, family)]
+    named = {piece.name: (piece.shape, 1) for piece in weights}
+    named |= {f"{piece.name.removesuffix('weight')}bias": (piece.shape, 0) for piece in weights}
+    plain = [
+        name for name, (shape, _) in named.items() if name in tensors and tensors[name].tensors[name].shape == shape
+    ]
+    for name in plain:
+        if (np.asarray(read_tensor(tensors[name], name)) != named[name][1]).any():
+            problem = f"tensor {name!r} is not {named[name][1]} everywhere"
+            raise InvalidInput(f"{tensors[name].path.name}: {problem}; the config says that norms have no parameters.")
+    return {name: file for name, file in tensors.items() if name not in plain}
+
+
 def is_norm_without_weight(parameter: ParameterPlan, config: ModelConfig, family: Family) -> bool:
     """Returns whether files have no such parameter, because their norms have no weights."""
     return family.norms_without_weights(config) and parameter.path[-1] == "weight"
