@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
@@ -271,3 +273,30 @@ def test_an_engine_thread_without_a_core_reports_the_error() -> None:
 
     with pytest.raises(MemoryError, match="planted"):
         EngineThread(build)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_warm_up_runs_every_compiled_program_and_changes_no_answer(engine, seed, monkeypatch, background) -> None:
+    prompts = prompts_of(seed, 5, 17, 9)
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0.7, top_k=5, max_tokens=6, seed=3, logprobs=1, repetition_penalty=1.2),
+    ]
+    expected = [run(engine, prompts, each) for each in params]
+    caches = [np.array(each) for each in engine._core.device.pool._arrays]
+    ran = []
+    runner = engine._core.device.runner
+    real = runner._run
+    monkeypatch.setattr(runner, "_run", lambda bucket, *rest: (ran.append(bucket), real(bucket, *rest))[1])
+    monkeypatch.setattr(runner.programs, "on_gpu", True)
+    monkeypatch.setattr(runner, "_rehearsed", set())
+
+    engine.warmup(lambda *_: None, wanted=lambda name: False, background=background)
+    # A program of the background is a command, and so are these, which come between.
+    between = [engine._thread.call(lambda core: len(ran)) for _ in range(20)]
+
+    assert len(set(between)) > 1 if background else set(between) == {len(ran)}
+    assert Counter(ran) == dict.fromkeys(runner.programs.compiled, 2)
+    for before, after in zip(caches, engine._core.device.pool._arrays, strict=True):
+        np.testing.assert_array_equal(before, np.array(after))
+    assert [run(engine, prompts, each) for each in params] == expected

@@ -263,6 +263,17 @@ class EngineCore(Owner):
         """The block allocator of now."""
         return self._rebuilt().cache
 
+    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None) -> None:
+        """Compiles programs, and runs them if no request waits for it; see `Engine.warmup`."""
+        self.device.warmup(report, wanted)
+        while self.rehearse_next():
+            pass
+
+    def rehearse_next(self) -> bool:
+        """Runs a program that was not rehearsed, if the engine has no request; returns whether there was one."""
+        self.settle()
+        return not (self.requests or self.asleep or self.closed) and self.device.runner.rehearse_next()
+
     def settle(self) -> None:
         """Reads the steps in flight that no request waits for, and scrubs the blocks of the last request."""
         state = self._state

@@ -72,6 +72,7 @@ class Programs:
         last: buckets of the programs that were run last, as many as steps can be in flight.
         num_compilations: programs that were compiled here.
         compile_seconds: time that steps and `compile` took for it.
+        on_gpu: whether the devices are GPUs.
         tuning_bytes: bytes of a device that compiling one program may take; 0 where no kernels are compared.
     """
 
@@ -121,11 +122,11 @@ class Programs:
         operands = tuple(jax.tree.leaves((self._operands, self._peers, state_of(max_num_seqs), self._adapters)))
         # Triton multiplies quantized weights where they lie; in front of cuBLAS they would be widened in memory.
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
-        self._on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
+        self.on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
         self._device = next(iter(weights.leaves[0].sharding.addressable_devices)) if weights.leaves else None
         largest = max(map(shard_bytes, weights.leaves), default=0)
-        self.tuning_bytes = int(largest * _TUNING_SHARE) if self._on_gpu else 0
-        self._has_cublas = is_wide and self._on_gpu
+        self.tuning_bytes = int(largest * _TUNING_SHARE) if self.on_gpu else 0
+        self._has_cublas = is_wide and self.on_gpu
         self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
         cache_specs = tuple(PartitionSpec() if each is None else each.spec for each in pool.shardings)
         cut = (placement, layers, cache_specs, weights.specs)
@@ -213,7 +214,7 @@ class Programs:
     def step_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of a program's intermediate arrays and results on a device, by XLA's own figure."""
         # To choose among kernels takes most of a compilation's time and does not change the large arrays.
-        options = {"xla_gpu_autotune_level": 0, **PRODUCT_OPTIONS} if self._on_gpu else None
+        options = {"xla_gpu_autotune_level": 0, **PRODUCT_OPTIONS} if self.on_gpu else None
         sizes = self._lowered(bucket).compile(compiler_options=options).memory_analysis()
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
@@ -236,7 +237,7 @@ class Programs:
         prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS.start
         prefers_cublas &= self._has_cublas
         options = {"xla_gpu_enable_triton_gemm": False} if prefers_cublas else {}
-        return lowered.compile(compiler_options={**options, **PRODUCT_OPTIONS} if self._on_gpu else None)
+        return lowered.compile(compiler_options={**options, **PRODUCT_OPTIONS} if self.on_gpu else None)
 
     def _keep(self, bucket: Bucket, compiled: Any) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from jattn.llm.engine.device.buckets import Bucket, Cascade, StepBuckets
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.program import Sampled, jitted_prompt_logprobs
 from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.device.request_arrays import fill_adapters, fill_requests
 from jattn.llm.engine.device.routing import RoutingRecord
 from jattn.llm.engine.device.tables import SamplerState, Slots, SlotTables
 from jattn.llm.engine.device.warmup import WarmUp
@@ -30,7 +31,7 @@ from jattn.llm.models import Fp8Linear, PagedModel
 from jattn.llm.processes import Announce
 from jattn.pool import KVPool
 from torch_core.base.specs import DTYPE_BYTES
-from torch_core.cache import LayerGroups
+from torch_core.cache import CommittedStep, LayerGroups
 from torch_core.metadata import (
     BlockTableCache,
     CommonAttentionMetadata,
@@ -45,6 +46,9 @@ from torch_core.metadata import (
 _PROMPT_LOGPROBS = 64
 _OF_REQUESTS = ("token_ids", "sampling", "sample_index")
 _NO_STATE = SamplerState(None, None)
+# A step without rows, and the runs after which a program takes as long as later.
+_EMPTY = ScheduledStep((), CommittedStep(step_id=0))
+_FIRST_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,7 @@ class ModelRunner:
             announce=announce,
         )
         self.warming: WarmUp | None = None
+        self._rehearsed: set[Bucket] = set()
         self.routing: RoutingRecord | None = None
         if config.enable_return_routed_experts:
             sizes = pool.num_blocks, config.num_host_blocks, config.tokens_per_block
@@ -225,11 +230,11 @@ class ModelRunner:
         # Schedule -> metadata: block tables, positions, slots, checked and packed into one buffer.
         buffer = np.zeros(layout.num_elements, np.int32)
         metadata = self._metadata(step, bucket, layout, buffer)
-        _fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
+        fill_requests(step, *layout.views(buffer, _OF_REQUESTS))
         if self._has_inputs:
             layout["inputs"].of(buffer)[: len(step.rows)] = [row.request.inputs for row in step.rows]
         if self.adapter_slots is not None and bucket.adapters:
-            _fill_adapters(step, self.adapter_slots, layout["adapter"].of(buffer))
+            fill_adapters(step, self.adapter_slots, layout["adapter"].of(buffer))
         state = _NO_STATE
         if bucket.sampler.kind is SamplingKind.FULL:
             state = self._sampler_state(step.rows, layout, buffer)
@@ -325,6 +330,31 @@ class ModelRunner:
         if self.warming is not None:
             self.warming.end()
             self.warming = None
+
+    def rehearse_next(self) -> bool:
+        """Runs a compiled program of a GPU on steps without rows, if one was not; no step may be in flight.
+
+        The first run loads the kernels and the second records a graph, for 10 to 100 ms that a request would wait.
+        """
+        if not self.programs.on_gpu or self._announce is not None:
+            return False
+        for bucket in tuple(self.programs.compiled):
+            if bucket not in self._rehearsed and not (bucket.encodes or bucket.piece_tokens or bucket.adapters):
+                self._rehearsed.add(bucket)
+                for _ in range(_FIRST_RUNS):
+                    self._run_empty(bucket)
+                jax.block_until_ready(self._last_tokens)
+                return True
+        return False
+
+    def _run_empty(self, bucket: Bucket) -> None:
+        layout = self.buckets.layout(bucket)
+        buffer, state = np.zeros(layout.num_elements, np.int32), _NO_STATE
+        self._metadata(_EMPTY, bucket, layout, buffer)
+        if bucket.sampler.kind is SamplingKind.FULL:
+            state = self._sampler_state((), layout, buffer)
+        with jax.transfer_guard("allow"):
+            self._run(bucket, state, buffer)
 
     def warm_small_programs(self) -> None:
         """Compiles the programs around the steps: tables, log-probabilities of prompts, moves of blocks."""
@@ -464,26 +494,3 @@ class ModelRunner:
 @jax.jit
 def _cut(hidden: jax.Array, rows: jax.Array) -> jax.Array:
     return hidden[rows]
-
-
-def _fill_adapters(step: ScheduledStep, slots: AdapterSlots, adapters: np.ndarray) -> None:
-    """Writes the slot of each row's adapter, counted from 1; rows without one, and padding, have 0."""
-    for index, row in enumerate(step.rows):
-        if row.request.adapter is not None:
-            adapters[index] = slots.slot_of(row.request.adapter) + 1
-
-
-def _fill_requests(step: ScheduledStep, token_ids: np.ndarray, sampling: np.ndarray, sample_index: np.ndarray) -> None:
-    """Writes the tokens and the parameters of a step's requests into its buffer."""
-    first = 0
-    for index, row in enumerate(step.rows):
-        request = row.request
-        if step.encodes:
-            new = list(request.encoder_token_ids)
-        else:
-            new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
-            new += row.guesses
-        token_ids[first : first + len(new)] = new
-        first += len(new)
-        sampling[index] = request.sampling
-        sample_index[index] = len(request.output_token_ids) + request.num_pending_tokens
