@@ -27,6 +27,7 @@ from jattn.bench.runner import Benchmark, sizes
 from jattn.bench.shapes import normal, random_decoder, shape_config, step_bytes
 from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
+from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.request.lora import prefix_salt
@@ -304,8 +305,9 @@ def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams
     """Returns the milliseconds of a step from where all decode to where the first one ends."""
     requests = _start(engine, prompts, params, names)
     started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
-    while all(request.finish_reason is None for request in requests):
-        engine.step()
+    with without_old_objects():
+        while all(request.finish_reason is None for request in requests):
+            engine.step()
     seconds = time.perf_counter() - started
     tokens = sum(len(request.output_token_ids) for request in requests) - before
     _drain(engine)
@@ -326,8 +328,9 @@ def _run(
     outbox = Outbox()
     for prompt, name in zip(prompts, itertools.cycle(names), strict=False):
         engine.add(prompt, params, lora=name, outbox=outbox)
-    while engine.wait(outbox):
-        pass
+    with without_old_objects():
+        while engine.wait(outbox):
+            pass
 
 
 def _drain(engine: AnyEngine) -> None:

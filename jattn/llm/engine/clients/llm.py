@@ -16,6 +16,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jattn.llm.engine.clients.adapters import AdapterRegistry, ServesAdapters
+from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.clients.vectors import VectorsOfTexts
@@ -243,6 +244,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         with (
             contextlib.closing(self.stream(listed, sampling_params, **options)) as stream,
             tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
+            without_old_objects(),
         ):
             for delta in stream:
                 num_tokens += len(delta.token_ids)
