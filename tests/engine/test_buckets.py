@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn.llm.engine import EngineConfig, SamplingParams, SpeculativeConfig
-from jattn.llm.engine.device.buckets import Bucket, bucket_sizes
+from jattn.llm.engine.device.buckets import Bucket, StepBuckets, bucket_sizes
 from jattn.llm.engine.device.placement import Placement
 from jattn.llm.engine.device.runner import ModelRunner
 from jattn.llm.engine.options.params import SamplingKind
@@ -95,6 +96,28 @@ def test_every_step_finds_its_program_compiled(max_blocks, max_num_seqs, invaria
 @pytest.mark.parametrize(("ragged", "programs"), [(True, 24), (False, 60)])
 def test_there_are_few_programs(ragged, programs) -> None:
     assert _without_greedy(runner(ragged, False, 0)[1]) == programs
+
+
+def step_buckets(**sizes: Any) -> StepBuckets:
+    config = EngineConfig(max_num_batched_tokens=512, **sizes)
+    options: dict[str, Any] = {"longest_query": None, "num_encoder_blocks": 0}
+    return StepBuckets(config, None, num_logprobs=0, max_blocks=8, num_groups=1, **options)
+
+
+def test_a_step_with_prompts_has_room_for_no_more_rows_than_tokens() -> None:
+    rows = {bucket.num_tokens: bucket.num_seqs for bucket in step_buckets(max_num_seqs=256).all() if not bucket.decodes}
+    assert rows == {64: 64, 128: 128, 256: 256, 384: 256, 512: 256}
+
+
+def test_prompts_of_greedy_requests_draw_no_noise_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    buckets = step_buckets()
+    for kind in (SamplingKind.GREEDY, SamplingKind.PLAIN):
+        rows = row_of(1, 0, 1), row_of(20, 0, 1)
+        rows[0].request.sampling_kind, rows[1].request.sampling_kind = SamplingKind.GREEDY, kind
+        bucket = buckets.of(ScheduledStep(rows, CommittedStep(step_id=0)))[0]
+        assert bucket.sampler.kind is kind
+        assert bucket in set(buckets.all())
 
 
 @pytest.mark.parametrize(

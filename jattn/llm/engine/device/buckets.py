@@ -271,7 +271,7 @@ class StepBuckets:
     def _of_prompts(self, rows: Sequence[ScheduledRow], kind: SamplingKind, longest: int) -> Bucket:
         num_tokens = self._num_tokens.pad(sum(row.num_new_tokens for row in rows))
         encodes = rows[-1].start < 0
-        sampler = self.samplers[SamplingKind.PLAIN if encodes else max(kind, SamplingKind.PLAIN)]
+        sampler = self.samplers[SamplingKind.PLAIN if encodes else kind]
         bucket = self._prefill(len(rows), num_tokens, longest, sampler)
         return replace(bucket, encodes=encodes, adapters=_have_adapters(rows))
 
@@ -291,7 +291,7 @@ class StepBuckets:
 
     def _without_adapters(self) -> Iterator[Bucket]:
         for sampler in dict.fromkeys(self.samplers.values()):
-            for bucket in () if sampler.kind is SamplingKind.GREEDY else self._prompts(sampler):
+            for bucket in self._prompts(sampler):
                 yield bucket
                 if self._num_encoder_blocks and sampler.kind is SamplingKind.PLAIN:
                     yield replace(bucket, encodes=True)
@@ -315,8 +315,8 @@ class StepBuckets:
         most = self._config.max_num_seqs
         blocks = self._num_encoder_blocks
         if self._query_lens is None:
-            # A padded row and a longer bound cost next to nothing in a prefill step, a program more costs seconds.
-            return Bucket(most, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
+            # A padded row and a longer bound cost little in a prefill step, a program more costs seconds.
+            return Bucket(min(most, num_tokens), num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
         if num_seqs == 1:
             return Bucket(1, num_tokens, num_tokens, sampler, num_encoder_blocks=blocks)
         return next(
