@@ -23,6 +23,7 @@ from jattn.bench.pictures import draw_loads
 from jattn.bench.runner import Benchmark
 from jattn.bench.shapes import SHAPES, random_decoder
 from jattn.llm.engine import LLM, EngineConfig
+from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.models import quantize_fp8
 from jattn.llm.serve import AsyncLLM
@@ -84,6 +85,8 @@ def run(
                 llm = _own_llm(model, shape, fp8_weights, found, settings)
                 url = str(stack.enter_context(_own_server(llm)).url)
             client = Http(url, api_key)
+        # As `jattn serve` does.
+        stack.enter_context(without_old_objects())
         # The first round warms up and is not told.
         warm_up = replace(found[0], users=0, rate=math.inf, num_requests=_WARM_UP)
         for number, load in enumerate([warm_up, *found]):
