@@ -346,8 +346,9 @@ def _names(num_seqs: str, kind: str, *, shared: bool) -> Callable[[str], bool]:
 
 
 def _prompt_tokens(name: str) -> int:
-    """Returns the tokens of a step with prompts; 0 of others."""
-    found = re.fullmatch(r"\d+ sequences, (\d+) tokens, queries up to \1, plain", name)
+    """Returns the tokens of a step with greedy prompts; 0 of others."""
+    kind = "plain" if jax.default_backend() == "cpu" else "greedy"
+    found = re.fullmatch(rf"\d+ sequences, (\d+) tokens, queries up to \1, {kind}", name)
     return int(found[1]) if found else 0
 
 

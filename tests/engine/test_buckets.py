@@ -149,5 +149,5 @@ def test_no_program_is_for_longer_or_more_prompts_than_can_be(max_blocks, max_nu
 
 
 def _without_greedy(buckets: frozenset[Bucket]) -> int:
-    """Counts those that every device has: on a GPU greedy decoding has programs of its own beside them."""
+    """Counts those that every device has: on a GPU greedy steps have programs of their own."""
     return sum(bucket.sampler.kind is not SamplingKind.GREEDY for bucket in buckets)
