@@ -14,6 +14,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn.checks import check_packed
 from jattn.nn.dense import rotated
+from jattn.nn.expansion import LatentExpansion
 from jattn.nn.norms import normalised
 from jattn.nn.options import CacheScale, DType, Epsilon, Implementation, KVChunkSize, Rope, Scale, Size
 from jattn.nn.paged import KVRange, KVScales
@@ -246,13 +247,20 @@ class MultiHeadLatentAttention(nnx.Module):
         options = {"deterministic": self.deterministic_gradients, "implementation": self.implementation}
         return ops.attention(query, key, value, starts, max_query_len=max_query_len, scale=self.scale, **options)
 
+    def _expanding(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the kernels of keys and values, [rank, heads, size]."""
+        linear = getattr(self.kv_b_proj, "base", self.kv_b_proj)
+        if isinstance(linear, LatentExpansion):
+            return linear.kernels()
+        kernel = linear.kernel[...].reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
+        return to_key, to_value
+
     def _absorbed(
         self, query: jax.Array, cache: jax.Array, sequences: dict[str, Any], chosen: jax.Array | None = None
     ) -> jax.Array:
         """Attends in the absorbed form, to all tokens or to positions `chosen`; returns [tokens, heads, v_head_dim]."""
-        kernel = self.kv_b_proj.kernel[...].astype(query.dtype)
-        kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
+        to_key, to_value = (kernel.astype(query.dtype) for kernel in self._expanding())
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
         choice: dict[str, Any] = {"topk_indices": chosen}
         if chosen is None:

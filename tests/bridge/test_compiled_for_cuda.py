@@ -16,7 +16,9 @@ from jattn import ops
 from jattn.bench.shapes import shape_config
 from jattn.llm.engine.device.programs import PRODUCT_OPTIONS
 from jattn.llm.models import Decoder, Fp8Linear
+from jattn.llm.models.latent import with_split_expansions
 from jattn.llm.models.layers import dot_general
+from jattn.llm.models.parts import LatentConfig
 from jattn.llm.models.quantized import round_to_fp8
 from jattn.metadata import AttentionMetadata
 from jattn.nn import GatedDeltaNet, KimiDeltaAttention, Mamba2
@@ -221,3 +223,29 @@ def test_a_cache_that_is_reshaped_between_calls_is_not_copied() -> None:
     assert text.count(" custom-call(") >= 6
     assert " copy(" not in text
     assert "copy-start" not in text
+
+
+def latent_step(is_split: bool) -> tuple[Any, ...]:
+    """A decode step of a layer over latents, of DeepSeek's sizes with few heads."""
+    latent = LatentConfig(
+        kv_lora_rank=512, q_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )  # fmt: skip
+    config = tiny_config(num_key_value_heads=4, head_dim=64, latent=latent, dtype="bfloat16", num_hidden_layers=1)
+    model: Any = Decoder(config, rngs=nnx.Rngs(0), implementation="triton")
+    graph, state = nnx.split(with_split_expansions(model) if is_split else model)
+    metadata = AttentionMetadata(
+        block_tables=jnp.ones((64, 2), jnp.int32), seq_lens=jnp.full(64, 5, jnp.int32), max_query_len=1,
+        query_start_loc=jnp.arange(65, dtype=jnp.int32), slot_mapping=jnp.arange(64, 128, dtype=jnp.int32),
+    )  # fmt: skip
+
+    def step(caches: Any, tokens: Any, state: Any) -> Any:
+        return nnx.merge(graph, state)(tokens, tokens, caches, metadata)
+
+    return step, (jnp.zeros((4, 64, 576), jnp.bfloat16),), np.zeros(64, np.int32), state
+
+
+def test_the_two_parts_of_an_expansion_of_latents_are_not_copied() -> None:
+    parts = r"= \(?bf16\[512,4,128\]\S*,? .*fusion\("
+    joined, split = (compiled_for_cuda(latent_step, way, donate=(0,)) for way in (False, True))
+    assert re.findall(parts, joined), "XLA reads parts of an array in a product: they need not lie apart"
+    assert not re.findall(parts, split)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from jattn.llm.engine import LLM, EngineConfig, SamplingParams
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
 from jattn.llm.models import Decoder
 from jattn.llm.models.parts import LatentConfig
+from tests.support.devices import on_four_devices
 from tests.support.tiny_models import tiny_config, tiny_model
+from torch_core.base.errors import InvalidInput
 
 LATENT = LatentConfig(
     kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, index_n_heads=8,
@@ -63,3 +67,57 @@ def test_tokens_over_latents_are_those_of_a_prompt_alone(changes, happened, deco
 
     assert tokens == expected
     assert all(getattr(stats, name) > 0 for name in happened), stats
+
+
+def latent_decoder(seed: int) -> Decoder:
+    return tiny_model(tiny_config(num_key_value_heads=4, head_dim=4, latent=LATENT), seed)
+
+
+def expansions_of(model: nnx.Module) -> dict[str, np.ndarray]:
+    flat: Any = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat if "kv_b_proj" in path}
+
+
+def assert_weights_are(engine: Engine, model: nnx.Module) -> None:
+    """Those that its programs have, in two parts, and those that it shows."""
+    jax.tree.map(np.testing.assert_array_equal, expansions_of(engine.current_model), expansions_of(model))
+    weights = engine._core.device.runner.weights
+    layer = weights.structure.merge(weights.leaves).layers[0].self_attn
+    keys, values = (np.asarray(kernel) for kernel in layer.kv_b_proj.kernels())
+    whole = expansions_of(model)["layers.0.self_attn.kv_b_proj.kernel"].reshape(len(keys), -1, 14)
+    np.testing.assert_array_equal(keys, whole[..., :8])
+    np.testing.assert_array_equal(values, whole[..., 8:])
+
+
+def updated(devices: int) -> None:
+    first, second = latent_decoder(1), latent_decoder(2)
+    engine = Engine(first, EngineConfig(block_size=4, max_num_seqs=2, num_blocks=9, tensor_parallel_size=devices))
+    assert_weights_are(engine, first)
+    engine.update_weights(second)
+    assert_weights_are(engine, second)
+    name = "layers.0.self_attn.kv_b_proj.kernel"
+    path, kernel = ("layers", 0, *name.split(".")[2:]), expansions_of(first)[name]
+    engine.update_weights(nnx.from_flat_state([(path, kernel)]), partial=True)
+    expected: Any = latent_decoder(2)
+    expected.layers[0].self_attn.kv_b_proj.kernel[...] = kernel
+    assert_weights_are(engine, expected)
+    with pytest.raises(InvalidInput, match=rf"^{name} is float32\[16, 55\]; the model's is float32\[16, 56\]\.$"):
+        engine.update_weights(nnx.from_flat_state([(path, kernel[:, :55])]), partial=True)
+    with pytest.raises(InvalidInput, match=rf"^{name} has NaN or infinite numbers, and so have 0 other parameters;"):
+        engine.update_weights(nnx.from_flat_state([(path, kernel * np.nan)]), partial=True)
+    flat: Any = nnx.to_flat_state(nnx.state(second))
+    rest = nnx.from_flat_state([each for each in flat if "kv_b_proj" not in each[0]])
+    wanted = rf"^state lacks {name}; {second.config.num_hidden_layers} of \d+ parameters do\.$"
+    with pytest.raises(InvalidInput, match=wanted):
+        engine.update_weights(rest)
+    assert_weights_are(engine, expected)
+    engine.close()
+
+
+def test_one_expansion_of_a_trainer_is_brought_to_its_two_parts() -> None:
+    updated(1)
+
+
+@on_four_devices
+def test_one_expansion_of_a_trainer_is_brought_to_the_two_parts_of_each_device() -> None:
+    updated(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 import jattn
 from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, chosen_targets, quantize_fp8
 from jattn.llm.models.batch_adapters import attached
+from jattn.llm.models.latent import with_split_expansions
 from jattn.llm.models.quantized import dequantize, quantized_linear
 from jattn.metadata import AttentionMetadata
 from jattn.nn import LoRA
@@ -84,6 +86,10 @@ def test_latents_that_are_attended_in_the_absorbed_form_have_the_plain_forms_ada
 
     absorbed, plain = both(model.layers[0])
     np.testing.assert_allclose(absorbed, plain, atol=1e-5)
+    # As an engine has the layer.
+    split: Any = with_split_expansions(model)
+    for found in both(split.layers[0]):
+        np.testing.assert_allclose(found, plain, atol=1e-5)
 
 
 @pytest.mark.nightly

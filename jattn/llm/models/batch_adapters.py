@@ -187,9 +187,9 @@ class _Adapted:
         self._ends_branch = ends_branch
 
     @property
-    def kernel(self) -> Any:
-        """The module's own, for the absorbed form of latent attention."""
-        return self._linear.kernel
+    def base(self) -> Any:
+        """The module, for the absorbed form of latent attention."""
+        return self._linear
 
     def __call__(self, x: jax.Array) -> Any:
         # XLA would compute the inputs twice: for the base's product, and for the kernels.

@@ -15,6 +15,7 @@ from jattn.llm.models.positions import attention_factor, inverse_frequencies, ro
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import DeepSeekRoPE, LatentIndexer, MultiHeadLatentAttention, SparseLatentAttention
+from jattn.nn.expansion import LatentExpansion
 from jattn.nn.paged import KVScales
 from torch_core.base.errors import InvalidInput
 
@@ -77,6 +78,32 @@ class _Layer:
     ) -> jax.Array:
         """Attends within each row of `[batch, tokens, hidden]`; padding comes after a row's tokens."""
         return self(x)  # type: ignore[operator]
+
+
+def with_split_expansions(model: nnx.Module) -> nnx.Module:
+    """Returns a model whose layers over latents have their `kv_b_proj` in two parts; one without any as it is."""
+    if not any(_is_whole(module) for _, module in nnx.iter_modules(model)):
+        return model
+    model = nnx.merge(*nnx.split(model))
+    layers: list[Any] = [module for _, module in nnx.iter_modules(model) if _is_whole(module)]
+    for layer in layers:
+        layer.kv_b_proj = LatentExpansion(layer.kv_b_proj, layer.qk_nope_head_dim, layer.v_head_dim)
+    return model
+
+
+def with_whole_expansions(model: nnx.Module) -> nnx.Module:
+    """Changes the layers of a model back, in place, and returns it."""
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, MultiHeadLatentAttention) and isinstance(module.kv_b_proj, LatentExpansion):
+            module.kv_b_proj = module.kv_b_proj.whole()
+    return model
+
+
+def _is_whole(module: object) -> bool:
+    if not isinstance(module, LatentAttention | SparseAttention) or module.batch_invariant:
+        return False
+    # Over several processes all would have to join the parts again together.
+    return type(module.kv_b_proj) is nnx.Linear and jnp.asarray(module.kv_b_proj.kernel[...]).is_fully_addressable
 
 
 class LatentAttention(_Layer, MultiHeadLatentAttention):

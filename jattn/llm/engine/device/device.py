@@ -23,6 +23,7 @@ from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.speculation import SpeculationCounts
 from jattn.llm.load.kv_scales import cached_spec, writing_8_bits
 from jattn.llm.models import PagedModel, PagedSpec
+from jattn.llm.models.latent import with_split_expansions
 from jattn.llm.processes import Announce, Channel, check_together, model_facts, shared_channel
 from jattn.llm.reports import Watchdog
 from jattn.ops.choose import choose_for_cache
@@ -295,6 +296,8 @@ def _place(model: PagedModel, config: EngineConfig, mesh: Mesh | None, max_model
         model = WithDraft(model.base, draft)
         shape = replace(shape, states=model.paged_spec.states)
     model = placement.with_scales(model)
+    if not (config.batch_invariant or placement.by_compiler):
+        model = cast(PagedModel, with_split_expansions(cast(nnx.Module, model)))
     # Refuse now: a call that cannot run on this machine would fail in every step.
     asked = {getattr(module, "implementation", "") for _, module in nnx.iter_modules(cast(nnx.Module, model))}
     spec = shape.cache_spec(config.block_size)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec
 from jattn.llm.engine.device.draft import WithDraft
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import Decoder, ParameterShards, TensorParallel, parameter_shards, put_whole
+from jattn.llm.models.latent import with_whole_expansions
 from jattn.llm.models.quantized import Fp8Kernel, kernel_sharding, round_to_fp8
 from jattn.llm.reports import LOGGER
+from jattn.nn.expansion import LatentExpansion, split_kernel
 from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import LARGEST_CODE
@@ -81,6 +83,12 @@ class Weights:
         if isinstance(base, Decoder) and base.parallel is not None:
             shards = parameter_shards(base.config, base.parallel)
             self._shards = {_name(path): each for path, each in shards.items()}
+        # The sizes of a head's key and value.
+        self._expansions = {
+            f"{_name(path)}.kernel": (module.key_size, module.value_size)
+            for path, module in nnx.iter_modules(cast(nnx.Module, base))
+            if isinstance(module, LatentExpansion)
+        }
         numbered = nnx.to_flat_state(jax.tree.unflatten(treedef, range(len(found))))
         prefix = "base." if isinstance(model, WithDraft) else ""
         variables: dict[str, Any] = {
@@ -94,7 +102,7 @@ class Weights:
 
     def model(self) -> Any:
         """Returns a module with the arrays; with a draft model, the target."""
-        model = self.structure.merge(self.leaves)
+        model = with_whole_expansions(self.structure.merge(self.leaves))
         return model.base if isinstance(model, WithDraft) else model
 
     def checked(
@@ -142,18 +150,22 @@ class Weights:
         pure = (leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for leaf in flat.leaves)
         given: dict[str, Any] = dict(zip(names, pure, strict=True))
         found: Arrivals = {}
-        rounded = {name: parts for name in given.keys() - self._places.keys() if (parts := self._fp8_parts(name))}
-        for name, parts in rounded.items():
-            bring = self._rounding(name, given.pop(name), parts[0], shards.get(name))
+        converted = {name: parts for name in given.keys() - self._places.keys() if (parts := self._parts(name))}
+        for name, parts in converted.items():
+            if name in self._expansions:
+                bring = self._splitting(name, given.pop(name), parts, shards.get(name), cast)
+            else:
+                bring = self._rounding(name, given.pop(name), parts[0], shards.get(name))
             for index, part in enumerate(parts):
                 found[self._places[part]] = lambda bring=bring, index=index: bring()[index]
         if unknown := given.keys() - self._places.keys():
             raise InvalidInput(f"state has {min(unknown)}, which the model has not; it has {len(self._places)} others.")
-        if not given and not rounded:
+        if not given and not converted:
             raise InvalidInput("state", "is empty", "give at least one array")
-        covered = given.keys() | {name for parts in rounded.values() for name in parts}
-        if not partial and (missing := self._needed - covered):
-            raise InvalidInput("state", f"lacks {min(missing)}", f"{len(missing)} of {len(self._needed)} parameters do")
+        covered = given.keys() | {name for parts in converted.values() for name in parts}
+        if not partial and (missing := self._as_given(self._needed - covered)):
+            count = f"{len(missing)} of {len(self._as_given(self._needed))} parameters do"
+            raise InvalidInput("state", f"lacks {min(missing)}", count)
         for name, leaf in given.items():
             old: Any = self.leaves[self._places[name]]
             shape = shards[name].shape if name in shards else old.shape
@@ -162,9 +174,16 @@ class Weights:
             found[self._places[name]] = functools.partial(_bring, leaf, old, place)
         return found
 
-    def _fp8_parts(self, name: str) -> tuple[str, ...] | None:
-        """Returns the names of the arrays that a kernel is rounded to; None for a parameter that is not rounded."""
+    def _as_given(self, names: Iterable[str]) -> list[str]:
+        """Returns the names of parameters as a state has them, none twice."""
+        wholes = {part: name for name in self._expansions for part in self._parts(name) or ()}
+        return list(dict.fromkeys(wholes.get(name, name) for name in names))
+
+    def _parts(self, name: str) -> tuple[str, ...] | None:
+        """Returns the names of the arrays that a kernel is rounded to, or split into; None for other parameters."""
         stem, _, last = name.rpartition(".")
+        if name in self._expansions:
+            return f"{stem}.k_b_proj.kernel", f"{stem}.v_b_proj.kernel"
         parts = tuple(f"{stem}.{part}" for part in Fp8Kernel._fields)
         return parts if last == "kernel" and all(part in self._places for part in parts) else None
 
@@ -184,6 +203,16 @@ class Weights:
             return round_to_fp8(there)
 
         return rounded
+
+    def _splitting(
+        self, name: str, kernel: Any, parts: tuple[str, ...], shards: ParameterShards | None, cast: bool
+    ) -> Callable[[], tuple[jax.Array, jax.Array]]:
+        keys, values = (self.leaves[self._places[part]] for part in parts)
+        sharding: Any = keys.sharding
+        shape = (len(keys), keys.shape[1] + values.shape[1]) if shards is None else shards.shape
+        _check(name, kernel, shape, _dtype_of(kernel, keys) if cast else keys.dtype)
+        place = None if shards is None else functools.partial(shards.placed, mesh=sharding.mesh)
+        return functools.cache(lambda: split_kernel(_bring(kernel, keys, place), *self._expansions[name]))
 
     def checked_scales(self, scales: KVCacheScales, dtype: str) -> Arrivals:
         """Returns the same of other scales of a cache of a dtype.
@@ -224,7 +253,7 @@ class Weights:
         if non_finite == "accept" or _are_finite([leaves[place] for place in new]):
             return leaves
         names = {place: name for name, place in self._places.items()}
-        wrong = [names[place] for place in new if not _are_finite([leaves[place]])]
+        wrong = self._as_given(names[place] for place in new if not _are_finite([leaves[place]]))
         problem = f"has NaN or infinite numbers, and so have {len(wrong) - 1} other parameters"
         if non_finite == "refuse":
             raise InvalidInput(wrong[0], problem, "the weights stay as they were")
