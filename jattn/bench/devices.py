@@ -96,6 +96,7 @@ def _sums(mesh: Mesh, rows: int, width: int, *, rounds: int) -> tuple[float, flo
 
 
 def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
+    peers = parallel.Peers.of(mesh, _AXIS)
     query = jnp.ones((1, _HEADS, _HEAD_SIZE), jnp.bfloat16)
 
     def measured(world: int, place: Callable[[int], jax.Array], wrap: Any) -> float:
@@ -103,7 +104,7 @@ def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
         cache = place(world * blocks)
         tables, lens = jnp.arange(blocks, dtype=jnp.int32)[None], jnp.array([length], jnp.int32)
 
-        def attend(calls: int, cache: jax.Array, query: jax.Array, tables: jax.Array, lens: jax.Array) -> jax.Array:
+        def attend(calls: int, cache: jax.Array, table: Any, query: Any, tables: Any, lens: Any) -> jax.Array:
             for _ in range(calls):
                 call = PagedCall(
                     query=query,
@@ -115,10 +116,13 @@ def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
                     max_query_len=1,
                     with_lse=world > 1,
                 )
-                query = (ops.run(call) if world == 1 else parallel.paged_attention(call, _AXIS))["out"]
+                found = ops.run(call) if world == 1 else parallel.paged_attention(call, _AXIS, peers=table)
+                query = found["out"]
             return query
 
-        return _us_of_one(lambda calls: wrap(partial(attend, calls)), (cache, query, tables, lens), rounds, _DECODES)
+        table = None if world == 1 or peers is None else peers.table
+        operands = (cache, table, query, tables, lens)
+        return _us_of_one(lambda calls: wrap(partial(attend, calls)), operands, rounds, _DECODES)
 
     def zeros(blocks: int, sharding: NamedSharding | None = None) -> jax.Array:
         shape = (blocks, 2, _BLOCK_SIZE, _KV_HEADS, _HEAD_SIZE)
@@ -126,7 +130,7 @@ def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
 
     parts = PartitionSpec(_AXIS)
     one = measured(1, zeros, lambda attend: attend)
-    options: dict[str, Any] = {"mesh": mesh, "in_specs": (parts, *[_WHOLE] * 3), "out_specs": _WHOLE}
+    options: dict[str, Any] = {"mesh": mesh, "in_specs": (parts, parts, *[_WHOLE] * 3), "out_specs": _WHOLE}
     spread: Any = partial(jax.shard_map, **options, check_vma=False)
     return one, measured(mesh.size, partial(zeros, sharding=NamedSharding(mesh, parts)), spread)
 

@@ -172,6 +172,37 @@ def exchange(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> ja
     return jax.lax.all_to_all(x, axis_name, 0, 0)
 
 
+def merge_attention(
+    out: jax.Array,
+    lse: jax.Array,
+    axis_name: str,
+    peers: jax.Array,
+    *,
+    sinks: jax.Array | None,
+    num_heads: int,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns `merge_over_axis` of a few rows in one launch; None for operands that the kernel does not take.
+
+    All devices have the same bits. Nothing has a derivative. For the required dependencies see `all_reduce`.
+
+    Args:
+        out, lse, axis_name, sinks, out_dtype: as in `jattn.parallel.merge_over_axis`.
+        peers: this device's part of `Peers.table`.
+        num_heads: heads of the result: those of `out`, or, if devices split them, of one device.
+    """
+    from torch_core.all_reduce.plan import merges, plan_merge
+
+    spec, world = array_spec(out), jax.lax.axis_size(axis_name)
+    if lse.dtype != jnp.float32 or not merges(spec, num_heads, world):
+        return None
+    given = {"x": out, "x_lse": lse, "peers": peers, **({} if sinks is None else {"sinks": jnp.asarray(sinks)})}
+    dtype = spec.dtype if out.dtype == out_dtype else "float32"
+    plan = plan_merge(spec, array_spec(given["sinks"]) if "sinks" in given else None, num_heads, dtype, world)
+    found = call_operation(plan, given)
+    return found["out"].astype(out_dtype), found["lse"]
+
+
 def _see_each_other(devices: list[Any]) -> bool:
     # Not by their platform, "gpu", which AMD's have too.
     try:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.ops.attention import paged_call
+from jattn.parallel.all_reduce import exchange, merge_attention
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.context_parallel import among_call, context_call, local_call, merge_parts
 from torch_core.base.checks import check_int
@@ -62,6 +63,7 @@ def paged_attention(
     new: tuple[jax.Array, jax.Array] | None = None,
     split_heads: bool = False,
     group_size: int | None = None,
+    peers: jax.Array | None = None,
     implementation: str | None = None,
 ) -> dict[str, jax.Array]:
     """Attends to sequences whose tokens are spread over a mesh axis; runs inside `jax.shard_map`.
@@ -78,6 +80,8 @@ def paged_attention(
             and chunks. None reads all keys from the cache, token by token: use this for decode and for few tokens.
         split_heads: query and output have only this device's heads, in the order of devices.
         group_size: as in `write_kv_cache`; every group has its own sequences, or its own heads of the same sequences.
+        peers: as in `jattn.parallel.all_reduce`: kernels gather small queries and merge small results, unless there are
+            groups. They have no derivative, and must depend on the other sums and exchanges of the program.
 
     Returns:
         `out` and `lse`, of every head or of this device's; equal bit by bit on all devices if they are whole.
@@ -97,7 +101,8 @@ def paged_attention(
         }
         # Sinks come in where parts are merged, and where the result goes is every device's own matter.
         gathered = {
-            name: jax.lax.all_gather(jnp.asarray(x), axis_name, axis=axes[name], tiled=True, axis_index_groups=groups)
+            # Kernels move the queries alone, since two exchanges that do not depend on each other use the same memory.
+            name: _gathered(jnp.asarray(x), axis_name, axes[name], groups, peers if name == "query" else None)
             for name, x in call.arrays().items()
             if name in axes and name not in ("sinks", *call.written)
         }
@@ -110,8 +115,9 @@ def paged_attention(
     lse = found["lse"] if lse_more is None else found["lse"] + lse_more
     # The new tokens have the sinks, if they are apart.
     sinks = call.sinks if new is None else None
-    merging: dict[str, Any] = {"sinks": sinks, "split_heads": split_heads, "group_size": group_size}
-    out, lse = merge_over_axis(found["out"], lse, axis_name, **merging)
+    merging: dict[str, Any] = {"sinks": sinks, "split_heads": split_heads, "group_size": group_size, "peers": peers}
+    dtype = call.result_dtype if new is None else jnp.float32
+    out, lse = merge_over_axis(found["out"], lse, axis_name, out_dtype=dtype, **merging)
     if new is not None:
         among = ops.run(_among(call, new, place if split_heads else None), implementation)
         out, lse = merge_parts(jnp.stack([out, among["out"]]), jnp.stack([lse, among["lse"]]), library=jnp)
@@ -139,7 +145,8 @@ def attend_spread(
         key, value: float[num_tokens, num_kv_heads, head_size], of the key/value heads of the group's queries; None to
             read a complete cache.
         kv_cache: this device's share of the cache; consumed.
-        metadata: metadata of the step, built for blocks of all devices' tokens together; the same on all.
+        metadata: metadata of the step, built for blocks of all devices' tokens together; the same on all, but for
+            `peers`, see `paged_attention`.
         axis_name, group_size, implementation: as in `paged_attention`.
         k_scale, v_scale: dequantisation scales of a quantised cache.
         **options: further options of `jattn.paged_attention`.
@@ -163,7 +170,8 @@ def attend_spread(
     is_rounded = kv_cache.dtype.itemsize == 1
     if metadata.max_query_len == 1 or call.sees_distances or is_rounded:
         new = None
-    return paged_attention(call, axis_name, new=new, split_heads=True, **place)["out"], kv_cache
+    found = paged_attention(call, axis_name, new=new, split_heads=True, peers=metadata.peers, **place)
+    return found["out"], kv_cache
 
 
 def merge_over_axis(
@@ -174,8 +182,10 @@ def merge_over_axis(
     sinks: jax.Array | None = None,
     split_heads: bool = False,
     group_size: int | None = None,
+    peers: jax.Array | None = None,
+    out_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges attention to disjoint keys over a mesh axis by one collective, output and lse in one message.
+    """Merges attention to disjoint keys over a mesh axis: by one kernel, or one collective with one message.
 
     Args:
         out: float[num_tokens, num_heads, head_size], the result over each device's keys.
@@ -183,32 +193,50 @@ def merge_over_axis(
         axis_name: the mesh axis.
         sinks: float[num_heads], sinks of the resulting heads.
         split_heads: each device keeps its part of the heads (all-to-all) instead of all heads (all-gather).
-        group_size: as in `paged_attention`.
+        group_size, peers: as in `paged_attention`.
+        out_dtype: dtype of the resulting output.
 
     Returns:
-        float32 output and lse.
+        The output and float32 lse.
 
     Raises:
         InvalidInput: heads that the axis does not divide.
     """
     size, world = out.shape[-1], group_size or jax.lax.axis_size(axis_name)
     groups = _groups(axis_name, group_size)
+    num_heads, rest = divmod(out.shape[1], world if split_heads else 1)
+    if rest:
+        wanted = f"{world} devices split them, so it must be a multiple"
+        raise InvalidInput("out", f"has {out.shape[1]} heads", wanted)
+    if peers is not None and groups is None:
+        result: dict[str, Any] = {"sinks": sinks, "num_heads": num_heads, "out_dtype": out_dtype}
+        merged = merge_attention(out, lse, axis_name, peers, **result)
+        if merged is not None:
+            return merged
     # As integers: bit patterns that are NaNs must not be normalised on the way.
     unit = f"uint{8 * out.dtype.itemsize}"
     bits = [jax.lax.bitcast_convert_type(x, unit).reshape(*x.shape[:2], -1) for x in (out, lse)]
     message = jnp.concatenate(bits, -1)
     if split_heads:
-        if out.shape[1] % world:
-            wanted = f"{world} devices split them, so it must be a multiple"
-            raise InvalidInput("out", f"has {out.shape[1]} heads", wanted)
-        message = message.reshape(out.shape[0], world, -1, message.shape[-1])
+        message = message.reshape(out.shape[0], world, num_heads, message.shape[-1])
         message = jax.lax.all_to_all(message, axis_name, split_axis=1, concat_axis=0, axis_index_groups=groups)
     else:
         message = jax.lax.all_gather(message, axis_name, axis_index_groups=groups)
     outs = jax.lax.bitcast_convert_type(message[..., :size], out.dtype)
     words = message[..., size:]
     lses = jax.lax.bitcast_convert_type(words[..., 0] if words.shape[-1] == 1 else words, lse.dtype)
-    return merge_parts(outs, lses, sinks, library=jnp)
+    whole, total = merge_parts(outs, lses, sinks, library=jnp)
+    return whole.astype(out_dtype), total
+
+
+def _gathered(
+    x: jax.Array, axis_name: str, axis: int, groups: list[list[int]] | None, peers: jax.Array | None
+) -> jax.Array:
+    """Returns the parts of all devices, or of the group's, one behind the other along an axis."""
+    if peers is None or groups is not None:
+        return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True, axis_index_groups=groups)
+    parts = jnp.moveaxis(exchange(x[None], axis_name, peers), 0, axis)
+    return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def _among(

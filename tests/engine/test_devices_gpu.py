@@ -77,9 +77,11 @@ def test_a_module_that_is_cut_by_its_annotations_has_the_tokens_of_one_gpu() -> 
     check_collectives(two)
 
 
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("way", ["whole heads", "split heads", "chunk"])
-def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str) -> None:
+def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str, by_kernels: bool) -> None:
     mesh, rng = mesh_of("cp"), np.random.default_rng(3)
+    peers = parallel.Peers.of(mesh, "cp") if by_kernels else None
     world = mesh.size
     rows = [SequenceRow(list(range(1, 40)), 600 * world, 1), SequenceRow([40, 41], 9, 5), SequenceRow([42], 0, 7)]
     sizes: dict[str, Any] = {"block_size": 16 * world, "num_blocks": 48, "num_tokens": 16}
@@ -87,7 +89,7 @@ def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str) -> None:
     shapes = ((48, 2, 16 * world, 2, 64), (16, 8, 64), (16, 2, 64), (16, 2, 64))
     cache, query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
-    def attend(cache: Any, query: Any, key: Any, value: Any, step: Any, is_spread: bool = True) -> Any:
+    def attend(table: Any, cache: Any, query: Any, key: Any, value: Any, step: Any, is_spread: bool = True) -> Any:
         write = WriteCall(key=key, value=value, slot_mapping=step.slot_mapping, kv_cache=cache)
         call = PagedCall(
             query=query,
@@ -105,10 +107,10 @@ def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str) -> None:
             return found["out"], found["lse"], written["kv_cache"]
         written = parallel.write_kv_cache(write, "cp")
         options: dict[str, Any] = {"split_heads": way == "split heads", "new": (key, value) if way == "chunk" else None}
-        found = parallel.paged_attention(call.with_arrays(written), "cp", **options)
+        found = parallel.paged_attention(call.with_arrays(written), "cp", peers=table, **options)
         return found["out"], found["lse"], written["kv_cache"]
 
-    exact = attend(cache, query, key, value, step, False)
+    exact = attend(None, cache, query, key, value, step, False)
     # Token t of a block lives on device t % world.
     dealt = cache.reshape(48, 2, 16, world, 2, 64)
     spread = jnp.moveaxis(dealt, 3, 0).reshape(world * 48, *dealt.shape[1:3], 2, 64)
@@ -117,11 +119,12 @@ def test_a_step_on_spread_sequences_is_that_of_one_gpu(way: str) -> None:
     mapped = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(parts, heads, whole, whole, whole),
+        in_specs=(parts, parts, heads, whole, whole, whole),
         out_specs=(heads, heads, parts),
         check_vma=False,
     )
-    out, lse, written = jax.jit(mapped)(spread, query, key, value, step)
+    table = None if peers is None else peers.table
+    out, lse, written = jax.jit(mapped)(table, spread, query, key, value, step)
 
     np.testing.assert_allclose(out, exact[0], atol=1e-5)
     np.testing.assert_allclose(lse, exact[1], atol=1e-5)

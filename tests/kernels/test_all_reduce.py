@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 
 from tests.support.interpret import run_interpreted_operation
 from torch_core.all_reduce.plan import (
+    merges,
     plan_all_reduce,
     plan_all_reduce_norm,
     plan_exchange,
+    plan_merge,
     sums,
     sums_and_norms,
     workspace_words,
 )
+from torch_core.attention.context_parallel import merge_parts
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import OperationPlan
@@ -37,15 +41,17 @@ class Devices:
         rows = np.asarray([[rank, own, *addresses] for rank, own in enumerate(addresses)], np.uint64)
         self.tables = torch.from_numpy(rows.view(np.int32))
 
-    def run(self, rank: int, x: torch.Tensor, plan: OperationPlan | None = None, **others: Any) -> dict[str, Any]:
+    def run(self, rank: int, x: Any, plan: OperationPlan | None = None, **others: Any) -> dict[str, Any]:
+        """Runs a plan, or the sum, on a rank's x, or on its arrays by name."""
         plan = plan_all_reduce(spec_of(x), self.world) if plan is None else plan
-        return run_interpreted_operation(_impatient(plan), {"x": x, "peers": self.tables[rank], **others})
+        arrays = x if isinstance(x, dict) else {"x": x}
+        return run_interpreted_operation(_impatient(plan), {**arrays, "peers": self.tables[rank], **others})
 
     def summed(self, parts: list[torch.Tensor], plan: OperationPlan | None = None) -> list[torch.Tensor]:
         return [found["out"] for found in self.found(parts, plan)]
 
     def found(
-        self, parts: list[torch.Tensor], plan: OperationPlan | None = None, **others: torch.Tensor
+        self, parts: Sequence[Any], plan: OperationPlan | None = None, **others: torch.Tensor
     ) -> list[dict[str, Any]]:
         """What every rank gets: each runs once to send, and again with what the others have sent it."""
         before = self._kept()
@@ -280,3 +286,76 @@ def test_rows_that_do_not_fit_are_not_summed_and_normed_at_once(shape: tuple[int
 @pytest.mark.parametrize(("world", "shape"), [(2, (64, 4096)), (2, (16, 16384)), (4, (8, 8192)), (8, (4, 8192))])
 def test_steps_of_large_models_fit(world: int, shape: tuple[int, int]) -> None:
     assert sums_and_norms(ArraySpec(shape, "bfloat16"), ArraySpec(shape[1:], "bfloat16"), world)
+
+
+def attention_parts(shape: tuple[int, ...], dtype: str, seed: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """What each rank has of [tokens, heads, head_size]: one rank saw nothing of row 0, none of row 1 of head 0."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        {"x": x, "x_lse": 20 * torch.randn(shape[:2], generator=generator)} for x in parts_of(shape, dtype, seed, world)
+    ]
+    for rank, part in enumerate(parts):
+        nothing = [0, 1] if rank == 1 else [1]
+        part["x"][nothing, 0], part["x_lse"][nothing, 0] = float("nan"), -float("inf")
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "out_dtype", "world", "splits", "has_sinks"),
+    [
+        ((2, 2, 128), "bfloat16", "bfloat16", 2, False, True),
+        ((3, 4, 18), "float16", "float32", 2, True, True),
+        ((2, 4, 64), "bfloat16", "bfloat16", 4, True, False),
+        ((2, 1, 128), "float32", "float32", 2, False, False),
+    ],
+)
+def test_every_rank_has_the_merge_of_all_parts(
+    shape: tuple[int, int, int], dtype: str, out_dtype: str, world: int, splits: bool, has_sinks: bool, seed: int
+) -> None:
+    parts = attention_parts(shape, dtype, seed, world)
+    num_heads = shape[1] // world if splits else shape[1]
+    sinks = torch.linspace(-20, 20, num_heads) if has_sinks else None
+    others = {} if sinks is None else {"sinks": sinks}
+    plan = plan_merge(spec_of(parts[0]["x"]), None if sinks is None else spec_of(sinks), num_heads, out_dtype, world)
+    devices = Devices(world)
+
+    # In the same blocks as an exchange of other words before.
+    devices.found([torch.ones((1, 300), dtype=torch.int32)] * world, plan_exchange(ArraySpec((1, 300), "int32"), world))
+    results = devices.found(parts, plan, **others)
+
+    outs, lses = (torch.stack([part[name] for part in parts]).double() for name in ("x", "x_lse"))
+    for rank, found in enumerate(results):
+        own = slice(rank * num_heads, (rank + 1) * num_heads) if splits else slice(None)
+        wide, lse = merge_parts(outs[:, :, own], lses[:, :, own], sinks, library=torch)
+        # Float32's exponentials of differences of some tens, and one rounding.
+        bound = 2**-17 * outs[:, :, own].nan_to_num().abs().amax(0)
+        bound += wide.abs() * (torch.finfo(torch_dtype(out_dtype)).eps if out_dtype != "float32" else 0)
+        assert ((found["out"].double() - wide).abs() <= bound).all()
+        np.testing.assert_allclose(found["lse"], lse, rtol=1e-6, atol=1e-5)
+        if not splits:
+            assert torch.equal(found["out"], results[0]["out"])
+            assert torch.equal(found["lse"], results[0]["lse"])
+
+
+def test_what_a_rank_never_sent_makes_the_merge_nan(seed: int) -> None:
+    (part, _) = attention_parts((2, 4, 64), "bfloat16", seed, WORLD)
+
+    found = Devices().run(0, part, plan_merge(spec_of(part["x"]), None, 4, "bfloat16", WORLD))
+
+    assert all(each.isnan().all() for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "num_heads"),
+    [
+        ((64, 32, 128), "bfloat16", 32),
+        ((1, 32, 256), "float32", 32),
+        ((1, 32, 128), "bfloat16", 8),
+        ((1, 2, 127), "float16", 2),
+    ],
+)
+def test_rows_that_do_not_fit_are_not_merged(shape: tuple[int, int, int], dtype: str, num_heads: int) -> None:
+    x = ArraySpec(shape, dtype)
+    assert not merges(x, num_heads, WORLD)
+    with pytest.raises(InvalidInput, match="1024 rows of 1020 bytes and 1048576 bytes in all"):
+        plan_merge(x, None, num_heads, dtype, WORLD)

@@ -122,6 +122,70 @@ def test_each_has_what_all_have_for_it(parts: int, dtype: str, seed: int) -> Non
         np.testing.assert_array_equal(found[rank], x[:, rank % parts])
 
 
+def attention_parts(key: jax.Array, tokens: int, size: int, dtype: Any, parts: int = 2) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of 8 heads, of which a fifth of the rows saw nothing."""
+    keys = jax.random.split(key, 3)
+    out = jax.random.normal(keys[0], (parts * tokens, 8, size), dtype)
+    lse = 9 * jax.random.normal(keys[1], out.shape[:2])
+    nothing = jax.random.bernoulli(keys[2], 0.2, lse.shape)
+    return jnp.where(nothing[..., None], jnp.nan, out), jnp.where(nothing, -jnp.inf, lse)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("way", ["whole heads", "split heads", "split heads, sinks"])
+def test_merged_attention_is_that_of_a_collective(way: str, dtype: str, seed: int) -> None:
+    mesh, peers = peers_of_two()
+    options: dict[str, Any] = {"split_heads": "split" in way, "out_dtype": dtype}
+    options["sinks"] = jnp.linspace(-9, 9, 4) if "sinks" in way else None
+    out, lse = attention_parts(jax.random.key(seed), 5, 128, dtype)
+
+    def merge(out: jax.Array, lse: jax.Array, table: jax.Array) -> Any:
+        kernels, collectives = (
+            parallel.merge_over_axis(out, lse, "tp", peers=peers, **options) for peers in (table, None)
+        )
+        return jax.tree.map(lambda x: x[None], (kernels, collectives))
+
+    parts = jax.device_put((out, lse), NamedSharding(mesh, SPLIT))
+    found, expected = mapped(merge, mesh)(*parts, peers.table)
+    found, expected = ([np.asarray(x.astype(jnp.float32)) for x in pair] for pair in (found, expected))
+    # Two ways that round to neighbours, and float32's exponentials.
+    np.testing.assert_allclose(found[0], expected[0], rtol=float(jnp.finfo(dtype).eps), atol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    if "whole" in way:
+        for each in found:
+            np.testing.assert_array_equal(each[0], each[1])
+
+
+def test_a_thousand_merges_and_exchanges_of_changing_sizes_mix_no_call_with_another(seed: int) -> None:
+    mesh, peers = peers_of_two()
+
+    def differing(keys: jax.Array, table: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(keys[0])
+
+        def merges(step: jax.Array, count: jax.Array) -> jax.Array:
+            for index, (tokens, size) in enumerate(((1, 128), (64, 64), (7, 256), (1, 128))):
+                out, lse = attention_parts(jax.random.fold_in(key, 4 * step + index), tokens, size, "bfloat16", 1)
+                # One call waits for the last.
+                lse = jnp.where(count < 0, 0, lse)
+                options: dict[str, Any] = {"split_heads": index % 2 == 1, "out_dtype": jnp.bfloat16}
+                once, lse_once = parallel.merge_over_axis(out, lse, "tp", peers=table, **options)
+                other, lse_other = parallel.merge_over_axis(out, lse, "tp", **options)
+                # One rounding of numbers below 8, of which two ways give neighbours.
+                count += (jnp.abs(once - other) > 2**-5).sum(dtype=jnp.int32)
+                count += (~(jnp.abs(lse_once - lse_other) < 1e-4)).sum(dtype=jnp.int32)
+                count -= (jnp.isneginf(lse_once) & jnp.isneginf(lse_other)).sum(dtype=jnp.int32)
+                words = jax.lax.bitcast_convert_type(jnp.where(count < 0, 0, out), jnp.int16)
+                moved = parallel.exchange(words[None], "tp", table)
+                count += (moved != jax.lax.all_gather(words, "tp")).sum(dtype=jnp.int32)
+            return count
+
+        return jax.lax.fori_loop(0, 250, merges, jnp.int32(0))[None]
+
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), 2))
+    counts = mapped(differing, mesh)(jax.device_put(keys, NamedSharding(mesh, SPLIT)), peers.table)
+    np.testing.assert_array_equal(counts, 0)
+
+
 def test_a_large_array_is_summed_by_psum() -> None:
     mesh, peers = peers_of_two()
     summed = mapped(lambda x, table: parallel.all_reduce(x, "tp", table), mesh)

@@ -1,4 +1,4 @@
-"""Kernels that sum, norm or exchange small arrays of devices without waiting for the host; `words` says how.
+"""Kernels that sum, norm, exchange or merge small arrays of devices without waiting for the host; `words` says how.
 
 A block writes its words to every other device's workspace, and waits for the same block of the others alone.
 """
@@ -121,6 +121,92 @@ def all_reduce_norm_kernel(
 
 
 @triton.jit
+def merge_over_devices_kernel(
+    x,
+    x_lse,
+    sinks,
+    peers,
+    out,
+    lse,
+    num_heads,
+    token_rows,
+    rank_rows,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    ALL_WORDS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
+):
+    """Writes a row of attention to the keys of all devices from that to the keys of each, `x` and its log-sum-exp.
+
+    A program has the row of one head of a token, in one block of the exchanges' region: its NUM_WORDS words, then its
+    log-sum-exp. The result has `num_heads` heads; row [token, head] of it is row `token * token_rows + head` of x of
+    every device, or, with heads that are split, that row and `rank * rank_rows` more.
+    """
+    words: tl.constexpr = tl.pointer_type(tl.int32)
+    pairs: tl.constexpr = tl.pointer_type(tl.int64)
+    SLOT: tl.constexpr = MAX_BLOCKS * BLOCK
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0)
+    head = row % num_heads
+    source = row // num_heads * token_rows + head
+    rank = tl.load(peers)
+    own = slots_at(peers + 2, MAX_BLOCKS, REGION)
+    calls = own - MAX_BLOCKS + row
+    call = tl.load(calls) + 1
+    column = tl.arange(0, ALL_WORDS)[None, :]
+    mask = column <= NUM_WORDS
+    place = (call & 1) * (WORLD * SLOT) + row * BLOCK + column
+    for peer in tl.static_range(WORLD):
+        word = _words_and_lse(x, x_lse, source + peer * rank_rows, column, NUM_WORDS)
+        slot = slots_at(peers + 4 + 2 * peer, MAX_BLOCKS, REGION).to(pairs) + rank * SLOT
+        pair = (word.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32)
+        tl.store(tl.multiple_of(slot + place, [1, 16]), pair, mask=mask & (rank != peer))
+    kept = _words_and_lse(x, x_lse, source + rank * rank_rows, column, NUM_WORDS)
+
+    found = await_words(own.to(pairs), place, mask, rank, call, WORLD, SLOT, MAX_POLLS)
+    parts = ()
+    lses = ()
+    top = float("-inf")
+    for peer in tl.static_range(WORLD):
+        word = tl.where(is_none(found[peer], call), -1, found[peer].to(tl.int32))
+        word = tl.where(rank == peer, kept, word)
+        part = tl.sum(tl.where(column == NUM_WORDS, word, 0)).to(tl.float32, bitcast=True)
+        parts = parts + (word,)  # noqa: RUF005 - Triton has no starred tuples.
+        lses = lses + (part,)  # noqa: RUF005
+        top = tl.maximum(top, part)
+    empty = top == float("-inf")
+    total = 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        top = tl.where(empty, 0.0, tl.maximum(top, sink))
+        total = tl.exp(sink - top)
+    else:
+        top = tl.where(empty, 0.0, top)
+    for peer in tl.static_range(WORLD):
+        total += tl.exp(lses[peer] - top)
+    total = tl.where(empty, 1.0, total)
+    low = tl.zeros(column.shape, tl.float32)
+    high = tl.zeros(column.shape, tl.float32)
+    for peer in tl.static_range(WORLD):
+        part_low, part_high = split_words(parts[peer], dtype)
+        weight = tl.div_rn(tl.exp(lses[peer] - top), total)
+        # A part that saw nothing may hold anything: zero times NaN is NaN.
+        low += tl.where(weight > 0.0, part_low, 0.0) * weight
+        high += tl.where(weight > 0.0, part_high, 0.0) * weight
+    columns = column < NUM_WORDS
+    if out.dtype.element_ty == dtype:
+        tl.store(out.to(words) + row * NUM_WORDS + column, join_words(low, high, dtype), mask=columns)
+    else:
+        tl.store(out + 2 * (row * NUM_WORDS + column), low, mask=columns)
+        tl.store(out + 2 * (row * NUM_WORDS + column) + 1, high, mask=columns)
+    tl.store(lse + row, tl.where(empty, float("-inf"), top + tl.log(total)))
+    tl.store(calls, call)
+
+
+@triton.jit
 def _begin(peers, num_words, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr, REGION: tl.constexpr):
     """Returns (own slots, where the block counts its calls, number of this one, the block's words, [1, BLOCK], which of
     them there are, their places behind the start of a rank's slots)."""
@@ -130,6 +216,14 @@ def _begin(peers, num_words, WORLD: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCK
     call = tl.load(calls) + 1
     index = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     return own, calls, call, index, index < num_words, (call & 1) * (WORLD * MAX_BLOCKS * BLOCK) + index
+
+
+@triton.jit
+def _words_and_lse(x, x_lse, row, column, NUM_WORDS: tl.constexpr):
+    """Returns the words of a row of x, and behind them its log-sum-exp's."""
+    words: tl.constexpr = tl.pointer_type(tl.int32)
+    word = tl.load(x.to(words) + row * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
+    return tl.where(column == NUM_WORDS, tl.load(x_lse.to(words) + row), word)
 
 
 @triton.jit

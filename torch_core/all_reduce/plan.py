@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch_core.all_reduce.kernel import all_reduce_kernel, all_reduce_norm_kernel, exchange_kernel
+from torch_core.all_reduce.kernel import (
+    all_reduce_kernel,
+    all_reduce_norm_kernel,
+    exchange_kernel,
+    merge_over_devices_kernel,
+)
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
-from torch_core.launch.plan import OperationPlan, Pointer, Scalar
+from torch_core.launch.plan import ABSENT, Argument, OperationPlan, Pointer, Scalar
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Bytes that a device sends to all others together.
@@ -63,6 +68,20 @@ def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
 def exchanges(num_bytes: int, world: int) -> bool:
     """Returns whether the kernel can exchange parts of this many bytes between the devices, and is the fastest way."""
     return num_bytes % 4 == 0 and 0 < num_bytes <= _max_bytes(world)
+
+
+def merges(x: ArraySpec, num_heads: int, world: int) -> bool:
+    """Returns whether the kernel can merge attention x, [num_tokens, heads, head_size], into `num_heads` heads."""
+    words, last = divmod(x.shape[-1] * DTYPE_BYTES[x.dtype], 4)
+    rows = x.shape[0] * num_heads
+    return (
+        x.dtype in _DTYPES
+        and x.shape[1] in (num_heads, world * num_heads)
+        and last == 0
+        and words < _EXCHANGES.block
+        and rows <= _EXCHANGES.max_blocks
+        and exchanges(4 * rows * (words + 1), world)
+    )
 
 
 def workspace_words(world: int) -> int:
@@ -149,6 +168,40 @@ def plan_exchange(x: ArraySpec, world: int) -> OperationPlan:
         exchange_kernel, (ceil_div(words, _EXCHANGES.block),), arguments, _constants(_EXCHANGES, world), **_OPTIONS
     )
     return OperationPlan.of("exchange", _inputs(world, x=x), (launch,), {"out": ArraySpec((world, words), "int32")})
+
+
+def plan_merge(x: ArraySpec, sinks: ArraySpec | None, num_heads: int, out_dtype: str, world: int) -> OperationPlan:
+    """Plans the merge of attention to the keys of each device; buffers "x", "x_lse", "sinks", "peers", "out" and "lse".
+
+    x is [num_tokens, heads, head_size] and x_lse float32[num_tokens, heads], natural logarithms, -inf for a row that
+    saw nothing. The results have `num_heads` heads: all heads of x, or, of `world` times as many, this device's, in
+    the order of ranks. `sinks`, [num_heads], is a logit without a value in every softmax. out is of `out_dtype`.
+    """
+    if not merges(x, num_heads, world) or out_dtype not in (x.dtype, "float32"):
+        raise InvalidInput(
+            f"merge_over_devices: x is {x.dtype}{list(x.shape)}, for {num_heads} heads of {out_dtype}; over {world} "
+            f"devices it must be of {', '.join(_DTYPES)}, the result of the same or of float32, with at most "
+            f"{_EXCHANGES.max_blocks} rows of {4 * _EXCHANGES.block - 4} bytes and {_max_bytes(world)} bytes in all. "
+            "Merge it with jax.lax.all_gather."
+        )
+    num_tokens, heads, head_size = x.shape
+    words = head_size * DTYPE_BYTES[x.dtype] // 4
+    padded = max(32, power_of_two(words + 1))
+    given = {"x": x, "x_lse": ArraySpec((num_tokens, heads), "float32"), **({} if sinks is None else {"sinks": sinks})}
+    arguments: dict[str, Argument] = {
+        "sinks": ABSENT,
+        **{name: Pointer(name) for name in (*given, "peers", "out", "lse")},
+        "num_heads": Scalar(num_heads, "i32", specialize=False),
+        "token_rows": Scalar(heads, "i32", specialize=False),
+        "rank_rows": Scalar(0 if heads == num_heads else num_heads, "i32", specialize=False),
+    }
+    constants = {**_constants(_EXCHANGES, world), "NUM_WORDS": words, "ALL_WORDS": padded}
+    # Few words for a thread, and, up to 128 of them, sums within one warp.
+    options = {**_OPTIONS, "writes": ("out", "lse"), "num_warps": max(1, padded // 128)}
+    launch = named_launch(merge_over_devices_kernel, (num_tokens * num_heads,), arguments, constants, **options)
+    rows = (num_tokens, num_heads)
+    outputs = {"out": ArraySpec((*rows, head_size), out_dtype), "lse": ArraySpec(rows, "float32")}
+    return OperationPlan.of("merge_over_devices", _inputs(world, **given), (launch,), outputs)
 
 
 def _inputs(world: int, **arrays: ArraySpec) -> dict[str, ArraySpec]:

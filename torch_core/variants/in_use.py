@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from torch_core.all_reduce.plan import plan_all_reduce, plan_all_reduce_norm
+from torch_core.all_reduce.plan import plan_all_reduce, plan_all_reduce_norm, plan_merge
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
@@ -31,6 +31,7 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, width in (("sum over devices, normed", 4096), ("sum over devices, normed, wide rows", 16384)):
         row, weight = (ArraySpec(shape, "bfloat16") for shape in ((1, width), (width,)))
         plans[label] = plan_all_reduce_norm(row, weight, 2, epsilon=1e-5, round_first=True, add_one=False)
+    plans["attention over devices"] = plan_merge(ArraySpec((1, 32, 128), "bfloat16"), None, 32, "bfloat16", 4)
     if arch == 90:
         older = DeviceLimits(arch=80)
         plans |= {
