@@ -12,6 +12,7 @@ from tests.support.interpret import run_interpreted_operation
 from tests.support.kernel_cases import interpreter_case
 from tests.support.triton_ops import attention_with_lse, paged_attention, paged_attention_with_lse
 from torch_core.attention import partials
+from torch_core.attention.kernels.split import plan as split
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.planner import plan_call
@@ -48,6 +49,17 @@ def test_chunks_are_merged_in_several_turns_and_read_behind_the_lengths(seed, mo
     constants = dict(plan.launches[1].constexprs)
     assert not constants["AHEAD"]
     assert constants["BLOCK_CHUNKS"] == 2
+    assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
+
+
+@pytest.mark.parametrize("seq_len", [390, 700])
+def test_chunks_of_one_long_sequence_grow_with_its_length(seq_len, seed, monkeypatch):
+    for name, value in (("_TARGET_PROGRAMS", 3), ("_MAX_CHUNK", 128), ("_GROWING_CHUNK", 128)):
+        monkeypatch.setattr(split, name, value)
+    case = paged_case(seed, seq_lens=[seq_len], query_lens=[2], num_heads=2, num_kv_heads=1, head_size=16)
+    plan = plan_call(case.call().map(array_spec), DeviceLimits(arch=89))
+    assert [dict(launch.constexprs)["GROWS"] for launch in plan.launches] == [True, True]
+    assert dict(plan.scratch)["partial_max"].shape[1] == 3
     assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
 
 

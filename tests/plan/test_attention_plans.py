@@ -96,6 +96,26 @@ def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_byt
         assert small or chunks == 1 or chunk <= 1.25 * -(-table_tokens // chunks) + 128
 
 
+@pytest.mark.parametrize(
+    ("blocks", "changes", "number"),
+    [
+        (8192, {}, None),
+        (16384, {}, 128),
+        (16384, {"num_seqs": 2}, None),
+        (16384, {"kv_chunk_size": 4096}, None),
+        (16384, {"spec": AttentionSpec(scale=1.0, window_left=127)}, None),
+        (65536, {}, None),
+    ],
+)
+def test_one_sequence_of_two_or_three_waves_is_cut_into_one_by_its_length(blocks, changes, number):
+    num_seqs = changes.get("num_seqs", 1)
+    tables = ArraySpec((num_seqs, 4 * blocks), "int32")
+    plan = paged_plan(**{"num_seqs": 1, "num_tokens": num_seqs, "block_tables": tables, **changes})
+    assert dict(plan.launches[0].constexprs)["GROWS"] == (number is not None)
+    if number is not None:
+        assert dict(plan.scratch)["partial_max"].shape[1] == number
+
+
 def test_equal_shapes_share_a_plan():
     assert paged_plan() is paged_plan()
 

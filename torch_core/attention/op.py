@@ -84,6 +84,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "merge": MergeCall(out_a=_OUT, lse_a=_LSE, out_b=_OUT, lse_b=_LSE),
         "decode": _decode(),
         "decode long": _decode(num_seqs=1, table_tokens=65536),
+        "decode one in a wide table": _decode(num_seqs=1, table_tokens=262144),
         "decode one chunk": _decode(num_seqs=256, table_tokens=512),
         "decode fp8": _decode(cache_dtype=_FP8, **_SCALED),
         "decode speculative": _decode(query_len=4),

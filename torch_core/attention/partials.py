@@ -28,11 +28,13 @@ class Chunks:
         size: keys of a chunk, counted from key 0 of each sequence.
         number: chunks that one sequence can have.
         max_query: query rows that one sequence can have.
+        grows: whether the only sequence has larger chunks where it would have more than `number` of them.
     """
 
     size: int
     number: int
     max_query: int
+    grows: bool = False
 
     @classmethod
     def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
@@ -73,6 +75,7 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
         {
             **cache_constexprs(call),
             "CHUNK": chunks.size,
+            "GROWS": chunks.grows,
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
             "BLOCK_CHUNKS": block,

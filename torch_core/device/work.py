@@ -54,8 +54,15 @@ def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
 
 
 @triton.jit
+def grown_chunk(seq_len, table_tokens, max_chunks, CHUNK: tl.constexpr):
+    """The keys of the chunks, CHUNK or more and a multiple of 128, by which a sequence has at most max_chunks."""
+    keys = tl.minimum(seq_len, table_tokens)
+    return tl.maximum((keys + max_chunks * 128 - 1) // (max_chunks * 128), CHUNK // 128) * 128
+
+
+@triton.jit
 def locate_chunk(
-    work, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS: tl.constexpr, CHUNK: tl.constexpr,
+    work, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS: tl.constexpr, chunk,
     MAX_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Finds the key chunk number `work`: (sequence, chunk from the sequence's first one on, chunks of the batch).
@@ -67,7 +74,7 @@ def locate_chunk(
     seq = 0
     if BLOCK_SEQS == 1:
         only_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        _, total = chunk_span(tl.load(seq_lens), only_len, table_tokens, bounds, CHUNK, MAX_QUERY)
+        _, total = chunk_span(tl.load(seq_lens), only_len, table_tokens, bounds, chunk, MAX_QUERY)
     else:
         for base in range(0, num_seqs, BLOCK_SEQS):
             seqs = base + tl.arange(0, BLOCK_SEQS)
@@ -75,7 +82,7 @@ def locate_chunk(
             query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
             query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
             seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
-            _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
+            _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY)
             past = live & (total + tl.cumsum(chunks, 0) <= work)
             seq += tl.sum(past.to(tl.int32), 0)
             before += tl.sum(tl.where(past, chunks, 0), 0)

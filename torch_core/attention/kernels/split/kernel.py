@@ -1,7 +1,7 @@
 """Attention for short queries (decode, speculative rows): key chunks of a fixed size, each on its own.
 
 Flash-decoding (Dao et al., 2023) with a chunk size instead of a number of splits: a sequence is cut at the same keys
-in every batch, so its result does not depend on its neighbours.
+in every batch, so its result does not depend on its neighbours. A sequence without neighbours may have a number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
 from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
-from torch_core.device.work import chunk_span, locate_chunk
+from torch_core.device.work import chunk_span, grown_chunk, locate_chunk
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def attention_split_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROWS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -89,7 +90,8 @@ def attention_split_kernel(
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
     their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
-    zero the rows of padded tokens. With PAIRS, 8-bit keys and values are read two at a time, see split.pairs.
+    zero the rows of padded tokens. With GROWS there is one sequence without a window, and the chunks of a long one have
+    more than CHUNK keys, see `grown_chunk`. With PAIRS, 8-bit keys and values are read two at a time, see split.pairs.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -108,12 +110,16 @@ def attention_split_kernel(
     # A single sequence is fetched together with its lengths: its row of the table may be read to its end, and
     # its queries are the first ones.
     SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
+    if GROWS:
+        chunk = grown_chunk(tl.load(seq_lens), table_tokens, max_chunks, CHUNK)
+    else:
+        chunk: tl.constexpr = CHUNK
     if SINGLE:
         bound = tl.where(item < max_chunks, table_tokens, 0)
-        pages = page_ids(block_tables, item * CHUNK + columns, None, bound, BLOCK_SIZE)
+        pages = page_ids(block_tables, item * chunk + columns, None, bound, BLOCK_SIZE)
     bounds = Bounds(window_left, window_right, attention_chunk)
     seq, index, total = locate_chunk(
-        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY
+        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, chunk, MAX_QUERY
     )
     if SINGLE:
         present = live_rows & (tokens < num_tokens)
@@ -134,7 +140,7 @@ def attention_split_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
-    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
+    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY)
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
     query_pos = context + tokens
@@ -155,9 +161,9 @@ def attention_split_kernel(
 
     # The compiler must see that tiles start at multiples of the chunk: it then finds the keys that share a
     # block without arithmetic in the loop.
-    start = (first_chunk + index) * CHUNK
+    start = (first_chunk + index) * chunk
     low, high = visible_keys(context, context + query_len - 1, num_keys, bounds, 0)
-    high = tl.minimum(high, start + CHUNK)
+    high = tl.minimum(high, start + chunk)
     first_key = None
     if window_left is not None or attention_chunk is not None:
         first_key = tl.maximum(low, start)

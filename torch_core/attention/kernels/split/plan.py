@@ -24,6 +24,10 @@ _WHOLE_KEYS = 12288
 _MIXED_ROWS = 16
 _MIN_CHUNK = 128
 _MAX_CHUNK = 4096
+# Two and three waves of programs with the largest chunks leave many multiprocessors without work at the end: one
+# sequence is then cut into one wave, by its length, so that a short one in a wide table fills the device too.
+_FEW_WAVES = 3
+_GROWING_CHUNK = 512
 # Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
 # merge than they balance. Small batches get half as many, because each program starts with a chain of cold loads; by
 # bytes of a key's element.
@@ -57,8 +61,7 @@ def split_launches(
     pack = _pack(call)
     head_programs = _head_programs(call)
     tile = _tile(call, max_query * pack, call.num_seqs * head_programs)
-    chunk = _chunk_size(call)
-    chunks = Chunks.of(call, chunk, max_query)
+    chunks = _chunks(call, max_query)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
     split = make_launch(
@@ -68,7 +71,8 @@ def split_launches(
         {
             **cache_constexprs(call),
             "BLOCK_SEQS": block_seqs(call.num_seqs),
-            "CHUNK": chunk,
+            "CHUNK": chunks.size,
+            "GROWS": chunks.grows,
             "MAX_QUERY": max_query,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -148,6 +152,15 @@ def _fills_device(call: PagedCall[ArraySpec]) -> bool:
         and DTYPE_BYTES[call.keys().dtype] == 2
         and _chunk_size(call) < call.table_tokens <= _WHOLE_KEYS
     )
+
+
+def _chunks(call: PagedCall[ArraySpec], max_query: int) -> Chunks:
+    head_programs, wave = _head_programs(call), _TARGET_PROGRAMS * _MAX_CHUNK
+    sees_all = call.spec.window_left is None and call.spec.attention_chunk is None
+    is_few_waves = wave < call.table_tokens * head_programs <= _FEW_WAVES * wave
+    if call.num_seqs == 1 and call.kv_chunk_size is None and sees_all and is_few_waves:
+        return Chunks(_GROWING_CHUNK, ceil_div(_TARGET_PROGRAMS, head_programs), max_query, grows=True)
+    return Chunks.of(call, _chunk_size(call), max_query)
 
 
 def _chunk_size(call: PagedCall[ArraySpec]) -> int:
