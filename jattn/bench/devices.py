@@ -44,7 +44,7 @@ class DevicesRow:
 def run(
     *,
     devices: int | None = None,
-    sums: Sequence[str] = ("1x4096", "64x4096", "128x4096"),
+    sums: Sequence[str] = ("1x4096", "64x4096", "64x8192"),
     decode: Sequence[int] = (524288, 1048576),
     prompt: Sequence[int] = (65536, 131072),
     rounds: int = 9,

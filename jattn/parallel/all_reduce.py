@@ -64,9 +64,9 @@ class Peers:
 
 
 def all_reduce(x: jax.Array, axis_name: str, peers: jax.Array | None = None) -> jax.Array:
-    """Returns the sum over a mesh axis, inside `jax.shard_map`: of small arrays by the kernel, of others by `psum`.
+    """Returns the sum over a mesh axis, inside `jax.shard_map`: up to 8 MB by a kernel, of more by `psum`.
 
-    The kernel adds in float32 in the order of devices and rounds once, so that all have the same bits. It has no
+    A kernel adds in float32 in the order of devices and rounds once, so that all have the same bits. It has no
     derivative. The sums and exchanges of a program must depend on each other: two at once would use the same memory.
 
     Args:
@@ -122,7 +122,7 @@ def all_reduce_norm(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns residual + the sum of x over a mesh axis, and its root mean square norm, in one launch.
 
-    Inside `jax.shard_map`, of a few rows of 16-bit elements; None for operands that the kernel does not take. The first
+    Inside `jax.shard_map`, of up to 8 MB of rows of 16-bit elements; None for operands that no kernel takes. The first
     result has the bits of `residual + all_reduce(x, ...)`. Nothing has a derivative. For the required dependencies see
     `all_reduce`.
 

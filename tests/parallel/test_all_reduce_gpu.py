@@ -1,7 +1,8 @@
-"""Sums of small arrays over two GPUs by the kernel."""
+"""Sums of small arrays over two GPUs, and over four, by kernels."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,13 @@ SPLIT = PartitionSpec("tp")
 
 
 def peers_of_two() -> tuple[Mesh, parallel.Peers]:
-    mesh = Mesh(np.asarray(jax.devices()[:2], object), ("tp",))
+    return peers_of(2)
+
+
+def peers_of(world: int) -> tuple[Mesh, parallel.Peers]:
+    if len(jax.devices()) < world:
+        pytest.skip(f"needs {world} GPUs")
+    mesh = Mesh(np.asarray(jax.devices()[:world], object), ("tp",))
     peers = parallel.Peers.of(mesh, "tp")
     assert peers is not None
     return mesh, peers
@@ -45,33 +52,37 @@ def test_both_have_the_float64_sum_rounded_once(shape: tuple[int, ...], dtype: s
     assert (np.abs(found[0] - (first + second)) <= bound * (1 + 2**-12)).all()
 
 
-def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(seed: int) -> None:
-    mesh, peers = peers_of_two()
+# Rows that take one block, half of one, and two; over four devices 64 of them take two shots.
+@pytest.mark.parametrize(("world", "widths"), [(2, (512, 1024, 3584, 1024)), (4, (4096, 8192, 7168, 8192))])
+def test_a_thousand_sums_of_changing_sizes_mix_no_call_with_another(
+    world: int, widths: tuple[int, ...], seed: int
+) -> None:
+    mesh, peers = peers_of(world)
 
     def differing(keys: jax.Array, table: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(keys[0])
 
         def sums(step: jax.Array, count: jax.Array) -> jax.Array:
             for index, rows in enumerate((1, 64, 7, 64)):
-                x = jax.random.normal(jax.random.fold_in(key, 4 * step + index), (rows, 1024), jnp.bfloat16)
+                x = jax.random.normal(jax.random.fold_in(key, 4 * step + index), (rows, widths[1]), jnp.bfloat16)
                 every = jax.lax.all_gather(x, "tp").astype(jnp.float32)
                 # One sum waits for the last.
                 x = jnp.where(count < 0, 0, x)
                 found = [parallel.all_reduce(x, "tp", table)]
-                # The same words in rows that take one block, half of one, and two.
-                rows_x = x.reshape(-1, (512, 1024, 3584, 1024)[index])
+                # The same words in other rows.
+                rows_x = x.reshape(-1, widths[index])
                 rows_x = jnp.where(found[0][0, 0] > 1e9, 0, rows_x)
                 zeros, ones = jnp.zeros_like(rows_x), jnp.ones_like(rows_x[0])
                 pair = parallel.all_reduce_norm(rows_x, zeros, ones, "tp", table, epsilon=1e-6)
                 assert pair is not None
                 found.append(pair[0].reshape(x.shape))
                 for each in found:
-                    count += (each != (every[0] + every[1]).astype(x.dtype)).sum(dtype=jnp.int32)
+                    count += (each != functools.reduce(jnp.add, every).astype(x.dtype)).sum(dtype=jnp.int32)
             return count
 
         return jax.lax.fori_loop(0, 250, sums, jnp.int32(0))[None]
 
-    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), 2))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(seed), world))
     counts = mapped(differing, mesh)(jax.device_put(keys, NamedSharding(mesh, SPLIT)), peers.table)
     np.testing.assert_array_equal(counts, 0)
 

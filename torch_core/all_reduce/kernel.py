@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.all_reduce.words import add_words, await_words, is_none, join_words, slots_at, split_words
+from torch_core.all_reduce.words import (
+    add_shares,
+    add_words,
+    await_words,
+    is_none,
+    join_words,
+    slots_at,
+    split_words,
+)
 
 
 @triton.jit
@@ -30,6 +38,35 @@ def all_reduce_kernel(
     low, high = add_words(word, peers, own, place, mask, call, dtype, WORLD, MAX_BLOCKS, MAX_POLLS, REGION)
     tl.store(out.to(tl.pointer_type(tl.int32)) + index, join_words(low, high, dtype), mask=mask)
     tl.store(calls, call)
+
+
+@triton.jit
+def all_reduce_shares_kernel(
+    x,
+    peers,
+    out,
+    num_words,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SHARE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
+):
+    """Writes what `all_reduce_kernel` does, of WORLD times SHARE words, in two shots (`words.add_shares`)."""
+    program = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    own = slots_at(peers + 2, MAX_BLOCKS, REGION)
+    index = program * (WORLD * SHARE) + column
+    sums = add_shares(
+        x, index, num_words, peers, own, own - MAX_BLOCKS + program * BLOCKS, program * (BLOCKS * BLOCK) + column,
+        out.dtype.element_ty, WORLD, BLOCK, BLOCKS, SHARE, COLUMNS, MAX_BLOCKS, MAX_POLLS, REGION,
+    )  # fmt: skip
+    for peer in tl.static_range(WORLD):
+        share = index + peer * SHARE
+        tl.store(out.to(tl.pointer_type(tl.int32)) + share, sums[peer], mask=(column < SHARE) & (share < num_words))
 
 
 @triton.jit
@@ -118,6 +155,74 @@ def all_reduce_norm_kernel(
     high = _weighted(high * inverse, scale_high, dtype, ROUND_FIRST, ADD_ONE)
     tl.store(normed.to(words) + index, join_words(low, high, dtype), mask=mask)
     tl.store(calls, call, mask=block < ROW_BLOCKS)
+
+
+@triton.jit
+def all_reduce_norm_shares_kernel(
+    x,
+    residual,
+    weight,
+    peers,
+    out,
+    normed,
+    num_words,
+    epsilon,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SHARE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_POLLS: tl.constexpr,
+    REGION: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    ADD_ONE: tl.constexpr,
+):
+    """Writes what `all_reduce_norm_kernel` does, of a row of at most WORLD times SHARE words, in two shots.
+
+    Only sums go, since every device adds and normalises whole rows in less time than their results would take.
+    """
+    words: tl.constexpr = tl.pointer_type(tl.int32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    start = row * num_words
+    own = slots_at(peers + 2, MAX_BLOCKS, REGION)
+    before = ()
+    scales = ()
+    for peer in tl.static_range(WORLD):
+        share = peer * SHARE + column
+        mask = (column < SHARE) & (share < num_words)
+        word = tl.load(residual.to(words) + start + share, mask=mask, other=0)
+        before = before + (word,)  # noqa: RUF005 - Triton has no starred tuples.
+        scales = scales + (tl.load(weight.to(words) + share, mask=mask, other=0),)  # noqa: RUF005
+    sums = add_shares(
+        x, start + column, start + num_words, peers, own, own - MAX_BLOCKS + row * BLOCKS,
+        row * (BLOCKS * BLOCK) + column, dtype, WORLD, BLOCK, BLOCKS, SHARE, COLUMNS, MAX_BLOCKS, MAX_POLLS, REGION,
+    )  # fmt: skip
+    totals = ()
+    squares = tl.zeros(column.shape, tl.float32)
+    for peer in tl.static_range(WORLD):
+        share = peer * SHARE + column
+        mask = (column < SHARE) & (share < num_words)
+        low, high = split_words(sums[peer], dtype)
+        before_low, before_high = split_words(before[peer], dtype)
+        # The sum has been rounded.
+        total = join_words(low + before_low, high + before_high, dtype)
+        tl.store(out.to(words) + start + share, total, mask=mask)
+        low, high = split_words(total, dtype)
+        squares += tl.where(mask, low * low + high * high, 0.0)
+        totals = totals + (total,)  # noqa: RUF005
+
+    inverse = tl.math.rsqrt(tl.sum(squares) / (2 * num_words) + epsilon)
+    for peer in tl.static_range(WORLD):
+        share = peer * SHARE + column
+        mask = (column < SHARE) & (share < num_words)
+        low, high = split_words(totals[peer], dtype)
+        scale_low, scale_high = split_words(scales[peer], dtype)
+        low = _weighted(low * inverse, scale_low, dtype, ROUND_FIRST, ADD_ONE)
+        high = _weighted(high * inverse, scale_high, dtype, ROUND_FIRST, ADD_ONE)
+        tl.store(normed.to(words) + start + share, join_words(low, high, dtype), mask=mask)
 
 
 @triton.jit

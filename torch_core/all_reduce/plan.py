@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch_core.all_reduce.kernel import (
     all_reduce_kernel,
     all_reduce_norm_kernel,
+    all_reduce_norm_shares_kernel,
+    all_reduce_shares_kernel,
     exchange_kernel,
     merge_over_devices_kernel,
 )
@@ -16,9 +18,18 @@ from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import ABSENT, Argument, OperationPlan, Pointer, Scalar
 
 _DTYPES = ("bfloat16", "float16", "float32")
-# Bytes that a device sends to all others together.
+# Bytes of an array that is summed; a device keeps four times as many for it.
+_MAX_SUM = 8 << 20
+# Bytes that a device need not send in two shots, above which they are faster than one: their second wait takes as long.
+# With four devices these are one and a half times the array's, with eight five times, and with two none.
+_SECOND_SHOT = 768 << 10
+# Words of a share of a sum in two shots, and the most of a row's share: a half of a block, and of two blocks.
+_SHARE, _MAX_SHARE = 512, 1024
+# Bytes that a device sends to all others together in an exchange.
 _MAX_BYTES = 1 << 20
 _WARPS = 8
+# A thread moves 16 bytes at once.
+_WARP_WORDS = 128
 _OPTIONS: dict[str, Any] = {"writes": ("out",), "num_warps": _WARPS, "num_stages": 1, "hot": True}
 # Of a row's words in registers, of each rank and of three arrays besides: above, a thread of 16 warps spills 72 bytes
 # or more (sm_90, by compiling; at the limit up to 40, if a row is no whole 32 words).
@@ -32,10 +43,7 @@ class _Region(NamedTuple):
 
     block: int  # 32-bit words of a block.
     size: int  # 32-bit words in which one of them goes.
-
-    @property
-    def max_blocks(self) -> int:
-        return _MAX_BYTES // 4 // self.block
+    max_blocks: int
 
     def words(self, world: int) -> int:
         """Returns its 32-bit words; each slot has the words of every rank."""
@@ -43,26 +51,18 @@ class _Region(NamedTuple):
 
 
 # Threads move 16 bytes at once: four words that are summed; one that is exchanged, whose full stores are a warp's.
-_SUMS, _EXCHANGES = _REGIONS = (_Region(1024, 1), _Region(256, 2))
+_SUM_BLOCK = 1024
+_EXCHANGES = _Region(256, 2, _MAX_BYTES // 4 // 256)
 
 
 def sums(x: ArraySpec, world: int) -> bool:
-    """Returns whether the kernel can sum such an array over `world` devices, and is the fastest way."""
-    return x.dtype in _DTYPES and exchanges(x.size * DTYPE_BYTES[x.dtype], world)
+    """Returns whether a kernel can sum such an array over `world` devices, and is the fastest way."""
+    return bool(_ways(x, world))
 
 
 def sums_and_norms(x: ArraySpec, weight: ArraySpec, world: int) -> bool:
-    """Returns whether the kernel can sum, add and normalise rows x over `world` devices, and is the fastest way."""
-    if not x.shape or not sums(x, world):
-        return False
-    width = x.shape[-1]
-    return (
-        x.dtype == weight.dtype != "float32"
-        and weight.shape == (width,)
-        and width % 2 == 0
-        and width <= _max_width(world)
-        and 4 * (x.size // width) * ceil_div(width, 2 * _SUMS.block) * _SUMS.block <= _max_bytes(world)
-    )
+    """Returns whether a kernel can sum, add and normalise rows x over `world` devices, and is the fastest way."""
+    return bool(_norm_ways(x, weight, world))
 
 
 def exchanges(num_bytes: int, world: int) -> bool:
@@ -86,7 +86,7 @@ def merges(x: ArraySpec, num_heads: int, world: int) -> bool:
 
 def workspace_words(world: int) -> int:
     """Returns the 32-bit words of zeros that each device keeps: the regions of sums and of exchanges."""
-    return sum(region.words(world) for region in _REGIONS)
+    return _sum_region(world).words(world) + _EXCHANGES.words(world)
 
 
 def peers_size(world: int) -> int:
@@ -94,55 +94,76 @@ def peers_size(world: int) -> int:
     return 4 + 2 * world
 
 
-def plan_all_reduce(x: ArraySpec, world: int) -> OperationPlan:
-    """Plans the sum over `world` devices of their contiguous parts x; buffers are "x", "peers" and "out"."""
-    if not sums(x, world):
+def plan_all_reduce(x: ArraySpec, world: int, shots: int | None = None) -> OperationPlan:
+    """Plans the sum over `world` devices of their contiguous parts x; buffers are "x", "peers" and "out".
+
+    With one of `shots` each device sends its part to all; with two it sends the others their shares, and then the sum
+    of its own. Both have the same bits. None is the faster.
+    """
+    ways = _ways(x, world)
+    if not ways:
         raise InvalidInput(
             f"all_reduce: x is {x.dtype}{list(x.shape)}; over {world} devices it must be of {', '.join(_DTYPES)}, and "
-            f"of whole 32-bit words, {_max_bytes(world)} bytes at most. Sum it with jax.lax.psum."
+            f"of whole 32-bit words, {_max_sum(world)} bytes at most. Sum it with jax.lax.psum."
         )
-    words = x.size * DTYPE_BYTES[x.dtype] // 4
+    words, region = _words(x), _sum_region(world)
     # Of a multiple of 16 the compiler makes wide loads and stores, where a thread has several words.
     arguments = {**{name: Pointer(name) for name in ("x", "peers", "out")}, "num_words": Scalar(words, "i32")}
-    launch = named_launch(
-        all_reduce_kernel, (ceil_div(words, _SUMS.block),), arguments, _constants(_SUMS, world), **_OPTIONS
-    )
+    if _chosen(shots, ways) == 1:
+        grid = (ceil_div(words, region.block),)
+        launch = named_launch(all_reduce_kernel, grid, arguments, _constants(region, world), **_OPTIONS)
+    else:
+        constants = _constants(region, world) | _share_constants(_SHARE)
+        options = {**_OPTIONS, "num_warps": _warps(_SHARE)}
+        grid = (ceil_div(words, world * _SHARE),)
+        launch = named_launch(all_reduce_shares_kernel, grid, arguments, constants, **options)
     return OperationPlan.of("all_reduce", _inputs(world, x=x), (launch,), {"out": ArraySpec(x.shape, x.dtype)})
 
 
 def plan_all_reduce_norm(
-    x: ArraySpec, weight: ArraySpec, world: int, *, epsilon: float, round_first: bool, add_one: bool
+    x: ArraySpec,
+    weight: ArraySpec,
+    world: int,
+    *,
+    epsilon: float,
+    round_first: bool,
+    add_one: bool,
+    shots: int | None = None,
 ) -> OperationPlan:
     """Plans residual + the sum of x over devices, and that row by row over its root mean square, times a weight.
 
     Buffers are "x", "residual", "weight", "peers", "out" and "normed". x, [..., width], is contiguous; residual, out
     and normed are like it. `epsilon` is added to the mean square. With `round_first` the norm is rounded before it is
-    multiplied by the weight, too; with `add_one` it is multiplied by 1 + weight.
+    multiplied by the weight, too; with `add_one` it is multiplied by 1 + weight. For `shots` see `plan_all_reduce`.
     """
-    if not sums_and_norms(x, weight, world):
+    ways = _norm_ways(x, weight, world)
+    if not ways:
         raise InvalidInput(
             f"all_reduce_norm: x is {x.dtype}{list(x.shape)} and weight {weight.dtype}{list(weight.shape)}; over "
             f"{world} devices both must be of the same dtype, bfloat16 or float16, with a weight for each element of a "
-            f"row, and rows, of an even width up to {_max_width(world)}, take {_max_bytes(world)} bytes at most, each "
-            f"in steps of {4 * _SUMS.block}. Sum x by plan_all_reduce, then add and divide."
+            f"row, and rows, of an even width up to {max(_max_width(world), 2 * world * _MAX_SHARE)}, take "
+            f"{_max_sum(world)} bytes at most, each in steps of {4 * _SUM_BLOCK}. Sum x by plan_all_reduce, then add "
+            "and divide."
         )
-    width = x.shape[-1]
-    blocks = ceil_div(width, 2 * _SUMS.block)
-    padded = power_of_two(blocks)
+    width, region = x.shape[-1], _sum_region(world)
     arguments = {
         **{name: Pointer(name) for name in ("x", "residual", "weight", "peers", "out", "normed")},
         "num_words": Scalar(width // 2, "i32"),
         "epsilon": Scalar(epsilon, "fp32"),
     }
-    constants = {
-        **_constants(_SUMS, world),
-        "ROW_BLOCKS": blocks,
-        "ALL_BLOCKS": padded,
-        "ROUND_FIRST": round_first,
-        "ADD_ONE": add_one,
-    }
-    options = {**_OPTIONS, "writes": ("out", "normed"), "num_warps": min(_WARPS * padded, 16)}
-    launch = named_launch(all_reduce_norm_kernel, (x.size // width,), arguments, constants, **options)
+    constants = {**_constants(region, world), "ROUND_FIRST": round_first, "ADD_ONE": add_one}
+    if _chosen(shots, ways) == 1:
+        blocks = ceil_div(width, 2 * region.block)
+        padded = power_of_two(blocks)
+        kernel, num_warps, limit = all_reduce_norm_kernel, min(_WARPS * padded, 16), {}
+        constants |= {"ROW_BLOCKS": blocks, "ALL_BLOCKS": padded}
+    else:
+        kernel, share = all_reduce_norm_shares_kernel, _row_share(width, world)
+        constants |= _share_constants(share)
+        # Without a limit ptxas takes 80 registers in the hope of more programs, and spills.
+        num_warps, limit = _warps(share), {"maxnreg": 128}
+    options = {**_OPTIONS, "writes": ("out", "normed"), "num_warps": num_warps, **limit}
+    launch = named_launch(kernel, (x.size // width,), arguments, constants, **options)
     like = ArraySpec(x.shape, x.dtype)
     inputs = _inputs(world, x=x, residual=like, weight=weight)
     return OperationPlan.of("all_reduce_norm", inputs, (launch,), {"out": like, "normed": like})
@@ -208,20 +229,84 @@ def _inputs(world: int, **arrays: ArraySpec) -> dict[str, ArraySpec]:
     return {**arrays, "peers": ArraySpec((peers_size(world),), "int32")}
 
 
+def _ways(x: ArraySpec, world: int) -> tuple[int, ...]:
+    """Returns the numbers of shots in which a kernel can sum x, the fastest first."""
+    words = _words(x)
+    if x.dtype not in _DTYPES or x.size * DTYPE_BYTES[x.dtype] % 4 or not 0 < 4 * words <= _max_sum(world):
+        return ()
+    region = _sum_region(world)
+    one, two = ceil_div(words, region.block), ceil_div(words, world * _SHARE) * _share_blocks(_SHARE)
+    return _fastest_first(x, world, {1: one <= region.max_blocks, 2: two <= region.max_blocks})
+
+
+def _norm_ways(x: ArraySpec, weight: ArraySpec, world: int) -> tuple[int, ...]:
+    if not x.shape or not _ways(x, world):
+        return ()
+    width = x.shape[-1]
+    if not x.dtype == weight.dtype != "float32" or weight.shape != (width,) or width % 2:
+        return ()
+    region, rows, share = _sum_region(world), x.size // width, _row_share(width, world)
+    one = width <= _max_width(world) and rows * ceil_div(width, 2 * region.block) <= region.max_blocks
+    two = share <= _MAX_SHARE and rows * _share_blocks(share) <= region.max_blocks
+    return _fastest_first(x, world, {1: one, 2: two})
+
+
+def _fastest_first(x: ArraySpec, world: int, fits: dict[int, bool]) -> tuple[int, ...]:
+    """Returns which of one and two shots fit; the rule is that of vLLM's sums, written for any number of devices."""
+    saved = 4 * _words(x) * (world - 1) * (world - 2) // world
+    return tuple(shots for shots in ((1, 2) if saved <= _SECOND_SHOT else (2, 1)) if fits[shots])
+
+
+def _chosen(shots: int | None, ways: tuple[int, ...]) -> int:
+    if shots is not None and shots not in ways:
+        raise InvalidInput("shots", value=shots, wanted=f"such an array can be summed in {' or '.join(map(str, ways))}")
+    return ways[0] if shots is None else shots
+
+
+def _row_share(width: int, world: int) -> int:
+    """Returns the words of a row that each device adds, in steps of 16 bytes."""
+    return 4 * ceil_div(width // 2, 4 * world)
+
+
+def _share_constants(share: int) -> dict[str, int]:
+    return {"SHARE": share, "COLUMNS": power_of_two(share), "BLOCKS": _share_blocks(share)}
+
+
+def _share_blocks(share: int) -> int:
+    return 1 if 2 * power_of_two(share) <= _SUM_BLOCK else 2
+
+
+def _warps(share: int) -> int:
+    return max(1, power_of_two(share) // _WARP_WORDS)
+
+
+def _words(x: ArraySpec) -> int:
+    return x.size * DTYPE_BYTES[x.dtype] // 4
+
+
+def _sum_region(world: int) -> _Region:
+    """Returns the region of sums: its blocks hold the largest in two shots, which with two devices is one in one."""
+    return _Region(_SUM_BLOCK, 1, max(1, _MAX_SUM // (2 * _SUM_BLOCK * world)))
+
+
+def _max_sum(world: int) -> int:
+    return _sum_region(world).max_blocks * 2 * _SUM_BLOCK * world if world > 1 else 0
+
+
 def _constants(region: _Region, world: int) -> dict[str, int]:
     return {
         "WORLD": world,
         "BLOCK": region.block,
         "MAX_BLOCKS": region.max_blocks,
         "MAX_POLLS": _MAX_POLLS,
-        "REGION": sum(before.words(world) for before in _REGIONS[: _REGIONS.index(region)]),
+        "REGION": _sum_region(world).words(world) if region is _EXCHANGES else 0,
     }
 
 
 def _max_width(world: int) -> int:
-    blocks = _MAX_ROW_WORDS // ((world + 3) * _SUMS.block)
+    blocks = _MAX_ROW_WORDS // ((world + 3) * _SUM_BLOCK)
     # The largest power of two: a program has the registers of as many blocks, whether its row needs them or not.
-    return 2 * _SUMS.block * (power_of_two(blocks + 1) // 2)
+    return 2 * _SUM_BLOCK * (power_of_two(blocks + 1) // 2)
 
 
 def _max_bytes(world: int) -> int:

@@ -27,10 +27,16 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     for label, call in calls.items():
         with suppress(Unsupported):
             plans[label] = plan_call(call, DeviceLimits(arch=arch))
-    plans["sum over devices"] = plan_all_reduce(ArraySpec((1, 4096), "bfloat16"), 2)
-    for label, width in (("sum over devices, normed", 4096), ("sum over devices, normed, wide rows", 16384)):
-        row, weight = (ArraySpec(shape, "bfloat16") for shape in ((1, width), (width,)))
-        plans[label] = plan_all_reduce_norm(row, weight, 2, epsilon=1e-5, round_first=True, add_one=False)
+    for label, rows, width, world in (
+        ("sum over devices", 1, 4096, 2),
+        ("sum over devices, wide rows", 1, 16384, 2),
+        ("sum over four devices", 64, 8192, 4),
+        ("sum over eight devices", 64, 16384, 8),
+    ):
+        x, weight = (ArraySpec(shape, "bfloat16") for shape in ((rows, width), (width,)))
+        plans[label] = plan_all_reduce(x, world)
+        normed = plan_all_reduce_norm(x, weight, world, epsilon=1e-5, round_first=True, add_one=False)
+        plans[f"{label}, normed"] = normed
     plans["attention over devices"] = plan_merge(ArraySpec((1, 32, 128), "bfloat16"), None, 32, "bfloat16", 4)
     if arch == 90:
         older = DeviceLimits(arch=80)
