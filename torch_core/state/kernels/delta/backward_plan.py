@@ -63,7 +63,9 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     padded = constexprs["VALUE_PADDED"]
     is_wide = call.key.dtype == "float32" or max(padded, constexprs["KEY_PADDED"]) > SMALL_KEY
     columns = min(_WIDE_COLUMNS if is_wide else _COLUMNS, padded)
-    parts = ceil_div(sizes[0], columns)
+    # A program of all values reads keys once, but with gates of heads it spills.
+    span = columns if call.gk is None and not is_wide else padded
+    parts = ceil_div(sizes[0], span)
     token_parts = ("rate_parts", "decay_parts") if call.gk is None else ("rate_parts",)
     for name in token_parts:
         scratch[name] = ArraySpec((chunks, call.num_heads, parts, CHUNK), "float32")
@@ -88,6 +90,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     ]
     constexprs |= {
         "BLOCK_V": columns,
+        "SPAN": span,
         "PARTS": parts,
         "BLOCK_C": _TOKENS,
         "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"]),
@@ -103,12 +106,13 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     ]
     if call.gk is None:
         grid = (chunks, call.num_kv_heads, tiles)
-        twice = once if is_wide or not is_large else {"num_stages": 2, "num_warps": 8, "maxnreg": 128, "hot": True}
+        twice = {**once, "num_stages": 2 if is_large and not is_wide else 1}
         launches.append(launch(gated_delta_key_gradients_kernel, grid, "d_query", "d_key", **twice))
     else:
         tiles = ceil_div(sizes[1], constexprs["BLOCK_K"])
         near, grid = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
         by_channel = ("query_parts", "key_parts")
+        constexprs["BLOCK_V"] = columns if is_wide else padded
         launches += [
             # A warp for 16 tokens needs no barrier.
             launch(gated_delta_near_gradients_kernel, near, *by_channel, "gate_parts", num_warps=1, num_stages=1),

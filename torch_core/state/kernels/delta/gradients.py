@@ -54,10 +54,11 @@ def gated_delta_value_gradients_kernel(
     PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads, tiles of BLOCK_V values). Writes the gradients of values.
+    """Grid: (chunks of the batch by a static bound, heads, tiles of SPAN values). Writes the gradients of values.
 
     And U as `corrections` and the gradients of R as `d_rights`, both [values, tokens] for each chunk and head; and what
     its values add to the gradients of betas, and of the decay from the chunk's start, as `rate_parts` and
@@ -66,11 +67,10 @@ def gated_delta_value_gradients_kernel(
     dtype: tl.constexpr = key.dtype.element_ty
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    element = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_element = element < VALUE_SIZE
-    value_stride: tl.constexpr = NUM_HEADS * VALUE_SIZE
     own = d_value + head * VALUE_SIZE
-    zero_padding(own + element, query_start_loc, num_tokens, num_seqs, value_stride, is_element, BLOCK_T)
+    value_stride: tl.constexpr = NUM_HEADS * VALUE_SIZE
+    span = tl.program_id(2) * SPAN + tl.arange(0, SPAN)
+    zero_padding(own + span, query_start_loc, num_tokens, num_seqs, value_stride, span < VALUE_SIZE, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -85,57 +85,70 @@ def gated_delta_value_gradients_kernel(
     is_key = is_channel[:, None] & live[None, :]
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
     square = chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :]
-    is_value = is_element[:, None] & live[None, :]
-    values = chunk_columns(value + head * value_head_stride, origin, step, element, value_token_stride)
-    results = chunk_columns(d_out + head * d_out_head_stride, origin, step, element, d_out_token_stride)
-    plane = chunk * VALUE_SIZE * KEY_SIZE + element[:, None] * KEY_SIZE + channel[None, :]
-    inside = is_element[:, None] & is_channel[None, :]
-    state = tl.load(befores + plane, mask=inside, other=0.0)
-    d_state = tl.load(d_afters + plane, mask=inside, other=0.0)
     if through is None:
         keys = chunk_columns(key + head // GROUP * key_head_stride, origin, step, channel, key_token_stride)
         source = chunk_columns(query + head // GROUP * query_head_stride, origin, step, channel, query_token_stride)
         k = tl.load(keys, mask=is_key, other=0.0)
         q = tl.load(source, mask=is_key, other=0.0)
         held = factors + chunk * 5 * CHUNK
-        r = tl.dot(state, k, input_precision=PRECISION) * tl.load(held + step)[None, :]
-        found = tl.dot(state, q, input_precision=PRECISION) * tl.load(held + CHUNK + step)[None, :]
-        d_u = tl.dot(d_state, k, input_precision=PRECISION) * tl.load(held + 2 * CHUNK + step)[None, :]
-        d_last = tl.load(held + 3 * CHUNK) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     else:
         rows = chunk * CHUNK * KEY_SIZE + step[None, :] * KEY_SIZE + channel[:, None]
         k = tl.load(reads + rows, mask=is_channel[:, None], other=0.0)
         added_keys = tl.load(adds + rows, mask=is_channel[:, None], other=0.0)
+    d_rate = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+    # Of the decay from the chunk's start to each token, and to its end.
+    d_decay = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+    d_last = 0.0
+    for number in range(SPAN // BLOCK_V):
+        element = tl.program_id(2) * SPAN + number * BLOCK_V + tl.arange(0, BLOCK_V)
+        is_element = element < VALUE_SIZE
+        is_value = is_element[:, None] & live[None, :]
+        values = chunk_columns(value + head * value_head_stride, origin, step, element, value_token_stride)
+        results = chunk_columns(d_out + head * d_out_head_stride, origin, step, element, d_out_token_stride)
+        plane = chunk * VALUE_SIZE * KEY_SIZE + element[:, None] * KEY_SIZE + channel[None, :]
+        inside = is_element[:, None] & is_channel[None, :]
+        state = tl.load(befores + plane, mask=inside, other=0.0)
+        d_state = tl.load(d_afters + plane, mask=inside, other=0.0)
+        v = tl.load(values, mask=is_value, other=0.0).to(tl.float32)
+        d_o = tl.load(results, mask=is_value, other=0.0)
         r = tl.dot(state, k, input_precision=PRECISION)
-        d_u = tl.dot(d_state, added_keys, input_precision=PRECISION)
-    v = tl.load(values, mask=is_value, other=0.0).to(tl.float32)
-    d_o = tl.load(results, mask=is_value, other=0.0)
-    r += v
-    inverse = tl.load(inverses + square)
-    u = tl.dot(r.to(dtype), tl.trans(inverse), input_precision=PRECISION)
-    u_narrow = u.to(dtype)
-    p = tl.load(products + square)
-    if through is None:
-        d_last += tl.sum(tl.sum(d_u * u, 1), 0)
-        found = tl.dot(u_narrow, tl.trans(p), acc=found, input_precision=PRECISION)
-    d_u = tl.dot(d_o, p, acc=d_u, input_precision=PRECISION)
-    d_r = tl.dot(d_u.to(dtype), inverse, input_precision=PRECISION)
-    d_r_narrow = d_r.to(dtype)
-    target = chunk_columns(own, origin, step, element, value_stride)
-    tl.store(target, d_r.to(d_value.dtype.element_ty), mask=is_value)
-    flat = chunk * CHUNK * VALUE_SIZE + element[:, None] * CHUNK + step[None, :]
-    tl.store(corrections + flat, u_narrow, mask=is_element[:, None])
-    tl.store(d_rights + flat, d_r_narrow, mask=is_element[:, None])
-    # The error that beta multiplies, and its gradient divided by beta.
-    lower = tl.load(lowers + square)
-    error = r - tl.dot(u_narrow, tl.trans(lower), input_precision=PRECISION)
-    d_error = d_u - tl.dot(d_r_narrow, lower, input_precision=PRECISION)
+        if through is None:
+            r *= tl.load(held + step)[None, :]
+            found = tl.dot(state, q, input_precision=PRECISION) * tl.load(held + CHUNK + step)[None, :]
+            d_u = tl.dot(d_state, k, input_precision=PRECISION) * tl.load(held + 2 * CHUNK + step)[None, :]
+            overlap = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
+            d_last += tl.load(held + 3 * CHUNK) * overlap
+        else:
+            d_u = tl.dot(d_state, added_keys, input_precision=PRECISION)
+        r += v
+        # Systems are read for each part of the values.
+        inverse = tl.load(inverses + square)
+        u = tl.dot(r.to(dtype), tl.trans(inverse), input_precision=PRECISION)
+        u_narrow = u.to(dtype)
+        p = tl.load(products + square)
+        if through is None:
+            d_last += tl.sum(tl.sum(d_u * u, 1), 0)
+            found = tl.dot(u_narrow, tl.trans(p), acc=found, input_precision=PRECISION)
+        d_u = tl.dot(d_o, p, acc=d_u, input_precision=PRECISION)
+        d_r = tl.dot(d_u.to(dtype), inverse, input_precision=PRECISION)
+        d_r_narrow = d_r.to(dtype)
+        target = chunk_columns(own, origin, step, element, value_stride)
+        tl.store(target, d_r.to(d_value.dtype.element_ty), mask=is_value)
+        flat = chunk * CHUNK * VALUE_SIZE + element[:, None] * CHUNK + step[None, :]
+        tl.store(corrections + flat, u_narrow, mask=is_element[:, None])
+        tl.store(d_rights + flat, d_r_narrow, mask=is_element[:, None])
+        # The error that beta multiplies, and its gradient divided by beta.
+        lower = tl.load(lowers + square)
+        error = r - tl.dot(u_narrow, tl.trans(lower), input_precision=PRECISION)
+        d_error = d_u - tl.dot(d_r_narrow, lower, input_precision=PRECISION)
+        d_rate += error * d_error
+        if through is None:
+            # The results', and what a token reads, less what later ones read of it.
+            d_decay += found * d_o.to(tl.float32) + d_r * (error - v) - u * d_error
     part = (chunk * tl.num_programs(2) + tl.program_id(2)) * CHUNK + step
-    tl.store(rate_parts + part, tl.sum(error * d_error, 0))
+    tl.store(rate_parts + part, tl.sum(d_rate, 0))
     if through is None:
-        # The results', and what a token reads, less what later ones read of it.
-        d_decay = tl.sum(found * d_o.to(tl.float32) + d_r * (error - v) - u * d_error, 0)
-        tl.store(decay_parts + part, d_decay + tl.where(step == CHUNK - 1, d_last, 0.0))
+        tl.store(decay_parts + part, tl.sum(d_decay, 0) + tl.where(step == CHUNK - 1, d_last, 0.0))
 
 
 @triton.jit
