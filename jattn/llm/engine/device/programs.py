@@ -31,10 +31,10 @@ from jattn.llm.reports import Compiling, event
 from jattn.pool import KVPool, free_bytes
 from torch_core.cache import LayerGroups
 
-# With these numbers of rows XLA's choice of products is slower than cuBLAS on an H200, because it ignores the
-# operations after a product: a step of 64 and of 128 took 2.8 and 3.9% longer. With 32 rows and with 512 it is faster
-# by 3 and 29%.
-_CUBLAS_ROWS = range(64, 257)
+# From these numbers of rows on, of several sequences and of one, XLA's choice of products is slower than cuBLAS: it
+# ignores the operations after a product, and compiles longer. On an H200 a step of 64 and of 128 rows took 2.8 and 3.9%
+# longer, on an H100 a prompt of 512, 2,048 and 8,192 tokens 1.5, 3.7 and 2%. With 32 rows it is 3% faster.
+_CUBLAS_ROWS, _CUBLAS_PROMPT = 64, 512
 # Bytes of a device that compiling one program takes, as a multiple of the largest weight: to choose the kernel of a
 # product XLA runs the candidates on operands and results of their own, the pool being allocated already.
 _TUNING_SHARE = 1.25
@@ -231,10 +231,10 @@ class Programs:
         return self._step.trace(*operands, bucket=bucket, max_blocks=self._max_blocks)
 
     def _compile(self, lowered: Any, bucket: Bucket) -> Any:
-        # In front of cuBLAS the output product of one row has its weights widened to float32 first: 1.25 ms for 0.24.
-        prefers_cublas = bucket.num_inputs in _CUBLAS_ROWS and bucket.num_seqs > 1
+        # In front of cuBLAS the output product of one row takes longer, which shows with few tokens.
+        prefers_cublas = bucket.num_inputs >= (_CUBLAS_ROWS if bucket.num_seqs > 1 else _CUBLAS_PROMPT)
         # To try Triton's products of E4M3 for 2,048 rows XLA took minutes (jaxlib 0.11.2 on an H200).
-        prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS.start
+        prefers_cublas |= self._multiplies_fp8 and bucket.num_inputs >= _CUBLAS_ROWS
         prefers_cublas &= self._has_cublas
         options = {"xla_gpu_enable_triton_gemm": False} if prefers_cublas else {}
         return lowered.compile(compiler_options={**options, **PRODUCT_OPTIONS} if self.on_gpu else None)
