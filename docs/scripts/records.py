@@ -46,7 +46,8 @@ PAGES = {
     "devices": (
         "Several devices",
         "Sequences and models over two and four GPUs of one host.",
-        ["devices_engine", "devices_copies", "devices_four", "devices_sequences"],
+        ["devices_engine", "devices_copies", "devices_four", "devices_seventy", "devices_sums", "devices_spread"]
+        + ["devices_sequences"],
     ),
     "kernels": ("Compiled kernels", "Registers and spills of the kernels under releases of Triton.", ["compilers"]),
 }  # fmt: skip
