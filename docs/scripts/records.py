@@ -46,8 +46,7 @@ PAGES = {
     "devices": (
         "Several devices",
         "Sequences and models over two and four GPUs of one host.",
-        ["devices_engine", "devices_copies", "devices_four", "devices_seventy", "devices_sums", "devices_spread"]
-        + ["devices_sequences"],
+        [f"devices_{name}" for name in ("engine", "copies", "four", "seventy", "sums", "spread", "sequences")],
     ),
     "kernels": ("Compiled kernels", "Registers and spills of the kernels under releases of Triton.", ["compilers"]),
 }  # fmt: skip
