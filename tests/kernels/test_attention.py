@@ -73,6 +73,21 @@ def test_scratch_of_chunks_that_a_sequence_has_not_may_hold_anything(seed):
     assert_matches_reference(case, results["out"])
 
 
+@pytest.mark.parametrize("query_lens", [(1, 1, 1, 1), (1, 40, 4, 1)])
+def test_programs_that_merge_several_heads_give_the_same_bits(query_lens, seed, monkeypatch):
+    lens = [300, 129, 260, 1]
+    case = paged_case(seed, seq_lens=lens, query_lens=query_lens, num_heads=4, num_kv_heads=2, head_size=16)
+    results = []
+    for merges, heads in ((1 << 20, 1), (1, 4)):
+        monkeypatch.setattr(split, "_MERGES", merges)
+        plan = plan_call.__wrapped__(case.call().map(array_spec), DeviceLimits(arch=89))
+        assert dict(plan.launches[-1].constexprs)["HEADS"] == heads
+        results.append(run_interpreted_operation(plan, case.call().arrays())["out"])
+
+    assert_matches_reference(case, results[1])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_a_mixed_batch_sends_short_and_long_queries_to_their_kernels(seed):
     case = paged_case(
         seed, seq_lens=[40, 90, 33, 0], query_lens=[40, 1, 4, 0], num_heads=4, num_kv_heads=1, padding_tokens=3

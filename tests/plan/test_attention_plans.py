@@ -84,6 +84,17 @@ def test_chunks_grow_with_the_static_size_of_the_batch():
     assert sizes[0] < sizes[-1]
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "heads"),
+    [(64, 32, 1), (128, 32, 2), (256, 32, 4), (1024, 32, 8), (1024, 12, 4)],
+)
+def test_a_program_merges_several_heads_of_many_rows(num_seqs, num_heads, heads):
+    cache = ArraySpec((64, 2, 16, 4, 128), "bfloat16")
+    query, tables = ArraySpec((num_seqs, num_heads, 128), "bfloat16"), ArraySpec((num_seqs, 576), "int32")
+    _, combine = paged_plan(num_seqs=num_seqs, query=query, block_tables=tables, kv_cache=cache).launches
+    assert (combine.grid, dict(combine.constexprs)["HEADS"]) == ((num_seqs, num_heads // heads), heads)
+
+
 @pytest.mark.parametrize("key_bytes", [1, 2, 4])
 @pytest.mark.parametrize("table_tokens", [16, 1000, 1088, 2112, 8192, 8256, 100_000])
 def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_bytes):

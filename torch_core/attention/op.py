@@ -86,6 +86,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "decode long": _decode(num_seqs=1, table_tokens=65536),
         "decode one in a wide table": _decode(num_seqs=1, table_tokens=262144),
         "decode one chunk": _decode(num_seqs=256, table_tokens=512),
+        "decode wide": _decode(num_seqs=256, table_tokens=9216),
         "decode fp8": _decode(cache_dtype=_FP8, **_SCALED),
         "decode speculative": _decode(query_len=4),
         "decode window sinks": _decode(**_WINDOW_SINKS),

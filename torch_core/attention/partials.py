@@ -62,16 +62,17 @@ class Chunks:
         return {**dict.fromkeys(PARTIALS, ABSENT), **partials, "max_chunks": count(self.number)}
 
 
-def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int) -> LaunchPlan:
-    """Plans the merge of the rows of sequences with at least `min_chunks` chunks."""
+def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int, heads: int = 1) -> LaunchPlan:
+    """Plans the merge of the rows of sequences with at least `min_chunks` chunks, of `heads` heads in a program."""
     value_padded = padded(call.value_head_size)
     # A thread holds 128 elements of the rows that are merged at a time, at any width.
     block = min(_COMBINE_CHUNKS, power_of_two(chunks.number))
-    scratch = 4 * call.num_seqs * chunks.max_query * chunks.number * call.num_heads * call.value_head_size
+    rows = call.num_seqs * chunks.max_query
+    scratch = 4 * rows * chunks.number * call.num_heads * call.value_head_size
     return make_launch(
         attention_combine_kernel,
         call,
-        (call.num_seqs * chunks.max_query, call.num_heads),
+        (rows, call.num_heads // heads),
         {
             **cache_constexprs(call),
             "CHUNK": chunks.size,
@@ -79,7 +80,8 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
             "BLOCK_CHUNKS": block,
-            "AHEAD": chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
+            "AHEAD": heads == 1 and chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
+            "HEADS": heads,
             "NUM_HEADS": call.num_heads,
         },
         arguments=chunks.arguments(),

@@ -30,6 +30,7 @@ def attention_combine_kernel(
     max_chunks,
     BLOCK_CHUNKS: tl.constexpr,
     AHEAD: tl.constexpr,
+    HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     GROWS: tl.constexpr,
     MIN_CHUNKS: tl.constexpr,
@@ -42,15 +43,15 @@ def attention_combine_kernel(
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
 ):
-    """One program: one query row of one head. Grid: (num_seqs * MAX_QUERY, NUM_HEADS).
+    """One program: one query row of HEADS heads. Grid: (num_seqs * MAX_QUERY, NUM_HEADS / HEADS).
 
     Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
     With AHEAD, a sequence has at most BLOCK_CHUNKS chunks: they are fetched together with the lengths, which say their
     number, instead of after them.
     """
     seq = tl.program_id(0) // MAX_QUERY
-    head = tl.program_id(1)
-    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + head
+    first_head = tl.program_id(1) * HEADS
+    slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + first_head
     i = tl.arange(0, BLOCK_CHUNKS)
     dims = tl.arange(0, VALUE_PADDED)
     if AHEAD:
@@ -68,35 +69,37 @@ def attention_combine_kernel(
     if (chunks < MIN_CHUNKS) | (index >= query_len):
         return
     token = query_start + index
-    row_max = float("-inf")
-    row_sum = 0.0
-    acc = tl.zeros([VALUE_PADDED], tl.float32)
-    for base in range(0, chunks, BLOCK_CHUNKS):
-        there = base + i < chunks
-        if AHEAD:
-            maxima, sums, rows = fetched
-            maxima = tl.where(there, maxima, float("-inf"))
-            sums = tl.where(there, sums, 0.0)
-            rows = tl.where(there[:, None], rows, 0.0)
-        else:
-            maxima, sums, rows = _chunks(
-                partial_out, partial_max, partial_sum, slot, base + i, there, dims, NUM_HEADS, VALUE_SIZE
-            )
-        new_max = tl.maximum(row_max, tl.max(maxima, 0))
-        weights = rescale(maxima, new_max, EXACT)
-        keep = rescale(row_max, new_max, EXACT)
-        row_sum = row_sum * keep + tl.sum(sums * weights, 0)
-        acc = acc * keep + tl.sum(rows * weights[:, None], 0)
-        row_max = new_max
-    heads = tl.full([1], 0, tl.int32) + head
-    tokens = tl.full([1], 0, tl.int32) + token
-    inverse, row_lse = finish_rows(
-        tl.full([1], 0.0, tl.float32) + row_max, tl.full([1], 0.0, tl.float32) + row_sum, sinks, heads, heads >= 0,
-        EXACT,
-    )  # fmt: skip
-    output = Output(out, lse, out_factor, v_scale, out_scale)
-    LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
-    store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)
+    for which in range(HEADS):
+        head = first_head + which
+        row_max = float("-inf")
+        row_sum = 0.0
+        acc = tl.zeros([VALUE_PADDED], tl.float32)
+        for base in range(0, chunks, BLOCK_CHUNKS):
+            there = base + i < chunks
+            if AHEAD:
+                maxima, sums, rows = fetched
+                maxima = tl.where(there, maxima, float("-inf"))
+                sums = tl.where(there, sums, 0.0)
+                rows = tl.where(there[:, None], rows, 0.0)
+            else:
+                maxima, sums, rows = _chunks(
+                    partial_out, partial_max, partial_sum, slot + which, base + i, there, dims, NUM_HEADS, VALUE_SIZE
+                )
+            new_max = tl.maximum(row_max, tl.max(maxima, 0))
+            weights = rescale(maxima, new_max, EXACT)
+            keep = rescale(row_max, new_max, EXACT)
+            row_sum = row_sum * keep + tl.sum(sums * weights, 0)
+            acc = acc * keep + tl.sum(rows * weights[:, None], 0)
+            row_max = new_max
+        heads = tl.full([1], 0, tl.int32) + head
+        tokens = tl.full([1], 0, tl.int32) + token
+        inverse, row_lse = finish_rows(
+            tl.full([1], 0.0, tl.float32) + row_max, tl.full([1], 0.0, tl.float32) + row_sum, sinks, heads, heads >= 0,
+            EXACT,
+        )  # fmt: skip
+        output = Output(out, lse, out_factor, v_scale, out_scale)
+        LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
+        store_rows(output, acc[None, :] * inverse[:, None], row_lse, tokens, heads, heads >= 0, LAYOUT)
 
 
 @triton.jit

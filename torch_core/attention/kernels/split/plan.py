@@ -34,6 +34,8 @@ _GROWING_CHUNK = 512
 _TARGET_PROGRAMS = 256
 _SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
 _SMALL_TARGET = 128
+# Merging programs from which on one has several heads, and these at most.
+_MERGES, _MOST_HEADS = 2048, 8
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
 # the table is wide, and leave after about a microsecond.
 _MAX_PROGRAMS = 8192
@@ -91,7 +93,8 @@ def split_launches(
     )
     if chunks.number == 1:
         return [split], ()
-    return [split, combine_launch(call, chunks, min_chunks=2)], chunks.scratch(call)
+    heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
+    return [split, combine_launch(call, chunks, min_chunks=2, heads=heads)], chunks.scratch(call)
 
 
 def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:
@@ -161,6 +164,14 @@ def _chunks(call: PagedCall[ArraySpec], max_query: int) -> Chunks:
     if call.num_seqs == 1 and call.kv_chunk_size is None and sees_all and is_few_waves:
         return Chunks(_GROWING_CHUNK, ceil_div(_TARGET_PROGRAMS, head_programs), max_query, grows=True)
     return Chunks.of(call, _chunk_size(call), max_query)
+
+
+def _heads_of_merge(rows: int, num_heads: int) -> int:
+    """Returns the heads that a program merges: of many rows, most have one chunk and nothing to merge."""
+    heads = 1
+    while heads < _MOST_HEADS and num_heads % (2 * heads) == 0 and rows * num_heads >= 2 * heads * _MERGES:
+        heads *= 2
+    return heads
 
 
 def _chunk_size(call: PagedCall[ArraySpec]) -> int:
