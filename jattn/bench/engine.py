@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jattn.bench.collector import without_old_objects
 from jattn.bench.measure import jax_copy_bytes_per_second, profiled
 from jattn.bench.report import HIDDEN
 from jattn.bench.runner import Benchmark, sizes
 from jattn.bench.shapes import normal, random_decoder, shape_config, step_bytes
 from jattn.llm.arguments import engine_fields
 from jattn.llm.engine import EngineConfig, Outbox, SamplingParams, open_engine
-from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.clients.replicas import AnyEngine
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.request.lora import prefix_salt
@@ -218,9 +218,10 @@ class _Bench:
             if self.model.paged_spec.states:
                 # Steps also end where a snapshot is due, so that their sizes are known only when they have been run.
                 _run(engine, self._prompts(requests + 1, inputs)[1:], params)
-            before, started = engine.compile_seconds, time.perf_counter()
-            _run(engine, self._prompts(requests, inputs), params)
-            seconds, late = time.perf_counter() - started, engine.compile_seconds - before
+            with without_old_objects():
+                before, started = engine.compile_seconds, time.perf_counter()
+                _run(engine, self._prompts(requests, inputs), params)
+                seconds, late = time.perf_counter() - started, engine.compile_seconds - before
             pool, wanted = engine.pool_plan, requests * _blocks(inputs + outputs) + 1
             details = (
                 f"all requests together need {wanted:,} blocks; the pool has {pool}"
@@ -303,12 +304,12 @@ def _start(
 
 def _step_ms(engine: AnyEngine, prompts: list[list[int]], params: SamplingParams, names: Sequence[str | None]) -> float:
     """Returns the milliseconds of a step from where all decode to where the first one ends."""
-    requests = _start(engine, prompts, params, names)
-    started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
     with without_old_objects():
+        requests = _start(engine, prompts, params, names)
+        started, before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
         while all(request.finish_reason is None for request in requests):
             engine.step()
-    seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started
     tokens = sum(len(request.output_token_ids) for request in requests) - before
     _drain(engine)
     return seconds * 1e3 * len(requests) / tokens
@@ -328,9 +329,8 @@ def _run(
     outbox = Outbox()
     for prompt, name in zip(prompts, itertools.cycle(names), strict=False):
         engine.add(prompt, params, lora=name, outbox=outbox)
-    with without_old_objects():
-        while engine.wait(outbox):
-            pass
+    while engine.wait(outbox):
+        pass
 
 
 def _drain(engine: AnyEngine) -> None:

@@ -18,12 +18,12 @@ from tokenizers.models import BPE
 
 from jattn.bench.arrivals import Load, ServeRow, row_of
 from jattn.bench.clients import Client, Direct, Http, send
+from jattn.bench.collector import without_old_objects
 from jattn.bench.engine import settings_of
 from jattn.bench.pictures import draw_loads
 from jattn.bench.runner import Benchmark
 from jattn.bench.shapes import SHAPES, random_decoder
 from jattn.llm.engine import LLM, EngineConfig
-from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.models import quantize_fp8
 from jattn.llm.serve import AsyncLLM

@@ -105,6 +105,9 @@ def updated(devices: int) -> None:
         engine.update_weights(nnx.from_flat_state([(path, kernel[:, :55])]), partial=True)
     with pytest.raises(InvalidInput, match=rf"^{name} has NaN or infinite numbers, and so have 0 other parameters;"):
         engine.update_weights(nnx.from_flat_state([(path, kernel * np.nan)]), partial=True)
+    part = (*path[:-1], "k_b_proj", "kernel")
+    with pytest.raises(InvalidInput, match=rf"^state has {name} and .*k_b_proj.kernel, which is a part of it"):
+        engine.update_weights(nnx.from_flat_state([(path, kernel), (part, kernel)]), partial=True)
     flat: Any = nnx.to_flat_state(nnx.state(second))
     rest = nnx.from_flat_state([each for each in flat if "kv_b_proj" not in each[0]])
     wanted = rf"^state lacks {name}; {second.config.num_hidden_layers} of \d+ parameters do\.$"

@@ -16,7 +16,6 @@ from flax import nnx
 from tqdm import tqdm
 
 from jattn.llm.engine.clients.adapters import AdapterRegistry, ServesAdapters
-from jattn.llm.engine.clients.collector import without_old_objects
 from jattn.llm.engine.clients.replicas import AnyEngine, open_engine
 from jattn.llm.engine.clients.stream import TextStream
 from jattn.llm.engine.clients.vectors import VectorsOfTexts
@@ -223,6 +222,9 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
     ) -> list[RequestOutput]:
         """Generates for all prompts at once and returns their results in order.
 
+        A garbage collection that searches all objects stops every step for 0.3 s and more. In a process that keeps its
+        models, call `gc.collect()` and `gc.freeze()` once after the first call.
+
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
                 of those.
@@ -244,7 +246,6 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         with (
             contextlib.closing(self.stream(listed, sampling_params, **options)) as stream,
             tqdm(total=len(listed), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as progress,
-            without_old_objects(),
         ):
             for delta in stream:
                 num_tokens += len(delta.token_ids)

@@ -152,6 +152,8 @@ class Weights:
         found: Arrivals = {}
         converted = {name: parts for name in given.keys() - self._places.keys() if (parts := self._parts(name))}
         for name, parts in converted.items():
+            if twice := given.keys() & set(parts):
+                raise InvalidInput("state", f"has {name} and {min(twice)}, which is a part of it", "give one of them")
             if name in self._expansions:
                 bring = self._splitting(name, given.pop(name), parts, shards.get(name), cast)
             else:
