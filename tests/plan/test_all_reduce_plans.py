@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_core.all_reduce.plan import (
+    _sum_region,
     merges,
     plan_all_reduce,
     plan_all_reduce_norm,
@@ -54,6 +55,12 @@ def test_a_large_sum_over_four_devices_or_more_takes_two_shots(world: int, rows:
 def test_shots_that_the_workspace_is_too_small_for_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"shots is 1; such an array can be summed in 2"):
         plan_all_reduce(ArraySpec((512, 8192), "bfloat16"), 4, 1)
+
+
+@pytest.mark.parametrize("world", range(2, 17))
+def test_the_slots_of_a_workspace_begin_at_multiples_of_16_bytes(world: int) -> None:
+    region = _sum_region(world)
+    assert region.max_blocks % 4 == region.words(world) % 4 == 0
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

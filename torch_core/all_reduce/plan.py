@@ -287,7 +287,8 @@ def _words(x: ArraySpec) -> int:
 
 def _sum_region(world: int) -> _Region:
     """Returns the region of sums: its blocks hold the largest in two shots, which with two devices is one in one."""
-    return _Region(_SUM_BLOCK, 1, max(1, _MAX_SUM // (2 * _SUM_BLOCK * world)))
+    # Slots lie behind a counter of each block, and a thread moves 16 bytes at once.
+    return _Region(_SUM_BLOCK, 1, max(4, _MAX_SUM // (2 * _SUM_BLOCK * world) // 4 * 4))
 
 
 def _max_sum(world: int) -> int:
