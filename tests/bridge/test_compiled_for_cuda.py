@@ -116,6 +116,15 @@ def test_weights_of_two_products_are_not_copied_together() -> None:
     assert copied not in compiled_for_cuda(two_products, options=PRODUCT_OPTIONS)
 
 
+def decoding(num_seqs: int) -> AttentionMetadata:
+    """The metadata of a step in which each sequence decodes a token."""
+    numbers = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    return AttentionMetadata(
+        block_tables=jnp.ones((num_seqs, 2), jnp.int32), seq_lens=jnp.full(num_seqs, 5, jnp.int32), max_query_len=1,
+        query_start_loc=numbers, slot_mapping=numbers[:-1] + 16, state_slots=numbers[1:],
+    )  # fmt: skip
+
+
 def hybrid_step() -> tuple[Any, ...]:
     """A decode step of a small model of Mamba-2 and attention."""
     model = Decoder(shape_config("tiny-hybrid"), rngs=nnx.Rngs(0), implementation="triton")
@@ -123,11 +132,7 @@ def hybrid_step() -> tuple[Any, ...]:
     spec = model.paged_spec
     caches = [np.zeros((9, 2, 16, spec.num_kv_heads, spec.head_dim), np.float32)]
     caches += [np.zeros((7, *shape), np.float32) for each in spec.states for shape in each.shapes]
-    metadata = AttentionMetadata(
-        block_tables=jnp.ones((4, 2), jnp.int32), seq_lens=jnp.full(4, 5, jnp.int32), max_query_len=1,
-        query_start_loc=jnp.arange(5, dtype=jnp.int32), slot_mapping=jnp.arange(16, 20, dtype=jnp.int32),
-        state_slots=jnp.arange(1, 5, dtype=jnp.int32),
-    )  # fmt: skip
+    metadata = decoding(4)
 
     def step(caches: Any, tokens: Any, state: Any) -> Any:
         return nnx.merge(graph, state)(tokens, tokens, tuple(caches), metadata)
@@ -154,11 +159,7 @@ def decoded(kind: str) -> tuple[Any, ...]:
     graph, weights = nnx.split(layer)
     spec = layer.state_spec()
     states = tuple(np.zeros((17, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-    metadata = AttentionMetadata(
-        block_tables=jnp.ones((8, 2), jnp.int32), seq_lens=jnp.full(8, 5, jnp.int32), max_query_len=1,
-        query_start_loc=jnp.arange(9, dtype=jnp.int32), slot_mapping=jnp.arange(16, 24, dtype=jnp.int32),
-        state_slots=jnp.arange(1, 9, dtype=jnp.int32),
-    )  # fmt: skip
+    metadata = decoding(8)
 
     def step(states: Any, x: Any, weights: Any) -> Any:
         return nnx.merge(graph, weights)(x, states=states, metadata=metadata)

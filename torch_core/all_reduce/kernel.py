@@ -141,7 +141,7 @@ def all_reduce_norm_kernel(
 
     word = tl.load(x.to(words) + index, mask=mask, other=0)
     before = tl.load(residual.to(words) + index, mask=mask, other=0)
-    scale_low, scale_high = split_words(tl.load(weight.to(words) + column, mask=mask, other=0), dtype)
+    scale = tl.load(weight.to(words) + column, mask=mask, other=0)
     low, high = add_words(word, peers, own, place, mask, call[:, None], dtype, WORLD, MAX_BLOCKS, MAX_POLLS, REGION)
     before_low, before_high = split_words(before, dtype)
     # Rounded twice, as the sum alone and the addition behind it are.
@@ -151,9 +151,7 @@ def all_reduce_norm_kernel(
     low, high = split_words(total, dtype)
     squares = tl.sum(tl.where(mask, low * low + high * high, 0.0))
     inverse = tl.math.rsqrt(squares / (2 * num_words) + epsilon)
-    low = _weighted(low * inverse, scale_low, dtype, ROUND_FIRST, ADD_ONE)
-    high = _weighted(high * inverse, scale_high, dtype, ROUND_FIRST, ADD_ONE)
-    tl.store(normed.to(words) + index, join_words(low, high, dtype), mask=mask)
+    tl.store(normed.to(words) + index, _normed(total, scale, inverse, dtype, ROUND_FIRST, ADD_ONE), mask=mask)
     tl.store(calls, call, mask=block < ROW_BLOCKS)
 
 
@@ -218,11 +216,8 @@ def all_reduce_norm_shares_kernel(
     for peer in tl.static_range(WORLD):
         share = peer * SHARE + column
         mask = (column < SHARE) & (share < num_words)
-        low, high = split_words(totals[peer], dtype)
-        scale_low, scale_high = split_words(scales[peer], dtype)
-        low = _weighted(low * inverse, scale_low, dtype, ROUND_FIRST, ADD_ONE)
-        high = _weighted(high * inverse, scale_high, dtype, ROUND_FIRST, ADD_ONE)
-        tl.store(normed.to(words) + start + share, join_words(low, high, dtype), mask=mask)
+        word = _normed(totals[peer], scales[peer], inverse, dtype, ROUND_FIRST, ADD_ONE)
+        tl.store(normed.to(words) + start + share, word, mask=mask)
 
 
 @triton.jit
@@ -329,6 +324,16 @@ def _words_and_lse(x, x_lse, row, column, NUM_WORDS: tl.constexpr):
     words: tl.constexpr = tl.pointer_type(tl.int32)
     word = tl.load(x.to(words) + row * NUM_WORDS + column, mask=column < NUM_WORDS, other=0)
     return tl.where(column == NUM_WORDS, tl.load(x_lse.to(words) + row), word)
+
+
+@triton.jit
+def _normed(total, scale, inverse, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, ADD_ONE: tl.constexpr):
+    """Returns words of a row times the inverse of its root mean square and the weight's words."""
+    low, high = split_words(total, dtype)
+    scale_low, scale_high = split_words(scale, dtype)
+    low = _weighted(low * inverse, scale_low, dtype, ROUND_FIRST, ADD_ONE)
+    high = _weighted(high * inverse, scale_high, dtype, ROUND_FIRST, ADD_ONE)
+    return join_words(low, high, dtype)
 
 
 @triton.jit
