@@ -60,7 +60,7 @@ def empty_outputs(call: Call[jax.Array]) -> dict[str, jax.Array]:
 
 
 def array_spec(array: jax.Array | jax.ShapeDtypeStruct) -> ArraySpec:
-    """Returns the spec of an array or tracer, as the plans take it: XLA's are contiguous and aligned."""
+    """Returns the spec of an array or tracer, as the plans take it: contiguous and aligned."""
     return ArraySpec(tuple(array.shape), np.dtype(array.dtype).name)
 
 

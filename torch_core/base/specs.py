@@ -81,8 +81,8 @@ class ArraySpec:
         shape: sizes of the axes.
         dtype: element type by name, a key of `DTYPE_BYTES`.
         strides: elements from one entry of an axis to the next; None means contiguous row-major.
-        aligned: the first element's address is a multiple of 16 bytes. XLA guarantees it for every operand, torch for
-            every allocation, not for every view.
+        aligned: the first element's address is a multiple of 16 bytes. XLA's launcher refuses other operands;
+            torch guarantees it for every allocation, not for every view.
 
     Example:
         >>> ArraySpec((4, 8), "bfloat16").element_strides

@@ -3,8 +3,9 @@
 A program keeps rows of one head's state in registers, as the left operand and the sum of its products. Few long
 sequences are cut into segments, because a state after a segment is a linear function of the state before it: one
 launch finds these functions, a second one the state before each segment, and then all segments run at the same time.
-Most heads forget within a segment: of chunks whose state is multiplied by 0 until its end, in float32, nothing is
-found. (FlashQLA of the Qwen team does so where less than exp(-10) is left, which the error rule would not allow.)
+Most heads forget within a segment: of chunks behind which less than exp(-104) of the state is left until its end,
+nothing is found, also where the state is no finite number. (FlashQLA of the Qwen team does so where less than exp(-10)
+is left, which the error rule would not allow.)
 """
 
 from __future__ import annotations
