@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from jattn.llm.engine import (
     open_engine,
 )
 from jattn.llm.engine.device.device import Device
+from jattn.llm.engine.device.programs import Programs
 from jattn.llm.engine.device.weights import Weights
 from tests.engine.conftest import tiny_decoder
 from tests.engine.interrupts import InterruptAtReply
@@ -164,6 +166,45 @@ def test_a_copy_that_fails_to_change_leaves_all_as_they_were() -> None:
     assert all(each.asleep for each in engine.engines)
     engine.wake()
     assert not any(each.asleep for each in engine.engines)
+
+
+@on_four_devices
+def test_copies_compile_at_the_same_time_and_are_counted_together() -> None:
+    # Programs of a size that no other test compiles.
+    engine, told = two(num_scheduler_steps=1, num_blocks=99), []
+    both, compile_one = threading.Barrier(2, timeout=100), Programs.compile
+
+    def compile_with_the_other(programs: Programs, *rest: Any) -> None:
+        # It breaks, which is an error, if one copy waits for the end of the other.
+        both.wait()
+        compile_one(programs, *rest)
+
+    with mock.patch.object(Programs, "compile", compile_with_the_other):
+        engine.warmup(
+            lambda done, total, name: told.append((done, total)),
+            wanted=lambda name: "queries up to 1," in name and name.endswith("plain") and "shared" not in name,
+        )
+    of_one = [len(each.programs) for each in engine.engines]
+    assert told == [(done, sum(of_one)) for done in range(1, sum(of_one) + 1)]
+    assert of_one[0] == of_one[1] > 1
+
+
+@on_four_devices
+def test_a_copy_that_cannot_compile_ends_the_warm_up_of_all() -> None:
+    engine, has_ended, count = two(num_scheduler_steps=1), [], 10**6
+    both, second = threading.Barrier(2, timeout=100), engine.engines[1]._core.device.runner.programs
+
+    def compile_until_told(programs: Programs, buckets: Any, report: Any) -> None:
+        both.wait()
+        if programs is second:
+            raise InvalidInput("no program")
+        for done in range(count):
+            report(done, count, "a program")
+        has_ended.append(True)
+
+    with mock.patch.object(Programs, "compile", compile_until_told), pytest.raises(InvalidInput, match="no program"):
+        engine.warmup(lambda *_: None)
+    assert not has_ended
 
 
 @on_four_devices

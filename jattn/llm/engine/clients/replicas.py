@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias, cast
 
@@ -16,6 +18,7 @@ from jattn.llm.engine.clients.adapters import ServesAdapters
 from jattn.llm.engine.clients.engine import Engine
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.device.placement import replica_meshes
+from jattn.llm.engine.device.programs import progress
 from jattn.llm.engine.device.weights import check_version
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
@@ -144,8 +147,22 @@ class DataParallelEngine(ServesAdapters, ClosingOwner):
         wanted: Callable[[str], bool] | None = None,
         background: bool = False,
     ) -> None:
-        """Compiles every program of every copy; see `Engine.warmup`."""
-        self._each(lambda engine: engine.warmup(report, wanted=wanted, background=background))
+        """Compiles every program of every copy, all copies at the same time; see `Engine.warmup`.
+
+        `report` gets the numbers of all copies together.
+        """
+        if background:
+            reports = [None] * len(self.engines) if report is None else _together(report, len(self.engines))
+            for engine, each in zip(self.engines, reports, strict=True):
+                engine.warmup(each, wanted=wanted, background=True)
+            return
+        # XLA needs the interpreter's lock for little of it, and tries kernels on the device of the copy. At an error
+        # `progress` ends first, which ends the other copies' work.
+        with ThreadPoolExecutor(len(self.engines)) as threads, progress(report) as tell:
+            pairs = zip(self.engines, _together(tell, len(self.engines)), strict=True)
+            started = [threads.submit(engine.warmup, each, wanted=wanted) for engine, each in pairs]
+            for done in as_completed(started):
+                done.result()
 
     def assume_computed(self, prompts: Sequence[Sequence[int]], salts: Sequence[bytes | None] = ()) -> None:
         """`Engine.assume_computed` in every copy."""
@@ -380,6 +397,21 @@ class _Router:
             # It is no prompt, or no salt: the engine says so, whichever is chosen.
             return []
         return keys
+
+
+def _together(report: Callable[[int, int, str], None], num_copies: int) -> list[Callable[[int, int, str], None]]:
+    """Returns a report for each copy, by which `report` gets the numbers of all copies together."""
+    found: dict[int, tuple[int, int]] = {}
+    lock = threading.Lock()
+
+    def tell(copy: int, done: int, total: int, name: str) -> None:
+        with lock:
+            found[copy] = done, total
+            dones, totals = zip(*found.values(), strict=True)
+            # Copies that have not reported yet have as many programs.
+            report(sum(dones), sum(totals) + (num_copies - len(found)) * max(totals), name)
+
+    return [functools.partial(tell, copy) for copy in range(num_copies)]
 
 
 def _total(records: Sequence[Any]) -> Any:
