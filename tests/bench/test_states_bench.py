@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import pytest
 import torch
@@ -9,6 +13,7 @@ import torch
 from jattn.bench import states
 from jattn.bench.runner import main
 from tests.support.delta_cases import delta_call
+from tests.support.mamba_cases import mamba_call
 from torch_core.base.errors import InvalidInput, Unsupported
 
 
@@ -28,3 +33,12 @@ def test_states_count_twice_and_every_input_once(seed: int) -> None:
     arrays = [value for name in call.__slots__ if isinstance(value := getattr(call, name, None), torch.Tensor)]
     found = states._least_bytes(call)  # pyright: ignore[reportPrivateUsage]
     assert found >= sum(each.nbytes for each in arrays) + call.states.nbytes + call.value.nbytes
+
+
+def test_the_peer_leaves_out_no_sequence(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    peer = SimpleNamespace(selective_state_update=lambda *_, **given: options.update(given))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.mamba.ops.mamba_ssm", peer)
+    states._vllm(mamba_call(seed, (1, 1, 1), padding=0))()  # pyright: ignore[reportPrivateUsage]
+    # Of vLLM's own choice it is slot 0.
+    assert options["null_block_id"] < 0
