@@ -29,6 +29,7 @@ NAMES = {
     "chunks": "prefill.CHUNKS",
     "mixed": "prefill.MIXED",
     "mla-prefill": "mla.PREFILL",
+    "mla-sparse": "mla_sparse.BENCHMARK",
 }
 
 

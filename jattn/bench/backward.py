@@ -1,4 +1,4 @@
-"""A step of training through causal dense attention, its passes apart or together, next to cuDNN and FA2."""
+"""A step of training through causal dense attention, its passes apart or together, next to cuDNN, FA2 and FA4."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax
 import torch
 
 from jattn.bench import measure, mla
-from jattn.bench.batch import HEADS, dense_call, dense_rows, ours_in_jax, random_batch, segments_in_jax
-from jattn.bench.peers import cudnn, sdpa
+from jattn.bench.batch import HEADS, dense_batch, dense_call, dense_rows, ours_in_jax, random_batch, segments_in_jax
+from jattn.bench.peers import cudnn, load_fa4, sdpa
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.prefill import LENGTHS, TOTAL_TOKENS, check_lengths
 from jattn.bench.report import OURS, BenchReport
@@ -48,7 +48,7 @@ def run(
         head_size: elements of a head; 192 for DeepSeek's prompts, 16 heads with values of 128.
         passes: the timed passes of a training step.
         both: the same as passes "both".
-        peers: measure cuDNN and FlashAttention-2, of JAX and of torch, too.
+        peers: measure cuDNN and FlashAttention-2, of JAX and of torch, too, and FlashAttention-4 if it is installed.
         dropout: also measure torch's call with dropout at this rate, if it is above 0.
         segments: also measure the sequences as segments of one packed row, by segment_ids.
     """
@@ -75,6 +75,10 @@ def run(
         columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], cudnn)
         columns["FA2 SDPA"] = lambda calls: step.sdpa("flash", calls[0])
         columns["cuDNN SDPA"] = lambda calls: step.sdpa("cudnn", calls[0])
+        if (fa4 := load_fa4()) is not None:
+            columns["FA4"] = in_graph(lambda call: step.fa4(fa4, call, deterministic=True))
+            if passes != "forward":
+                columns["FA4 in any order"] = in_graph(lambda call: step.fa4(fa4, call, deterministic=False))
     columns[f"{OURS} in JAX"] = lambda calls: step.in_jax(calls[0], ours_in_jax)
     heads, value_size = HEADS, head_size
     if head_size == mla.KEY_SIZE:
@@ -88,8 +92,14 @@ def run(
     values = f" over values of {value_size}" if value_size != head_size else ""
     return session.report(
         f"{name}, causal, heads of {head_size}{values}, TFLOP/s",
-        compared=lambda name: None if name.startswith(OURS) else OURS,
+        compared=_compared,
     )
+
+
+def _compared(name: str) -> str | None:
+    if name.startswith(OURS):
+        return None
+    return f"{OURS} in any order" if name.endswith("in any order") else OURS
 
 
 class _Step:
@@ -134,6 +144,24 @@ class _Step:
 
         step()
         return measure.eager_us(step)
+
+    def fa4(self, found: Any, call: DenseCall[torch.Tensor], *, deterministic: bool) -> Callable[[], Any]:
+        rows = dense_batch(call)
+        d_out = _d_out(call).unflatten(0, (-1, call.max_query_len))
+
+        # By its private functions: autograd would run the backward pass on a stream of its own, which no graph sees.
+        def forward() -> Any:
+            return found._flash_attn_fwd(*rows, causal=True, return_lse=not self._forward_only)[:2]
+
+        if self._forward_only:
+            return forward
+        kept = forward()
+
+        def step() -> Any:
+            out, lse = forward() if self._both else kept
+            return found._flash_attn_bwd(*rows, out, d_out, lse, causal=True, deterministic=deterministic)
+
+        return step
 
     def in_jax(
         self, call: DenseCall[torch.Tensor], attend: Callable[..., Any], index: torch.Tensor | None = None

@@ -137,6 +137,19 @@ def fa3(found: Any, batch: Batch) -> Callable[[], Any]:
     return lambda: found.fa3(query, key, value, out=batch.out, **options)
 
 
+def fa4(found: Any, batch: Batch) -> Callable[[], Any]:
+    """Returns the call of FlashAttention-4 on a batch; `found` is the result of `peers.load_fa4`."""
+    key, value = batch.kv_cache.unbind(1)
+    options = {
+        "cu_seqlens_q": batch.starts,
+        "max_seqlen_q": batch.max_query_len,
+        "max_seqlen_k": batch.max_key_len,
+        "seqused_k": batch.seq_lens,
+        "page_table": batch.block_tables,
+    }
+    return lambda: found.flash_attn_varlen_func(batch.query, key, value, causal=True, **options)
+
+
 def vllm_triton(found: Any, batch: Batch, **options: Any) -> Callable[[], Any]:
     """Returns the call of vLLM's Triton kernels on a batch, with options of their own; `found` as in `fa3`."""
     key, value = batch.kv_cache.unbind(1)
@@ -166,9 +179,14 @@ def dense_sdpa(backend: str, call: DenseCall[torch.Tensor]) -> Callable[[], Any]
     return lambda: peers.sdpa(backend, *rows, causal=True)
 
 
+def dense_batch(call: DenseCall[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns query, keys and values of sequences of one length, [sequences, length, heads, head size] each."""
+    return [x.unflatten(0, (-1, call.max_query_len)) for x in (call.query, call.key, call.value)]
+
+
 def dense_rows(call: DenseCall[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns query, keys and values of sequences of one length, [sequences, heads, length, head size] each."""
-    return [x.unflatten(0, (-1, call.max_query_len)).transpose(1, 2) for x in (call.query, call.key, call.value)]
+    """Returns the same as [sequences, heads, length, head size]."""
+    return [x.transpose(1, 2) for x in dense_batch(call)]
 
 
 def dense_fa3(found: Any, call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
@@ -176,6 +194,12 @@ def dense_fa3(found: Any, call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
     starts, length, out = call.query_start_loc, call.max_query_len, _dense_output(call)
     bounds = {"cu_q": starts, "cu_k": starts, "max_q": length, "max_k": length}
     return lambda: found.fa3(call.query, call.key, call.value, out=out, **bounds)
+
+
+def dense_fa4(found: Any, call: DenseCall[torch.Tensor]) -> Callable[[], Any]:
+    """Returns the same attention by FlashAttention-4; `found` as in `fa4`."""
+    rows = dense_batch(call)
+    return lambda: found.flash_attn_func(*rows, causal=True)
 
 
 def _dense_output(call: DenseCall[torch.Tensor]) -> torch.Tensor:

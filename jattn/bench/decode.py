@@ -19,6 +19,7 @@ from jattn.bench.batch import (
     Batch,
     cold_batches,
     fa3,
+    fa4,
     ours,
     packed,
     random_batch,
@@ -79,6 +80,8 @@ def _columns(found: Any, fp8: bool, jax_columns: bool, num_tokens: int) -> dict[
     if found is not None:
         columns["FA3"] = in_graph(lambda batch: fa3(found, batch))
         columns["vLLM Triton"] = in_graph(lambda batch: vllm_triton(found, batch))
+        if not fp8 and (flash4 := peers.load_fa4()) is not None:
+            columns["FA4"] = in_graph(lambda batch: fa4(flash4, batch))
     # Peers that copy the cache, in the call or before it; beyond this size they only show how memory runs out.
     copies = not fp8 and num_tokens <= _MAX_COPIED_TOKENS
     if copies:

@@ -10,7 +10,7 @@ import torch
 
 from jattn import ops
 from jattn.bench import measure, peers
-from jattn.bench.batch import dense_fa3, dense_in_jax, dense_ours, dense_sdpa, ours_in_jax
+from jattn.bench.batch import dense_fa3, dense_fa4, dense_in_jax, dense_ours, dense_sdpa, ours_in_jax
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
@@ -31,10 +31,10 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOTAL_TOKENS = 16384
 #: Prompts: heads of queries, keys and values, and their elements.
 PROMPT_HEADS, KEY_SIZE, VALUE_SIZE = 16, 192, 128
-_RANK, _ROPE, _BLOCK = 512, 64, 64
-_SCALE = 192**-0.5
+RANK, ROPE, BLOCK = 512, 64, 64
+SCALE = 192**-0.5
 # Bytes of a token by the format of the cache.
-_ROW_BYTES = {"bfloat16": 2 * (_RANK + _ROPE), "fp8": _RANK + _ROPE, "packed": packed_latent_bytes(_RANK, _ROPE)}
+_ROW_BYTES = {"bfloat16": 2 * (RANK + ROPE), "fp8": RANK + ROPE, "packed": packed_latent_bytes(RANK, ROPE)}
 
 
 def run(
@@ -61,7 +61,7 @@ def run(
     for num_seqs, tokens in map(sizes, shapes):
         for num_heads in heads:
             read = num_seqs * tokens * _ROW_BYTES[cache]
-            operations = 2.0 * num_seqs * tokens * num_heads * (2 * _RANK + _ROPE)
+            operations = 2.0 * num_seqs * tokens * num_heads * (2 * RANK + ROPE)
             bound = max(read / session.copy, operations / session.matmul) * 1e6
             first = _latents(num_seqs, tokens, num_heads, cache)
             others = range(1, measure.num_pools(first.latent_cache.nbytes))
@@ -80,21 +80,21 @@ def _compared(name: str) -> str | None:
 
 def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> LatentCall[torch.Tensor]:
     """Returns one decode step: a query row for each sequence, blocks of 64 in random order after the null block 0."""
-    blocks = num_seqs * -(-tokens // _BLOCK)
-    query = torch.randn(num_seqs, num_heads, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
-    latents = torch.randn(blocks + 1, _BLOCK, _RANK + _ROPE, device="cuda", dtype=torch.bfloat16)
+    blocks = num_seqs * -(-tokens // BLOCK)
+    query = torch.randn(num_seqs, num_heads, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
+    latents = torch.randn(blocks + 1, BLOCK, RANK + ROPE, device="cuda", dtype=torch.bfloat16)
     if cache == "packed":
-        latents = pack_latents(*latents.flatten(0, 1).split([_RANK, _ROPE], dim=-1)).unflatten(0, (-1, _BLOCK))
+        latents = pack_latents(*latents.flatten(0, 1).split([RANK, ROPE], dim=-1)).unflatten(0, (-1, BLOCK))
     return LatentCall(
         query=query,
         latent_cache=latents.to(torch.float8_e4m3fn) if cache == "fp8" else latents,
-        kv_lora_rank=_RANK,
+        kv_lora_rank=RANK,
         block_tables=(torch.randperm(blocks, device="cuda").int() + 1).view(num_seqs, -1),
         seq_lens=torch.full((num_seqs,), tokens, device="cuda", dtype=torch.int32),
         query_start_loc=torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32),
-        spec=AttentionSpec(scale=_SCALE),
+        spec=AttentionSpec(scale=SCALE),
         max_query_len=1,
-        out=torch.empty_like(query[..., :_RANK]).contiguous(),
+        out=torch.empty_like(query[..., :RANK]).contiguous(),
         k_scale=torch.ones(1, device="cuda") if cache == "fp8" else None,
     )
 
@@ -115,7 +115,7 @@ def _flash_mla(found: Any, call: LatentCall[torch.Tensor]) -> Callable[[], Any]:
     # It plans its work by the first call's lengths and is told to keep that plan.
     plan, _ = found.get_mla_metadata()
     return lambda: found.flash_mla(
-        query, cache, call.block_tables, call.seq_lens, _RANK, plan, softmax_scale=_SCALE, causal=False
+        query, cache, call.block_tables, call.seq_lens, RANK, plan, softmax_scale=SCALE, causal=False
     )
 
 
@@ -123,19 +123,19 @@ def _vllm(found: Any, call: LatentCall[torch.Tensor]) -> Callable[[], Any]:
     num_seqs, num_heads, _ = call.query.shape
     num_sms = torch.cuda.get_device_properties(call.query.device).multi_processor_count
     splits = compute_num_kv_splits(int(call.seq_lens[0]), num_sms)
-    logits = torch.empty(num_seqs, num_heads, splits, _RANK + 1, device="cuda", dtype=torch.float32)
+    logits = torch.empty(num_seqs, num_heads, splits, RANK + 1, device="cuda", dtype=torch.float32)
     lse, one = torch.empty(num_seqs, num_heads, device="cuda"), torch.ones(1, device="cuda")
     cache = call.latent_cache[:, :, None]
     return lambda: found.vllm_mla(
-        call.query, cache, cache[..., :_RANK], call.out, lse, call.block_tables, call.seq_lens, logits, splits,
-        _SCALE, _BLOCK, k_scale=one, v_scale=one, is_mla=True,
+        call.query, cache, cache[..., :RANK], call.out, lse, call.block_tables, call.seq_lens, logits, splits,
+        SCALE, BLOCK, k_scale=one, v_scale=one, is_mla=True,
     )  # fmt: skip
 
 
 def _ours_in_jax(calls: list[LatentCall[torch.Tensor]]) -> float:
     def attend(query: Any, *arrays: Any) -> Any:
         return ops.mla_attention(
-            query, *arrays, kv_lora_rank=_RANK, max_query_len=1, scale=_SCALE, implementation="triton"
+            query, *arrays, kv_lora_rank=RANK, max_query_len=1, scale=SCALE, implementation="triton"
         )
 
     arrays = [(call.latent_cache, call.block_tables, call.seq_lens, call.query_start_loc) for call in calls]
@@ -187,6 +187,8 @@ def _prefill_columns(found: Any, jax_columns: bool) -> dict[str, Column]:
     columns = {OURS: in_graph(dense_ours), "cuDNN SDPA": in_graph(lambda call: dense_sdpa("cudnn", call))}
     if found is not None:
         columns["FA3"] = in_graph(lambda call: dense_fa3(found, call))
+        if (fa4 := peers.load_fa4()) is not None:
+            columns["FA4"] = in_graph(lambda call: dense_fa4(fa4, call))
     if jax_columns:
         columns[f"{OURS} in JAX"] = dense_in_jax(ours_in_jax)
         columns["cuDNN in JAX"] = dense_in_jax(peers.cudnn)

@@ -39,6 +39,23 @@ def load_peers(directory: Path | None) -> Any:
         sys.path.remove(str(directory.resolve()))
 
 
+def load_fa4() -> Any:
+    """Imports FlashAttention-4 (its package flash-attn-4); None where it is not installed."""
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except ImportError:
+        return None
+
+
+def flash_mla_sparse() -> Callable[..., Any]:
+    """Returns `flash_mla_sparse_fwd(query, latents, slots, scale)` of FlashMLA, which comes with vLLM.
+
+    Raises:
+        ImportError: vLLM, or the part of it in the folder of `load_peers`, cannot be imported.
+    """
+    return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface").flash_mla_sparse_fwd
+
+
 def sdpa(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
 ) -> torch.Tensor:

@@ -104,6 +104,9 @@ def _columns(found: Any, jax_columns: bool) -> dict[str, Column]:
         calls["FA3 block 16"] = lambda batch: fa3(found, batch)
         calls["vLLM dense"] = lambda batch: _vllm_dense(found, batch)
         calls["vLLM paged"] = lambda batch: batches.vllm_triton(found, batch, split=False)
+        if (fa4 := peers.load_fa4()) is not None:
+            calls["FA4 dense"] = lambda batch: batches.dense_fa4(fa4, dense_call(batch))
+            calls["FA4 block 16"] = lambda batch: batches.fa4(fa4, batch)
     columns = {name: in_graph(call) for name, call in calls.items()}
     if jax_columns:
         columns[f"{OURS} dense in JAX"] = _in_jax(batches.ours_in_jax)

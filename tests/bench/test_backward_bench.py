@@ -10,6 +10,8 @@ import torch
 
 from jattn import cli
 from jattn.bench import backward, measure
+from torch_core.attention.call import DenseCall
+from torch_core.base.specs import AttentionSpec
 
 
 @pytest.fixture
@@ -26,6 +28,46 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Timed:
     def __init__(self, passes: str) -> None:
         self.sdpa = self.in_jax = lambda *_: 100.0
+
+
+@pytest.mark.usefixtures("measured")
+def test_flash_attention_4_is_a_column_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def columns() -> set[str]:
+        return {name for name in backward.run(lengths=[8192], peers=True).columns if name.startswith("FA4")}
+
+    monkeypatch.setattr(backward, "load_fa4", lambda: None)
+    assert not columns()
+    monkeypatch.setattr(backward, "load_fa4", object)
+    assert columns() == {"FA4", "FA4 in any order"}
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_peer_in_any_order_is_compared_with_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "load_fa4", object)
+    summary = backward.run(lengths=[8192], peers=True).summary
+    assert "FA4 in any order takes 1.00 x the time of jattn in any order (geometric mean)" in summary
+
+
+@pytest.mark.parametrize(("passes", "forwards"), [("backward", 1), ("both", 2)])
+def test_flash_attention_4_runs_the_timed_passes(passes: str, forwards: int) -> None:
+    seen: list[Any] = []
+
+    def forward(query: Any, key: Any, value: Any, **_: Any) -> Any:
+        seen.append("forward")
+        return query, key[..., 0], None
+
+    def backward_pass(*rows: Any, causal: bool, deterministic: bool) -> None:
+        seen.append(([row.shape[:2] for row in rows], causal, deterministic))
+
+    tokens = torch.zeros(8, 2, 4)
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32)
+    call = DenseCall(
+        query=tokens, key=tokens, value=tokens, query_start_loc=starts, key_start_loc=starts,
+        spec=AttentionSpec(scale=1.0), max_query_len=4, max_key_len=4,
+    )  # fmt: skip
+    found = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward_pass)
+    backward._Step(passes).fa4(found, call, deterministic=False)()
+    assert seen == ["forward"] * forwards + [([(2, 4)] * 6, True, False)]
 
 
 @pytest.mark.usefixtures("measured")

@@ -51,6 +51,18 @@ def test_16_bits_are_compared_with_16_bits_alone() -> None:
 
 
 @pytest.mark.usefixtures("measured")
+def test_flash_attention_4_is_compared_with_the_same_kind_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill.peers, "load_peers", lambda _: object())
+    monkeypatch.setattr(prefill.peers, "load_fa4", object)
+    for name in ("fa4", "dense_fa4", "fa3", "dense_fa3", "vllm_triton"):
+        monkeypatch.setattr(prefill.batches if name != "fa3" else prefill, name, lambda *_, **__: None)
+    monkeypatch.setattr(prefill, "_vllm_dense", lambda *_: None)
+    summary = prefill.run(lengths=[512], no_jax=True).summary
+    assert "FA4 dense takes 1.00 x the time of jattn dense (geometric mean)" in summary
+    assert "FA4 block 16 takes 1.00 x the time of jattn paged (geometric mean)" in summary
+
+
+@pytest.mark.usefixtures("measured")
 def test_a_jax_without_the_private_name_of_fp8_attention_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax._src.cudnn.fused_attention_stablehlo", None)
     monkeypatch.setattr(measure, "chained_us", lambda attend, query, tensors, **_: attend(query, *tensors[0]))

@@ -16,6 +16,7 @@ PUBLIC = {"_replace", "_fields", "_asdict", "_k_scale", "_v_scale", "_q_scale"}
 #: Names of libraries that offer no public one.
 OF_LIBRARIES = {
     "jattn/integrations/tunix_models.py": {"layer._query_norm", "layer._key_norm"},
+    "jattn/bench/backward.py": {"found._flash_attn_fwd", "found._flash_attn_bwd"},
     "jattn/bench/overhead.py": {"jitted._cache_size"},
     "torch_core/attention/cpu/core.py": {"torch._scaled_dot_product_flash_attention_for_cpu"},
     "torch_core/device/gluon_names.py": {"memory._reinterpret"},
