@@ -222,14 +222,14 @@ def _rows_split(
     axes = next(iter(ways))
     parts = math.prod(mesh.shape[axis] for axis in axes)
     by_blocks = axes if any(blocks.values()) else ()
-    if not rows and not call.splits_sequences:
-        # Each device takes the rows of its own blocks.
-        return (), by_blocks
     if "query_start_loc" in shapes and not call.splits_sequences:
         raise Unsupported(
             f"{call.name}: sequences are split by mesh axes as follows: {given}; this op's are not cut, since its "
             f"results could not say that they are less even than the shapes promise. {_UNDO}"
         )
+    if not rows and not call.splits_sequences:
+        # Each device takes the rows of its own blocks.
+        return (), by_blocks
     counted = {
         dim: size
         for name in shapes

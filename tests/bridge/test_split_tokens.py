@@ -100,3 +100,16 @@ def test_an_indexers_tokens_are_not_split(kind: str, call_name: str) -> None:
         typed_errors(),
     ):
         jax.block_until_ready(jax.jit(opaque)(given))
+
+
+@each_kind
+@on_four_devices
+def test_an_indexer_of_blocks_on_several_devices_is_refused(kind: str) -> None:
+    call = call_of("indexer_logits")
+    call = call.with_arrays(
+        {"key_cache": np.concatenate([call.arrays()["key_cache"], np.zeros((3, 4, 16), np.float32)])}
+    )
+    given = placed(call, mesh(kind, dp=4), key_cache=ROWS)
+
+    with pytest.raises(Unsupported, match="key_cache by dp; this op's are not cut"), typed_errors():
+        jax.block_until_ready(jax.jit(opaque)(given))
