@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.experimental import gluon
@@ -12,8 +15,10 @@ from tests.support.interpret import run_interpreted, run_interpreted_operation
 from tests.support.sample_kernels import double_and_add, double_kernel, double_launch
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
+from torch_core.launch import launcher
 from torch_core.launch.compile import compile_variant, kernel_variant
 from torch_core.launch.launcher import run_operation, run_planned
+from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.tensors import array_spec, torch_dtype
 
 
@@ -109,6 +114,41 @@ def _gluon_kernel(x_ptr):
 def test_a_gluon_kernel_cannot_be_interpreted():
     with pytest.raises(Unsupported, match="kernel _gluon_kernel is written in Gluon, which has no interpreter"):
         run_interpreted(_gluon_kernel, (1,), {"x_ptr": torch.zeros(1)})
+
+
+def test_code_is_loaded_onto_the_device_of_the_tensors_whichever_is_current(monkeypatch):
+    current, loaded = [0], []
+
+    @contextlib.contextmanager
+    def device(index: int):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Compiled:
+        """A kernel whose code goes to the current device when `run` is first read, as Triton's."""
+
+        metadata = SimpleNamespace(shared=0)
+
+        @property
+        def run(self) -> None:
+            loaded.append(current[0])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launcher, "device_limits", lambda device: DeviceLimits())
+    monkeypatch.setattr(launcher, "compile_variant", lambda variant, arch: Compiled())
+
+    launcher._prepared.__wrapped__(double_and_add(), 1)
+
+    assert loaded == [1] * len(double_and_add().launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("__import__('torch').cuda.device_count() < 2", reason="needs two GPUs")
+def test_an_operation_runs_on_a_device_that_is_not_the_current_one():
+    x, total = torch.arange(16.0, device="cuda:1"), torch.zeros(16, device="cuda:1")
+    run_operation(double_and_add(), {"x": x, "total": total})
+    assert torch.equal(total, 3 * x)
 
 
 @pytest.mark.gpu

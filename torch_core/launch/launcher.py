@@ -199,6 +199,9 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
     for launch in plan.launches:
         compiled = compile_variant(kernel_variant(launch, specs), limits.arch)
         check_fits(launch.name, compiled.metadata.shared, limits)
+        # Reading `run` loads the code onto the current device, and now, so that a later capture does not.
+        with torch.cuda.device(device_index):
+            run = compiled.run
         arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
         template: list[Any] = []
         pointers, descriptors = [], []
@@ -210,8 +213,7 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
             elif isinstance(argument, Descriptor):
                 descriptors.append((index, argument))
         grid = launch.grid + (1,) * (3 - len(launch.grid))
-        # Reading `run` loads the code onto the device, so that a later capture does not.
-        prepared.append((compiled, compiled.run, tuple(template), pointers, descriptors, grid))
+        prepared.append((compiled, run, tuple(template), pointers, descriptors, grid))
     return tuple(prepared)
 
 
