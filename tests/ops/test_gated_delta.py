@@ -132,6 +132,18 @@ def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
         torch_ops.gated_delta_rule(**moved, **{**given, "states": given["states"].requires_grad_()}, **options)
 
 
+def test_autograd_refuses_a_second_derivative(seed):
+    call = delta_call(seed, (3,), sizes=(4, 3), heads=(2, 1), states=False, padding=0)
+    given = call.arrays()
+    query = given.pop("query").requires_grad_()
+    out = torch_ops.gated_delta_rule(query, **given, max_query_len=3)
+
+    (slope,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (slope.square().sum() + out.sum()).backward()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

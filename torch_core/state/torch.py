@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torch_core.base.errors import Unsupported
 from torch_core.launch.public import documented
@@ -37,7 +38,7 @@ def gated_delta_rule(
     """Updates the state of each head by the gated delta rule, in place, and reads it with the queries.
 
     autograd gets the gradients of all arrays but the states, which are constants to it: a copy of them is kept for the
-    backward pass. Sums have a fixed order.
+    backward pass. Sums have a fixed order. There is no second derivative.
 
     Args:
         scale: factor of the results; `key_size**-0.5` when None.
@@ -97,7 +98,7 @@ def mamba_chunk_scan(
     """Updates the state of each head by Mamba-2's rule, token by token, in place, and reads it with C.
 
     autograd gets the gradients of all arrays but the states, which are constants to it: a copy of them is kept for the
-    backward pass. Sums have a fixed order.
+    backward pass. Sums have a fixed order. There is no second derivative.
 
     Returns:
         The results, `[num_tokens, num_heads, head_dim]`, 0 in rows of padding.
@@ -164,8 +165,10 @@ class _WithGradients(torch.autograd.Function):
         return run(detached)["out"]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         call = ctx.call.with_arrays(dict(zip(ctx.kept, ctx.saved_tensors, strict=True)))
-        with torch.no_grad():
-            found = run(ctx.derivative.for_call(call, d_out=gradients[0].contiguous()))
+        found = run(ctx.derivative.for_call(call, d_out=gradients[0].contiguous()))
         return None, None, None, *(found[f"d_{name}"] for name in ctx.names)
