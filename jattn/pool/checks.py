@@ -173,6 +173,9 @@ class _Pool(Protocol):
     @property
     def generation(self) -> int: ...
 
+    @property
+    def is_closed(self) -> bool: ...
+
     def is_lost(self) -> bool: ...
 
     def renew(self) -> None: ...
@@ -192,7 +195,8 @@ class Guard:
             return
         original = original_error(error)
         try:
-            if self._pool.is_lost():
+            # A closed pool was lost to no step.
+            if not self._pool.is_closed and self._pool.is_lost():
                 lost = self._pool.generation
                 self._pool.renew()
                 if isinstance(original, Exception):

@@ -114,11 +114,9 @@ class KVPool(Owner):
                 raise InvalidInput(f"further[{index}]", problem, "they must be equal")
         self.num_blocks = num_blocks
         self._layers = [(each.shape(num_blocks), jnp.dtype(each.dtype)) for each in self.specs]
-        self._blocks, self._all = slice(len(self._layers)), slice(None)
-        self._slots = slice(len(self._layers), None)
+        self._blocks, self._slots, self._all = slice(len(self._layers)), slice(len(self._layers), None), slice(None)
         for each in self.states:
-            shapes = zip(each.array_shapes(num_slots), map(jnp.dtype, each.dtypes), strict=True)
-            self._layers.extend(shapes)
+            self._layers += zip(each.array_shapes(num_slots), map(jnp.dtype, each.dtypes), strict=True)
         self._device = device
         self._views: list[weakref.ref[torch.Tensor]] = []
         self.generation = 1
@@ -159,9 +157,14 @@ class KVPool(Owner):
         """Returns the data pointer of each layer's array, or of each of its shards; constant for one generation."""
         return tuple(array.unsafe_buffer_pointer() for array in self._shards())
 
+    @property
+    def is_closed(self) -> bool:
+        """The pool holds no memory, until `renew`."""
+        return not self._arrays
+
     def is_lost(self) -> bool:
         """Returns whether the contents are gone: consumed by a step that failed or was interrupted, or closed."""
-        if not self._arrays or any(array.is_deleted() for array in self._arrays):
+        if self.is_closed or any(array.is_deleted() for array in self._arrays):
             return True
         try:
             jax.block_until_ready(self._arrays)
@@ -476,12 +479,9 @@ class KVPool(Owner):
         raise InvalidInput("the pool holds no memory: it was closed. renew() allocates it again.")
 
     @property
-    def _shape(self) -> tuple[int, ...]:
-        return self._layers[0][0]
-
-    @property
     def _blocks_of_a_part(self) -> int:
-        return (self._shape if self.sharding is None else self.sharding.shard_shape(self._shape))[0]
+        shape, _ = self._layers[0]
+        return (shape if self.sharding is None else self.sharding.shard_shape(shape))[0]
 
     def _on_parts(self, program: Callable[..., Any]) -> Callable[..., Any]:
         if self.sharding is None or self._blocks_of_a_part == self.num_blocks:

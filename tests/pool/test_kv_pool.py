@@ -360,6 +360,14 @@ def test_a_guard_leaves_errors_alone_that_cost_nothing() -> None:
     assert pool.generation == 1
 
 
+def test_a_guard_does_not_allocate_a_closed_pool_anew() -> None:
+    pool = make_pool()
+    pool.close()
+    with pytest.raises(InvalidInput, match="the pool holds no memory"), pool.guard():
+        pool.run(add_step, 1.0)
+    assert (pool.generation, pool.addresses()) == (1, ())
+
+
 def test_copy_blocks_copies_keys_and_values_in_every_layer() -> None:
     pool = make_pool()
     rng = np.random.default_rng(0)
