@@ -84,7 +84,7 @@ class KernelCache:
         directory: directory of the kernels; created with mode 700. None keeps them in memory only.
 
     Raises:
-        Unsupported: the directory belongs to another user else or others may write it; the message has the command.
+        Unsupported: the directory belongs to another user, or others may write it; the message has the command.
     """
 
     def __init__(self, directory: Path | None) -> None:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import zlib
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import Call
 from torch_core.launch.plan import Descriptor, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
+
+_LOG = logging.getLogger(__name__)
 
 # From this version on XLA may capture the target in CUDA graphs (jax pull request 37094).
 _OLDEST_JAXLIB = (0, 10, 1)
@@ -127,10 +130,11 @@ def device_limits() -> DeviceLimits:
 
 @functools.cache
 def kernel_cache() -> KernelCache:
-    """Returns the process-wide kernel cache; in memory only if there is no home directory that can be written."""
+    """Returns the process-wide kernel cache; in memory only if the user's directory cannot be written or is unsafe."""
     try:
         return KernelCache(default_directory())
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
+        _LOG.warning("every process compiles its kernels anew: %s", error)
         return KernelCache(None)
 
 

@@ -218,6 +218,15 @@ def test_without_a_writable_home_kernels_are_kept_in_memory(monkeypatch, error):
     native.kernel_cache.cache_clear()
 
 
+def test_a_directory_that_others_may_write_is_named_and_kernels_are_kept_in_memory(monkeypatch, tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(native, "default_directory", lambda: tmp_path)
+    native.kernel_cache.cache_clear()
+    assert native.kernel_cache()._directory is None
+    assert f"chmod go-w {tmp_path}" in caplog.text
+    native.kernel_cache.cache_clear()
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one here")
 def test_without_a_cuda_device_the_limits_are_unknown():
     native.device_limits.cache_clear()
