@@ -43,6 +43,9 @@ def _differentiate(
 
 def _added(gradient: jax.Array, indices: jax.Array, num_rows: int) -> jax.Array:
     """Returns the sums of the gradients of each row: a scan over the sorted indices, then one write for each row."""
+    zeros = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
+    if not indices.size:
+        return zeros
     flat = indices.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     row = flat[order]
@@ -55,5 +58,4 @@ def _added(gradient: jax.Array, indices: jax.Array, num_rows: int) -> jax.Array:
     _, sums = jax.lax.associative_scan(add, (is_first, values))
     is_last = jnp.concatenate([row[1:] != row[:-1], jnp.ones(1, bool)])
     target = jnp.where(is_last, row, num_rows)
-    zeros = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
     return zeros.at[target].set(sums.astype(gradient.dtype), mode="drop")

@@ -32,3 +32,8 @@ def test_a_tangent_goes_forward(seed):
     indices = jnp.array([3, 0, 3])
     _, tangent = jax.jvp(lambda table: look_up(table, indices), (table,), (moved,))
     np.testing.assert_array_equal(tangent, moved[indices])
+
+
+def test_no_index_has_no_gradient():
+    gradient = jax.grad(lambda table: look_up(table, jnp.zeros((2, 0), jnp.int32)).sum())(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(gradient, np.zeros((3, 4)))
