@@ -123,7 +123,8 @@ def _real(array: jax.Array, lens: jax.Array | None) -> jax.Array:
 
 
 def _by_head(array: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Returns [batch, num_heads or 1, ...] as [batch, num_kv_heads or 1, group or 1, ...]."""
+    """Returns [batch, num_heads or 1, ...], or its last axes, as [batch, num_kv_heads or 1, group or 1, ...]."""
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     heads = array.shape[1]
     split = (1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)
     return array.reshape(array.shape[0], *split, *array.shape[2:])
