@@ -61,7 +61,7 @@ def scratch_of(call: Call[ArraySpec], device: torch.device) -> list[ShapeAndDtyp
 
 
 def run_all(calls: Sequence[Call[Tensor]]) -> None:
-    """Runs several calls that only write in place; all are checked before the first one runs."""
+    """Runs several calls that only write in place; on a CPU all are checked before the first one runs."""
     for call in calls:
         device = _device(call, call.arrays())
         if device.type != "cuda":
