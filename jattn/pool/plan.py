@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class PoolPlan:
     def num_tokens(self) -> int:
         """Tokens that the pool can hold in all groups; the null block holds none, and a window gives blocks back."""
         own = self.spec.block_size * self.context_parallel_size
-        share = sum(own / size for size in self.group_block_sizes or (own,))
+        share = sum(Fraction(own, size) for size in self.group_block_sizes or (own,))
         return int((self.num_blocks - 1) / share) * own
 
     @property

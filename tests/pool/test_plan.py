@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn.pool import KVPool, plan_pool
+from jattn.pool import KVPool, PoolPlan, plan_pool
 from jattn.pool.plan import check_room
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import KVCacheSpec
@@ -31,6 +31,13 @@ def test_layers_of_other_sizes_count_in_the_budget() -> None:
 
     assert (plan.num_blocks, plan.num_bytes) == (10, 35 * LAYER_BLOCK)
     assert "in 4 layers" in str(plan)
+
+
+def test_the_room_of_several_groups_is_counted_exactly() -> None:
+    # A group whose blocks hold six times the tokens takes a sixth of the blocks: 35 blocks are 30 and 5.
+    plan = PoolPlan(spec=SPEC, num_layers=1, num_blocks=36, group_block_sizes=(16, 96))
+
+    assert plan.num_tokens == 30 * 16
 
 
 class Device:
