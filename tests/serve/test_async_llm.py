@@ -302,6 +302,32 @@ def test_a_request_leaves_a_sleeping_engine_with_the_last_reference_to_its_updat
     assert llm.num_unfinished == engine.num_unfinished == 0
 
 
+def test_a_request_with_the_id_of_one_that_two_threads_end_is_not_forgotten(llm) -> None:
+    engine = llm.llm.engine
+
+    def end_and_add() -> None:
+        llm.cancel("same")
+        engine.settle()
+        llm.add(PROMPTS[1], params_of(), deliver=print, request_id="same")
+
+    class Interrupted(dict[Any, Any]):
+        interrupt: Any = staticmethod(end_and_add)
+
+        def pop(self, *arguments: Any) -> Any:
+            interrupt, self.interrupt = self.interrupt, lambda: None
+            interrupt()
+            return super().pop(*arguments)
+
+    llm._entries = Interrupted()
+    engine.sleep()
+    llm.add(PROMPTS[0], params_of(), deliver=print, request_id="same")
+    llm.cancel("same")
+    assert llm.num_unfinished == 1
+    llm.cancel("same")
+    engine.settle()
+    assert llm.num_unfinished == engine.num_unfinished == 0
+
+
 def test_closing_ends_what_runs_with_an_error_and_refuses_what_comes(folder) -> None:
     llm = AsyncLLM(LLM(folder, config=CONFIG))
 

@@ -78,7 +78,8 @@ class AsyncLLM(ClosingOwner):
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._entries: dict[str, _Entry] = {}
+        # Not by their ids: a later request may have the id of one that is about to end.
+        self._entries: dict[Request, _Entry] = {}
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
         # Each waits for a step to end, and must not take the threads of other work from an event loop.
         self._adders = ThreadPoolExecutor(_MOST_ADDERS, "jattn-add")
@@ -147,7 +148,7 @@ class AsyncLLM(ClosingOwner):
         engine.check_model()
         request = engine.add(token_ids, params, prompt=text, outbox=outbox, **options)
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver, then)
-        self._entries[request.request_id] = entry
+        self._entries[request] = entry
         engine.subscribe(outbox, entry.receive, then)
         if self._closed:
             self.end(entry, InvalidInput(_CLOSED))
@@ -155,15 +156,13 @@ class AsyncLLM(ClosingOwner):
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with all its samples soon, without waiting; a finished request does not change."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            self.end(entry)
+        for entry in list(self._entries.values()):
+            if entry.request.request_id == request_id:
+                self.end(entry)
 
     def end(self, entry: _Entry, error: BaseException | None = None) -> None:
         """Forgets a request, cancels its running samples, and passes an error to its caller."""
-        request_id = entry.request.request_id
-        # A later request may have the id of one that has ended.
-        if self._entries.get(request_id) is entry and self._entries.pop(request_id, None) is entry:
+        if self._entries.pop(entry.request, None) is not None:
             if self.llm.engine.runs_for(entry.request.outbox):
                 self.llm.engine.abandon(entry.request.outbox)
             if error is not None:
