@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jattn.pool import KVPool as KVPool
     from torch_core.base.errors import CacheCorruption as CacheCorruption
     from torch_core.base.errors import EngineAsleep as EngineAsleep
+    from torch_core.base.errors import EngineClosed as EngineClosed
     from torch_core.base.errors import InvalidInput as InvalidInput
     from torch_core.base.errors import JattnError as JattnError
     from torch_core.base.errors import OutOfBlocks as OutOfBlocks
@@ -68,8 +69,8 @@ _NAMES = {
     ],
     "jattn.pool": ["KVPool"],
     "torch_core.base.errors": [
-        "CacheCorruption", "EngineAsleep", "InvalidInput", "JattnError", "OutOfBlocks", "Overloaded", "PoolLost",
-        "RequestTooLong", "Unsupported",
+        "CacheCorruption", "EngineAsleep", "EngineClosed", "InvalidInput", "JattnError", "OutOfBlocks", "Overloaded",
+        "PoolLost", "RequestTooLong", "Unsupported",
     ],
     "torch_core.base.specs": ["KVCacheSpec", "LatentCacheSpec"],
     "torch_core.metadata": ["SequenceRow"],

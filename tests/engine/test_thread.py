@@ -28,7 +28,7 @@ from jattn.pool import HostBlocks, KVPool
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from tests.support.tiny_models import byte_tokenizer
-from torch_core.base.errors import InvalidInput, PoolLost, Unsupported
+from torch_core.base.errors import EngineClosed, InvalidInput, PoolLost, Unsupported
 from torch_core.base.specs import KVCacheSpec
 
 CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40, fixed_shapes=True)
@@ -232,7 +232,7 @@ def test_a_closed_engine_refuses_commands_and_gives_what_it_has(decoder, seed) -
 
     assert [delta.finish_reason for delta in engine.wait(outbox)] == ["cancelled"]
     for call in (engine.step, engine.sleep, engine.cache_stats, lambda: engine.wait(outbox)):
-        with pytest.raises(InvalidInput, match="the engine is closed; build another one"):
+        with pytest.raises(EngineClosed, match="the engine is closed; build another one"):
             call()
 
 
@@ -247,7 +247,7 @@ def test_commands_behind_the_end_of_the_thread_are_answered(decoder, seed) -> No
     engine.notify(Outbox(), replies.append)
 
     assert [delta.finish_reason for delta in told[0]] == ["cancelled"]
-    assert [type(reply.error) for reply in replies] == [InvalidInput]
+    assert [type(reply.error) for reply in replies] == [EngineClosed]
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])

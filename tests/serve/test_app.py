@@ -17,7 +17,9 @@ import httpx
 import pytest
 
 import jattn
+from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.load import tokenizer as text_tokenizer
+from jattn.llm.serve import AsyncLLM
 from jattn.llm.serve.app import create_app
 from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.protocol import parse_completion
@@ -358,3 +360,16 @@ def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server
 
     assert asyncio.run(ask()) == 0
     wait_until_idle(server)
+
+
+def test_a_client_of_a_closed_engine_is_told_to_try_again() -> None:
+    with AsyncLLM(LLM(config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256))) as llm:
+        transport = httpx.ASGITransport(create_app(llm, ServeConfig(model_name=MODEL)))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/completions", json=LONG)
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert response.json()["error"]["code"] == "unavailable"

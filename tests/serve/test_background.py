@@ -33,5 +33,5 @@ def test_a_server_whose_engine_sleeps_ends_its_answers_with_an_error() -> None:
     assert not closing.is_alive()
     assert not llm.is_running
     (answer,) = answers
-    assert answer.status_code == 400
+    assert answer.status_code == 503
     assert "the AsyncLLM was closed before the request ended." in answer.json()["error"]["message"]

@@ -133,6 +133,10 @@ class EngineAsleep(InvalidInput):
     """The engine released its pool's memory until `wake`; its requests survive, and callers can wait and try again."""
 
 
+class EngineClosed(InvalidInput):
+    """The engine, or what it was given to, was closed; callers can ask another one."""
+
+
 class OutOfMemory(InvalidInput):
     """A device lacks the memory for what was asked; nothing was allocated."""
 

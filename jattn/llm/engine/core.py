@@ -20,7 +20,7 @@ from jattn.llm.engine.state import EngineState
 from jattn.llm.reports import LOGGER, event
 from jattn.pool import check_room
 from torch_core.base.checks import shown
-from torch_core.base.errors import CacheCorruption, EngineAsleep, InvalidInput, PoolLost
+from torch_core.base.errors import CacheCorruption, EngineAsleep, EngineClosed, InvalidInput, PoolLost
 from torch_core.base.owners import Owner
 from torch_core.cache import CacheConfig, CacheManager, CacheStats
 
@@ -67,7 +67,7 @@ class EngineCore(Owner):
 
         Raises:
             PoolLost: two steps failed in a row.
-            EngineAsleep, InvalidInput: the engine is asleep, or closed.
+            EngineAsleep, EngineClosed: the engine is asleep, or closed.
         """
         if self.asleep:
             self.check_awake()
@@ -154,7 +154,8 @@ class EngineCore(Owner):
             first_number: the number of the first one is at least this, and at least `num_added`.
 
         Raises:
-            InvalidInput: another unfinished request has the id, or the engine is closed.
+            InvalidInput: another unfinished request has the id.
+            EngineClosed: the engine is closed.
             RequestTooLong: it can never fit the pool.
         """
         first, state = samples[0], self._rebuilt()
@@ -231,9 +232,8 @@ class EngineCore(Owner):
         return outbox in self._unfinished
 
     def check_awake(self) -> None:
-        """Raises EngineAsleep while the engine is asleep, and InvalidInput when it is closed."""
-        if self._device is None:
-            raise InvalidInput("the engine is closed; build another one.")
+        """Raises EngineAsleep while the engine is asleep, and EngineClosed when it is closed."""
+        _ = self.device
         if self.asleep:
             raise EngineAsleep("the engine is asleep: its pool has no memory. wake() takes it again.")
 
@@ -247,10 +247,10 @@ class EngineCore(Owner):
         """Pool and programs.
 
         Raises:
-            InvalidInput: the engine is closed.
+            EngineClosed: the engine is closed.
         """
         if self._device is None:
-            raise InvalidInput("the engine is closed; build another one.")
+            raise EngineClosed("the engine is closed; build another one.")
         return self._device
 
     @property
@@ -444,9 +444,7 @@ class EngineCore(Owner):
 
     def _rebuilt(self) -> EngineState:
         """Returns the state, rebuilt from the requests if an exception or the loss of the pool ended it."""
-        state, device = self._state, self._device
-        if device is None:
-            raise InvalidInput("the engine is closed; build another one.")
+        state, device = self._state, self.device
         if state is None or state.generation != device.pool.generation:
             state = self._rebuild(device)
         return state

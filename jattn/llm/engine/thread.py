@@ -16,7 +16,7 @@ import jax
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.reports import LOGGER
-from torch_core.base.errors import InvalidInput
+from torch_core.base.errors import EngineClosed
 from torch_core.base.owners import Owner
 
 _Args = ParamSpec("_Args")
@@ -104,7 +104,7 @@ class EngineThread(Owner):
 
         Raises:
             PoolLost: as `EngineCore.step`.
-            EngineAsleep, InvalidInput: the engine is asleep, or closed.
+            EngineAsleep, EngineClosed: the engine is asleep, or closed.
         """
         reply: SimpleQueue[Any] = SimpleQueue()
         self.notify(outbox, reply.put)
@@ -141,7 +141,7 @@ class EngineThread(Owner):
                 found = reply.get(timeout=_LOOK_SECONDS)
             except Empty:
                 if not self._thread.is_alive() and reply.empty():
-                    raise InvalidInput("the engine is closed; build another one.") from None
+                    raise EngineClosed("the engine is closed; build another one.") from None
         try:
             return found.result()
         finally:

@@ -141,7 +141,7 @@ class _Server:
                 return Response(status_code=_CLIENT_GONE)
             except Exception as error:
                 refusal = as_request_error(error)
-                if refusal.status >= 500:
+                if refusal.status == 500:
                     _log.exception("request %s failed", request.state.request_id)
                 return self._refusal(refusal, form)
 
@@ -392,7 +392,7 @@ class _Server:
 
     def _refusal(self, error: RequestError, form: _ErrorForm = error_body) -> Response:
         self._metrics.refused(error.status)
-        headers = {"Retry-After": "1"} if error.status == 429 else None
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(form(error), error.status, headers)
 
 

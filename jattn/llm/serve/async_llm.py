@@ -27,7 +27,7 @@ from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.engine.request.outputs import TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
-from torch_core.base.errors import InvalidInput, JattnError, PoolLost
+from torch_core.base.errors import EngineClosed, JattnError, PoolLost
 from torch_core.base.owners import ClosingOwner
 
 # Steps in a row that may fail before the requests do.
@@ -126,7 +126,8 @@ class AsyncLLM(ClosingOwner):
             request_id, salt, priority, inputs, lora: as in `Engine.add`.
 
         Raises:
-            InvalidInput: an argument is bad, or this object is closed; nothing was queued, and nothing is delivered.
+            InvalidInput: an argument is bad; nothing was queued, and nothing is delivered.
+            EngineClosed: this object is closed.
             RequestTooLong: the request can never fit.
         """
         options: dict[str, Any] = {"salt": salt, "priority": priority, "inputs": inputs, "lora": lora}
@@ -151,7 +152,7 @@ class AsyncLLM(ClosingOwner):
         self._entries[request] = entry
         engine.subscribe(outbox, entry.receive, then)
         if self._closed:
-            self.end(entry, InvalidInput(_CLOSED))
+            self.end(entry, EngineClosed(_CLOSED))
         return entry
 
     def cancel(self, request_id: str) -> None:
@@ -273,14 +274,14 @@ class AsyncLLM(ClosingOwner):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidInput("the AsyncLLM is closed; build another one.")
+            raise EngineClosed("the AsyncLLM is closed; build another one.")
 
     def close(self) -> None:
         """Ends every request with an error and closes the engine."""
         if not self._closed:
             self._closed = True
             try:
-                self._end_all(InvalidInput(_CLOSED))
+                self._end_all(EngineClosed(_CLOSED))
             finally:
                 self.llm.close()
                 self._adders.shutdown(wait=False)

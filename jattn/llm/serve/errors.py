@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch_core.base.errors import ArgumentError, Overloaded, RequestTooLong
+from torch_core.base.errors import ArgumentError, EngineClosed, Overloaded, RequestTooLong
 
 
 class RequestError(Exception):
@@ -42,6 +42,9 @@ def as_request_error(
         return error
     if isinstance(error, Overloaded):
         return RequestError(429, str(error), code="overloaded")
+    if isinstance(error, EngineClosed):
+        # Clients send it again, and a balancer to another engine.
+        return RequestError(503, str(error), code="unavailable")
     if not isinstance(error, ArgumentError):
         return RequestError(500, "the server failed on this request.", code="internal_error")
     is_of_prompt, is_long = error.root in (None, "prompt", "prompts"), isinstance(error, RequestTooLong)

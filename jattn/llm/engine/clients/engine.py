@@ -317,7 +317,7 @@ class Engine(ServesAdapters, ClosingOwner):
 
         Raises:
             PoolLost: two steps failed in a row. The engine is still usable.
-            EngineAsleep, InvalidInput: the engine is asleep, or closed.
+            EngineAsleep, EngineClosed: the engine is asleep, or closed.
         """
         self.advance()
         return self._outbox.take()
