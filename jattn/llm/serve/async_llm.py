@@ -60,8 +60,7 @@ Deliver: TypeAlias = Callable[[Update | BaseException], None]
 class AsyncLLM(ClosingOwner):
     """An `LLM` for asyncio and for threads. Any method may be called from any task or thread.
 
-    A garbage collection that searches all objects stops every request for 0.3 s and more. A process that serves for
-    long should call `gc.collect()` and `gc.freeze()` after its start, as `jattn serve` does.
+    In a process that serves for long, see `LLM` on garbage collections.
 
     Args:
         llm: the `LLM` to run; it is closed together with this object.

@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         # A separate stream, with lines of JSON only.
         access.log.addHandler(logging.StreamHandler(sys.stdout))
         access.log.setLevel(logging.INFO)
-    # A search of all objects for garbage would stop every request for a tenth of a second or more.
+    # See `LLM` on garbage collections.
     gc.collect()
     gc.freeze()
     # uvicorn stops listening at SIGTERM and SIGINT, and waits for running answers.

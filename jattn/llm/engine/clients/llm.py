@@ -57,6 +57,10 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
 
     As a context manager, it closes its engine at the end.
 
+    A garbage collection that searches all objects takes 0.3 s and more in a process with JAX's compiled programs, and
+    every step and request waits for it. A process that keeps its models should call `gc.collect()` and `gc.freeze()`
+    once after the first call, as `jattn serve` does after its start.
+
     Args:
         model: a Hugging Face folder of a known family, a GGUF file, a module (a `Decoder`, or a
             `jattn.llm.models.PagedModel` of your own), or None for the embedded model.
@@ -221,9 +225,6 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generates for all prompts at once and returns their results in order.
-
-        A garbage collection that searches all objects stops every step for 0.3 s and more. In a process that keeps its
-        models, call `gc.collect()` and `gc.freeze()` once after the first call.
 
         Args:
             prompts: a string, a list of token ids, vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list
