@@ -57,7 +57,7 @@ class Split:
         if not self.rows and not self.blocks:
             return call, None
         index, arrays, fits = jax.lax.axis_index(self.rows or self.blocks), dict(call.arrays()), jnp.bool_(True)
-        for name, rows_in in (("query_start_loc", "query"), ("key_start_loc", "key")):
+        for name, rows_in in (("query_start_loc", getattr(call, "tokens_in", "query")), ("key_start_loc", "key")):
             if name in arrays:
                 rows, parts = arrays[rows_in].shape[0], jax.lax.axis_size(self.rows)
                 num_seqs = (arrays[name].shape[0] - 1) // parts

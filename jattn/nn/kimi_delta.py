@@ -123,7 +123,7 @@ class KimiDeltaAttention(nnx.Module):
         )
         gate = self._heads(gate if self.g_b_proj is None else self.g_b_proj(gate)).astype(jnp.float32)
         out = (normalised(self.norm, out) * jax.nn.sigmoid(gate)).astype(projected.dtype)
-        out = self.out_proj(out.reshape(*inputs.shape[:-1], -1))
+        out = self.out_proj(out.reshape(len(out), -1)).reshape(*inputs.shape[:-1], -1)
         return out if states is None else (out, (conv_states, matrices))
 
     def _decays(self, x: jax.Array) -> jax.Array:

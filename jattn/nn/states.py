@@ -154,7 +154,7 @@ class GatedDeltaNet(nnx.Module):
             **sequences,
         )
         out = normalised(self.norm, out) * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))
-        out = self.out_proj(out.astype(projected.dtype).reshape(*inputs.shape[:-1], -1))
+        out = self.out_proj(out.astype(projected.dtype).reshape(z.shape)).reshape(*inputs.shape[:-1], -1)
         return out if states is None else (out, (conv_states, matrices))
 
     def _gates(self, decay: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ from torch_core.launch.serves import refuse_unserved, unserved
 #: `jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)`.
 RESIDUAL_NAMES = ("attention_out", "attention_lse")
 _RESULTS = ("out", "lse")
+_run_in_jnp = bridge.partitioned(xla.run, opaque=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _opaque(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[s
         if not way.chosen and not op.jnp_derivative:
             raise _no_derivative(call, way, "second" if isinstance(call, AttentionCall) else None)
         refuse_unserved(_filled(call, names, primals), "xla")
-        in_jnp = jax.jvp(lambda *operands: xla.run(_filled(call, names, operands)), primals, tangents)
+        in_jnp = jax.jvp(lambda *operands: _run_in_jnp(_filled(call, names, operands)), primals, tangents)
         return differentiable(*primals), in_jnp[1]
 
     return differentiable
@@ -175,7 +176,7 @@ def _by_call(call: Any, names: tuple[str, ...], way: Way, own: xla.Derivative) -
             filled = _filled(call, names, known[len(results) :])
 
             def evaluate(*moved: jax.Array) -> Arrays:
-                found = xla.run(filled.with_arrays(dict(zip(moving, moved, strict=True))))
+                found = _run_in_jnp(filled.with_arrays(dict(zip(moving, moved, strict=True))))
                 return tuple(found[name] for name in results)
 
             return evaluate, tuple(getattr(filled, name) for name in moving)
@@ -229,7 +230,7 @@ def _in_jnp(filled: Any, moving: tuple[str, ...]) -> tuple[Callable[..., Arrays]
     """Returns a call as a function of the arrays that move, in jnp, and those arrays."""
 
     def evaluate(*moved: jax.Array) -> Arrays:
-        results = xla.run(filled.with_arrays(dict(zip(moving, moved, strict=True))))
+        results = _run_in_jnp(filled.with_arrays(dict(zip(moving, moved, strict=True))))
         return tuple(results[name] for name in _RESULTS if name in results)
 
     return evaluate, tuple(getattr(filled, name) for name in moving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,16 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jattn.nn import DeepSeekRoPE, MultiHeadAttention, MultiHeadLatentAttention, ShortConv
+from jattn.nn import (
+    DeepSeekRoPE,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba2,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    ShortConv,
+)
 from tests.support.devices import mesh, on_four_devices
 
 # T9: a spec is no tuple any more; flax takes both.
@@ -108,18 +118,31 @@ def test_latent_attention_trains_on_a_batch_that_is_split(kind: str) -> None:
     assert all(np.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+LAYERS: dict[str, Any] = {
+    "delta rule": functools.partial(GatedDeltaNet, 4, 16, num_kv_heads=2, key_dim=8, value_dim=6),
+    "channels": functools.partial(KimiDeltaAttention, 4, 16, head_dim=8),
+    "lightning": functools.partial(LightningAttention, 4, 16, head_dim=8),
+    "mamba": functools.partial(Mamba2, 4, 16, head_dim=8, state_size=8, num_groups=2),
+    "convolution": functools.partial(ShortConv, 16),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("way", ["auto xla", "explicit xla", "explicit torch", "auto shard_map"])
 @on_four_devices
-def test_a_layer_with_a_state_trains_on_a_split_batch_in_a_shard_map(kind: str) -> None:
-    graph, weights = nnx.split(ShortConv(16, rngs=nnx.Rngs(0)))
+def test_a_layer_with_a_state_trains_on_a_split_batch(way: str, name: str) -> None:
+    kind, how = way.split()
+    implementation = "torch" if how == "torch" else "xla"
+    graph, weights = nnx.split(LAYERS[name](implementation=implementation, rngs=nnx.Rngs(0)))
 
     def layer(weights: Any, x: Any) -> Any:
         return nnx.merge(graph, weights)(x)
 
-    expected = jax.grad(lambda weights: (layer(weights, inputs()) ** 2).sum())(weights)
+    expected = jax.jit(jax.grad(lambda weights: (layer(weights, inputs()) ** 2).sum()))(weights)
     grid = mesh(kind, data=4)
     with jax.set_mesh(grid):
-        mapped = jax.shard_map(layer, in_specs=(P(), P("data")), out_specs=P("data"))
+        mapped = jax.shard_map(layer, in_specs=(P(), P("data")), out_specs=P("data")) if how == "shard_map" else layer
+        whole = jax.device_put(weights, NamedSharding(grid, P()))
         x = jax.device_put(inputs(), NamedSharding(grid, P("data")))
-        found = jax.jit(jax.grad(lambda weights, x: (mapped(weights, x) ** 2).sum()))(weights, x)
+        found = jax.jit(jax.grad(lambda weights, x: (mapped(weights, x) ** 2).sum()))(whole, x)
     jax.tree.map(lambda each, other: np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-5), found, expected)

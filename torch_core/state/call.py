@@ -56,6 +56,17 @@ class StateCall(Call[A]):
         """The states, and the results if they are given a place."""
         return tuple(name for name in (self.states_in, "out") if getattr(self, name) is not None)
 
+    @property
+    def splits_sequences(self) -> bool:
+        """They can, where no states are kept: slots are not numbered by sequences."""
+        return getattr(self, self.states_in) is None
+
+    def rows_of_a_sequence(self) -> dict[str, int]:
+        """Returns the tokens of each sequence where all can have as many as the longest."""
+        longest = self.num_tokens // max(self.num_seqs, 1)
+        is_even = longest * self.num_seqs == self.num_tokens and getattr(self, "max_query_len", longest) == longest
+        return {"num_tokens": longest} if is_even else {}
+
     def check_values(self, *, more_queries: bool = False) -> None:
         """Checks offsets, slots and kept tokens."""
         lens = check_starts(
