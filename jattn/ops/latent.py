@@ -139,18 +139,23 @@ def _mla_attention(call: LatentCall[jax.Array]) -> dict[str, jax.Array]:
 def _slots(call: LatentCall[jax.Array], seq: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rows at positions of a sequence as keys, and their latents as values."""
     blocks, offsets = call.block_tables[seq, positions // call.block_size], positions % call.block_size
-    rows = call.latent_cache[blocks, offsets][:, None].astype(compute_dtype(call))
+    rows = _elements(call, call.latent_cache[blocks, offsets])[:, None].astype(compute_dtype(call))
     rows = scaled(rows, call.k_scale)
     return rows, rows[..., : call.kv_lora_rank]
 
 
 def _blocks(call: LatentCall[jax.Array], blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rows of blocks as keys, and their latents as values."""
-    rows = call.latent_cache[blocks]
-    if call.is_packed:
-        dtype = call.query.dtype if call.query.dtype.itemsize > 1 else jnp.bfloat16
-        rows = _unpacked(rows, call.kv_lora_rank).astype(dtype)
+    rows = _elements(call, call.latent_cache[blocks])
     return rows, rows[..., : call.kv_lora_rank]
+
+
+def _elements(call: LatentCall[jax.Array], rows: jax.Array) -> jax.Array:
+    """Returns rows of the cache, packed ones as what they stand for."""
+    if not call.is_packed:
+        return rows
+    dtype = call.query.dtype if call.query.dtype.itemsize > 1 else jnp.bfloat16
+    return _unpacked(rows, call.kv_lora_rank).astype(dtype)
 
 
 def _write_latent_cache(call: LatentWriteCall[jax.Array]) -> dict[str, jax.Array]:

@@ -58,6 +58,16 @@ def test_packed_rows_are_read_as_what_they_stand_for(implementation, seed):
     assert_matches_reference(case, to_torch(np.array(out)), to_torch(np.array(lse)))
 
 
+def test_packed_rows_are_read_in_one_order_too(seed):
+    case = latent_case(
+        seed, seq_lens=[40, 7], query_lens=[2, 1], num_heads=3, kv_lora_rank=256, rope_dim=8, dtype="bfloat16",
+        packed=True,
+    )  # fmt: skip
+    case.limits["batch_invariant"] = True
+    out, lse = _run(case, "xla")
+    assert_matches_reference(case, to_torch(np.array(out)), to_torch(np.array(lse)))
+
+
 @each_implementation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("is_neox_style", [False, True])
