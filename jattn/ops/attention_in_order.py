@@ -16,6 +16,7 @@ from jax.custom_batching import custom_vmap
 
 from jattn.bridge.calls import empty_outputs
 from jattn.ops import softmax
+from jattn.ops.batch import one_by_one
 from jattn.ops.quantise import quantised, scaled
 from torch_core.attention.call import AttentionCall, DenseCall, TableCall
 
@@ -48,10 +49,7 @@ def attend_in_order(call: _C, read: Read, *, plain: Callable[[_C], dict[str, jax
 
     @mapped.def_vmap
     def _map(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        given = dict(zip(names, operands, strict=True))
-        batched = dict(zip(names, in_batched, strict=True))
-        moving = {name: x for name, x in given.items() if batched[name]}
-        found = jax.lax.map(lambda one: mapped(*({**given, **one}[name] for name in names)), moving)
+        found = one_by_one(mapped, in_batched, operands)
         return found, dict.fromkeys(found, True)
 
     @jax.custom_jvp

@@ -1,8 +1,8 @@
-"""The examples of a vmap over dense attention as more sequences of one call: no loop and no copy."""
+"""The examples of a vmap: as more sequences of one call of dense attention, without a loop or a copy, or one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,16 @@ from torch_core.launch.call import array_fields
 
 # The first axes of arrays per sequence or token; arrays with other axes belong to all sequences.
 _ROWS, _SEQS, _STARTS = ("num_tokens", "num_keys"), "num_seqs", "num_seqs+1"
+
+
+def one_by_one(function: Callable[..., Any], in_batched: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
+    """Returns a function's results for all examples, one after the other; operands that all share are not copied."""
+
+    def one(moved: list[jax.Array]) -> Any:
+        left = iter(moved)
+        return function(*(next(left) if moves else x for x, moves in zip(operands, in_batched, strict=True)))
+
+    return jax.lax.map(one, [x for x, moves in zip(operands, in_batched, strict=True) if moves])
 
 
 def folds(call: DenseCall[Any], arrays: Mapping[str, jax.Array], batched: Mapping[str, bool]) -> bool:

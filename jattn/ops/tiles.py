@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from jattn.ops.batch import one_by_one
+
 _R = TypeVar("_R")
 
 #: Rows of a tile.
@@ -43,16 +45,9 @@ def in_tiles(function: Callable[..., _R], rows: Any, *shared: Any) -> _R:
     def _map(axis_size: int, in_batched: list[Any], rows: Any, shared: Any) -> tuple[Any, Any]:
         if any(jax.tree.leaves(in_batched[1])):
             # Rows of each example with its own weights.
-            axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
-            given, places = jax.tree.flatten((rows, shared)), jax.tree.leaves(axes, is_leaf=lambda x: x is None)
-            moving = [x for x, axis in zip(given[0], places, strict=True) if axis == 0]
-
-            def one(moved: list[jax.Array]) -> Any:
-                left = iter(moved)
-                leaves = [next(left) if axis == 0 else x for x, axis in zip(given[0], places, strict=True)]
-                return mapped(*jax.tree.unflatten(given[1], leaves))
-
-            found = jax.lax.map(one, moving)
+            leaves, form = jax.tree.flatten((rows, shared))
+            each = jax.tree.leaves(in_batched)
+            found = one_by_one(lambda *leaves: mapped(*jax.tree.unflatten(form, leaves)), each, leaves)
         else:
             spread = jax.tree.map(
                 lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape)),

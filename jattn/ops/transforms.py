@@ -100,9 +100,7 @@ def _opaque(call: Any, names: tuple[str, ...], way: Way) -> Callable[..., dict[s
             results = _opaque(folded.map(lambda _: None), tuple(folded.arrays()), way)(*folded.arrays().values())
             results = {name: x.reshape(axis_size, -1, *x.shape[1:]) for name, x in results.items()}
         else:
-            fixed = {name: x for name, x in given.items() if not batched[name]}
-            moving = {name: x for name, x in given.items() if batched[name]}
-            results = jax.lax.map(lambda one: mapped(*({**fixed, **one}[name] for name in names)), moving)
+            results = batch.one_by_one(mapped, in_batched, operands)
         return results, dict.fromkeys(results, True)
 
     @jax.custom_jvp
