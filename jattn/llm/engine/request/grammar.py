@@ -129,8 +129,8 @@ class GrammarCompiler:
             Unsupported: llguidance is not installed.
         """
         if self._tokenizer is None or not self._eos_token_ids:
-            what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
-            raise InvalidInput("structured_outputs", f"needs a {what}, and the model has none")
+            what = "a tokenizer" if self._tokenizer is None else "an end-of-sequence token"
+            raise InvalidInput("structured_outputs", f"needs {what}, and the model has none")
         try:
             library = importlib.import_module("llguidance")
         except ImportError:
