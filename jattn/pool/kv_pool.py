@@ -445,24 +445,24 @@ class KVPool(Owner):
         return views
 
     def _allocate(self) -> tuple[jax.Array, ...]:
-        # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
-        # buffer cannot be donated in place.
-        with jax.transfer_guard_host_to_device("allow"):
-            # Committed from the first: once something committed is written to it, jit would compile all again.
-            # Under a mesh of the caller's an array of no device in particular lies on all of them.
-            first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
-            device = first if self._device is None else self._device
-            arrays = tuple(
-                jnp.zeros(shape, dtype, device=sharding or device)
-                for (shape, dtype), sharding in zip(self._layers, self.shardings, strict=True)
-            )
+        arrays: list[jax.Array] = []
         try:
+            # zeros on the device rather than an upload: XLA's CPU backend may alias an uploaded numpy array, and such a
+            # buffer cannot be donated in place.
+            with jax.transfer_guard_host_to_device("allow"):
+                # Committed from the first: once something committed is written to it, jit would compile all again.
+                # Under a mesh of the caller's an array of no device in particular lies on all of them.
+                first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
+                device = first if self._device is None else self._device
+                for (shape, dtype), sharding in zip(self._layers, self.shardings, strict=True):
+                    arrays.append(jnp.zeros(shape, dtype, device=sharding or device))
             # A GPU reports an allocation that failed when it is awaited: a step would be the first to do so.
-            return jax.block_until_ready(arrays)
+            return jax.block_until_ready(tuple(arrays))
         except jax.errors.JaxRuntimeError as error:
             for array in arrays:
                 array.delete()
-            wanted = f"the device has no room for its {len(arrays)} arrays, {self.num_bytes:,} bytes; ask for fewer"
+            needed = f"{len(self._layers)} arrays, {self.num_bytes:,} bytes"
+            wanted = f"the device has no room for its {needed}; ask for fewer"
             raise OutOfMemory("num_blocks", value=self.num_blocks, wanted=wanted) from error
 
     def _shards(self) -> list[jax.Array]:

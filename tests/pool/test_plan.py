@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn.pool import KVPool, PoolPlan, plan_pool
+from jattn.pool import KVPool, PoolPlan, kv_pool, plan_pool
 from jattn.pool.plan import check_room
-from torch_core.base.errors import InvalidInput, Unsupported
+from torch_core.base.errors import InvalidInput, OutOfMemory, Unsupported
 from torch_core.base.specs import KVCacheSpec
 
 SPEC = KVCacheSpec(num_kv_heads=2, head_size=32, block_size=16, dtype="float32")
@@ -103,6 +103,14 @@ def test_a_pool_that_does_not_fit_is_refused_with_what_is_needed_and_free() -> N
         "arrays hold 0 there. Close or drop what is not needed any more, or ask for fewer blocks."
     )
     check_room(80 * LAYER_BLOCK, device)
+
+
+def test_an_allocation_that_fails_although_there_seemed_to_be_room_is_the_same_error(monkeypatch) -> None:
+    monkeypatch.setattr(kv_pool, "check_room", lambda num_bytes, device: None)
+    # 512 TiB, more than there are addresses.
+    spec = KVCacheSpec(num_kv_heads=128, head_size=512, block_size=256, dtype="float32")
+    with pytest.raises(OutOfMemory, match="the device has no room for its 2 arrays"):
+        KVPool(spec, num_layers=2, num_blocks=1 << 22)
 
 
 def test_the_refusal_names_the_arrays_that_hold_the_memory(monkeypatch) -> None:
