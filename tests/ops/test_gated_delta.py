@@ -170,6 +170,12 @@ def test_what_does_not_fit_is_refused(change, message, seed):
     torch.testing.assert_close(call.states, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("scale", [0.0, float("inf"), True, "1", torch.ones(())], ids=str)
+def test_a_scale_that_is_no_positive_number_is_refused(scale, seed):
+    with pytest.raises(InvalidInput, match=r"^scale is .*; it must be positive and finite"):
+        replace(delta_call(seed), scale=scale)
+
+
 def test_value_heads_that_no_key_head_serves_are_refused(seed):
     call = delta_call(seed, heads=(4, 2))
     call = replace(call, query=torch.zeros(31, 3, 8), key=torch.zeros(31, 3, 8))

@@ -70,6 +70,7 @@ def test_gradients_of_weights_are_those_of_torch(seed):
         ({"topk_group": 2}, "topk_group is 2; it must be from 1 to 1"),
         ({"scoring_func": "relu"}, "scoring_func is 'relu'; use one of softmax, sigmoid"),
         ({"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0; it must be positive and finite"),
+        ({"routed_scaling_factor": torch.ones(())}, r"routed_scaling_factor is tensor\(1.\); it must be positive and"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be True or False"),
         ({"kernel": torch.zeros(48, 12).half()}, "kernel is float16; beside hidden_states of float32 it is float32"),
         ({"kernel": torch.zeros(40, 12)}, "kernel has shape .40, 12.; it must be .* hidden_size = 48"),

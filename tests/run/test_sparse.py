@@ -80,7 +80,7 @@ def test_a_choice_that_does_not_fit_is_refused(change, error, message):
         ({"weights": torch.zeros(4, 3)}, "weights has shape .4, 3.; it must be .* num_tokens = 13, that of query"),
         ({"key_cache": torch.zeros(9, 4, 8)}, "key_cache has shape .* index_head_size = 16, that of query"),
         ({"key_cache": torch.zeros(9, 4, 16).half()}, "query is float32 and key_cache float16; give a query"),
-        ({"scale": -1.0}, "scale is -1.0; it must be a positive finite number"),
+        ({"scale": -1.0}, "scale is -1.0; it must be positive and finite"),
         ({"max_query_len": 2}, r"sequence 0 has 3 rows in query_start_loc; the stated maximum is 2"),
     ],
 )

@@ -37,6 +37,12 @@ def refused_number(name: str, value: object, wanted: str, *, is_kind: bool) -> I
     return InvalidInput(argument=name, value=value, wanted=wanted)
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Raises InvalidInput unless a value is a number, and no bool, above 0 and finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+        raise InvalidInput(argument=name, value=value, wanted="it must be positive and finite")
+
+
 def check_bool(name: str, value: object) -> None:
     """Raises InvalidInput for a value that is neither True nor False."""
     if not isinstance(value, bool):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Float, Float32
 
-from torch_core.base.checks import check_bool, check_int
+from torch_core.base.checks import check_bool, check_int, check_positive
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -75,10 +75,7 @@ class RouteCall(Call[A]):
         check_int("top_k", self.top_k, 1)
         check_int("n_group", self.n_group, 1)
         check_int("topk_group", self.topk_group, 1, self.n_group)
-        if isinstance(self.routed_scaling_factor, bool) or not 0 < self.routed_scaling_factor < float("inf"):
-            raise InvalidInput(
-                "routed_scaling_factor", f"is {self.routed_scaling_factor}", "it must be positive and finite"
-            )
+        check_positive("routed_scaling_factor", self.routed_scaling_factor)
         check_bool("norm_topk_prob", self.norm_topk_prob)
 
     def check_options(self) -> None:

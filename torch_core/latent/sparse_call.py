@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core.attention.checks import check_static
-from torch_core.base.checks import check_int
+from torch_core.base.checks import check_int, check_positive
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import FP8_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.latent.call import LatentCall
@@ -88,12 +88,7 @@ class IndexerCall(Call[A]):
     def check_statics(self) -> None:
         """Checks the numbers that must be plain ones."""
         check_static("max_query_len", self.max_query_len)
-        if (
-            isinstance(self.scale, bool)
-            or not isinstance(self.scale, (int, float))
-            or not 0 < self.scale < float("inf")
-        ):
-            raise InvalidInput(f"scale is {self.scale!r}; it must be a positive finite number.")
+        check_positive("scale", self.scale)
 
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""

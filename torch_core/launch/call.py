@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from torch_core.base.checks import check_positive
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 
@@ -72,7 +73,7 @@ class Call(Generic[A]):
                 if not field.optional:
                     raise InvalidInput(field.name, "is missing", f"it must be {field}").under(self.name)
             elif isinstance(value, (int, float)) and field.number:
-                _check_scale(field.name, value)
+                check_positive(field.name, value)
             else:
                 _check_array(field, value, sizes)
         self.check_options()
@@ -237,8 +238,3 @@ def _bound(
                 raise InvalidInput(field.name, f"has shape {list(shape)}", f"it must be {field}, at least [{more}]")
             sizes[name] = (size - more, field.name)
         yield dim, size, name, sizes[name][0] + more
-
-
-def _check_scale(name: str, scale: float) -> None:
-    if isinstance(scale, bool) or not 0 < scale < float("inf"):
-        raise InvalidInput(name, f"is {scale}", "it must be positive and finite")

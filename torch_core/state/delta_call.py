@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Float
 
-from torch_core.base.checks import check_bool, check_int
+from torch_core.base.checks import check_bool, check_int, check_positive
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.call import A, dtype_name
@@ -85,8 +85,7 @@ class GatedDeltaCall(StateCall[A]):
         """Checks the numbers."""
         check_int("max_query_len", self.max_query_len, 1)
         check_bool("use_qk_l2norm_in_kernel", self.use_qk_l2norm_in_kernel)
-        if isinstance(self.scale, bool) or not 0 < self.scale < float("inf"):
-            raise InvalidInput("scale", value=self.scale, wanted="it must be positive and finite")
+        check_positive("scale", self.scale)
 
     def check_options(self) -> None:
         """Checks sizes, gates and the dtypes that go together."""
