@@ -39,7 +39,8 @@ def refused_number(name: str, value: object, wanted: str, *, is_kind: bool) -> I
 
 def check_positive(name: str, value: Any) -> None:
     """Raises InvalidInput unless a value is a number, and no bool, above 0 and finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
         raise InvalidInput(argument=name, value=value, wanted="it must be positive and finite")
 
 
