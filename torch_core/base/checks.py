@@ -37,7 +37,7 @@ def refused_number(name: str, value: object, wanted: str, *, is_kind: bool) -> I
     return InvalidInput(argument=name, value=value, wanted=wanted)
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: float) -> None:
     """Raises InvalidInput unless a value is a number, and no bool, above 0 and finite."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
