@@ -259,6 +259,24 @@ def test_cancelling_gives_the_blocks_back(engine, seed) -> None:
     assert engine.cache_stats().used == 0
 
 
+def test_the_load_is_the_most_tokens_of_all_unfinished_requests(engine, seed) -> None:
+    loads = [engine.load]
+    first, second = (engine.add(prompt, GREEDY) for prompt in prompts_of(seed, 6, 9))
+    loads.append(engine.load)
+    # An interrupted step leaves no state; the next one counts again.
+    engine._core._state = None
+    engine.step()
+    loads.append(engine.load)
+    engine.cancel(second.request_id)
+    loads.append(engine.load)
+    while engine.num_unfinished:
+        engine.step()
+    loads.append(engine.load)
+
+    assert loads == [0, 6 + 12 + 9 + 12, 6 + 12 + 9 + 12, 6 + 12, 0]
+    assert len(first.output_token_ids) == 12
+
+
 @pytest.mark.parametrize(
     ("prompt", "arguments", "kind", "message"),
     [

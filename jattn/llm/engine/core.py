@@ -39,6 +39,7 @@ class EngineCore(Owner):
 
     Attributes:
         requests: the unfinished ones by id, in the order of their arrival.
+        load: tokens of all of them, generated ones as many as there can be.
         num_added: samples that were ever added.
         weights_version: number of the weights; see `Engine.weights_version`.
         asleep: `sleep` was called, and `wake` was not.
@@ -55,6 +56,7 @@ class EngineCore(Owner):
         self.weights_version = 0
         self._unfinished: Counter[Outbox] = Counter()
         self.requests: dict[str, Request] = {}
+        self.load = 0
         self.num_added = 0
         self.asleep = False
         self.abandoned: deque[Outbox | Request] = deque()
@@ -170,6 +172,7 @@ class EngineCore(Owner):
             for request in samples:
                 state.scheduler.add(request)
                 self.requests[request.request_id] = request
+                self.load += request.most_tokens
                 self._unfinished[first.outbox] += 1
             self.num_added = number + len(samples)
         except InvalidInput:
@@ -252,11 +255,6 @@ class EngineCore(Owner):
         if self._device is None:
             raise EngineClosed("the engine is closed; build another one.")
         return self._device
-
-    @property
-    def load(self) -> int:
-        """Tokens of all unfinished requests, generated ones as many as there can be."""
-        return sum(len(each.prompt_token_ids) + each.max_tokens for each in list(self.requests.values()))
 
     @property
     def cache(self) -> CacheManager:
@@ -426,6 +424,7 @@ class EngineCore(Owner):
         if not self._unfinished[outbox]:
             del self._unfinished[outbox]
         del self.requests[request.request_id]
+        self.load -= request.most_tokens
 
     def _deliver(self, request: Request) -> None:
         request.deliver()
@@ -451,6 +450,7 @@ class EngineCore(Owner):
 
     def _rebuild(self, device: Device) -> EngineState:
         self._unfinished = Counter(request.outbox for request in self.requests.values())
+        self.load = sum(request.most_tokens for request in self.requests.values())
         for request in list(self.requests.values()):
             if request.finish_reason is None and (reason := request.end_reason) is not None:
                 request.end(reason)

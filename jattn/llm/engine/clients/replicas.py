@@ -201,7 +201,8 @@ class DataParallelEngine(ServesAdapters, ClosingOwner):
                 )
             adapter = self.adapters.of(lora)
             apart = salt if not inputs and adapter is None else (salt, str(inputs), adapter and adapter.key)
-            index = self._router.choose(prompt_token_ids, apart, [engine.load for engine in self.engines])
+            keys = self._router.keys(prompt_token_ids, apart)
+            index = self._router.choose(keys, [engine.load for engine in self.engines])
             request = self.engines[index].add(
                 prompt_token_ids,
                 params,
@@ -213,7 +214,7 @@ class DataParallelEngine(ServesAdapters, ClosingOwner):
                 first_number=max(engine.num_added for engine in self.engines),
                 **options,
             )
-            self._router.note(index, prompt_token_ids, apart)
+            self._router.note(index, keys)
             return request
 
     def cancel(self, request_id: str) -> TokenDelta:
@@ -360,32 +361,8 @@ class _Router:
         self._block_size, self._capacities = block_size, capacities
         self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
 
-    def choose(self, tokens: Sequence[int], salt: Any, loads: Sequence[int]) -> int:
-        """Returns the copy with the fewest tokens to compute until a prompt is computed."""
-        keys = self._keys(tokens, salt)
-
-        def work(index: int) -> int:
-            given = self._given[index]
-            found = next((place for place, key in enumerate(keys) if key not in given), len(keys))
-            return loads[index] - found * self._block_size
-
-        return min(range(len(loads)), key=work)
-
-    def note(self, index: int, tokens: Sequence[int], salt: Any) -> None:
-        """Records that a copy got a prompt."""
-        given = self._given[index]
-        for key in self._keys(tokens, salt):
-            given[key] = None
-            given.move_to_end(key)
-        while len(given) > self._capacities[index]:
-            given.popitem(last=False)
-
-    def forget(self) -> None:
-        """Drops all records: no copy holds a prefix any more."""
-        for given in self._given:
-            given.clear()
-
-    def _keys(self, tokens: Sequence[int], salt: Any) -> list[int]:
+    def keys(self, tokens: Sequence[int], salt: Any) -> list[int]:
+        """Returns a key for each whole block of a prompt, which depends on all tokens before its end."""
         # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
         keys = []
         try:
@@ -397,6 +374,30 @@ class _Router:
             # It is no prompt, or no salt: the engine says so, whichever is chosen.
             return []
         return keys
+
+    def choose(self, keys: Sequence[int], loads: Sequence[int]) -> int:
+        """Returns the copy with the fewest tokens to compute until a prompt is computed."""
+
+        def work(index: int) -> int:
+            given = self._given[index]
+            found = next((place for place, key in enumerate(keys) if key not in given), len(keys))
+            return loads[index] - found * self._block_size
+
+        return min(range(len(loads)), key=work)
+
+    def note(self, index: int, keys: Sequence[int]) -> None:
+        """Records that a copy got a prompt."""
+        given = self._given[index]
+        for key in keys:
+            given[key] = None
+            given.move_to_end(key)
+        while len(given) > self._capacities[index]:
+            given.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drops all records: no copy holds a prefix any more."""
+        for given in self._given:
+            given.clear()
 
 
 def _together(report: Callable[[int, int, str], None], num_copies: int) -> list[Callable[[int, int, str], None]]:

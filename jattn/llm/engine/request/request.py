@@ -157,6 +157,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
+    def most_tokens(self) -> int:
+        """Prompt tokens, and the most tokens to generate."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
     def cached_token_ids(self) -> list[int]:
         """The block allocator's tokens: the encoder's input with padding, then the known tokens."""
         padding = self.num_encoder_slots - len(self.encoder_token_ids)
