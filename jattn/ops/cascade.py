@@ -18,8 +18,9 @@ from torch_core.attention.cascade import SharedPrefix
 def attend_groups(
     call: PagedCall[jax.Array], groups: PrefixGroups | None, implementation: str | None
 ) -> dict[str, jax.Array]:
-    """Runs a call; prefixes that its sequences share are attended once, if the call's mask allows it."""
-    if groups is None or call.sees_distances:
+    """Runs a call; prefixes that its sequences share are attended once, if the call's mask and bits allow it."""
+    # Pieces count sequences, as a step of one new token each has tokens.
+    if groups is None or call.sees_distances or call.batch_invariant or call.max_query_len > 1:
         return run(call, implementation)
     tables, lens, starts = jnp.asarray(call.block_tables), groups.prefix_lens, groups.piece_starts
     first = jnp.minimum(starts[:-1], lens.size - 1)

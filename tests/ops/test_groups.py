@@ -68,6 +68,23 @@ def test_a_window_is_attended_plainly_groups_or_not(implementation, seed) -> Non
     np.testing.assert_array_equal(attended(case, implementation, GROUPS), attended(case, implementation, None))
 
 
+def test_a_batch_invariant_call_is_attended_plainly(seed) -> None:
+    case = grouped_case(seed, AttentionSpec(scale=0.2))
+    plain, found = (attended(case, "xla", groups, batch_invariant=True) for groups in (None, GROUPS))
+
+    np.testing.assert_array_equal(found, plain)
+
+
+def test_sequences_of_several_new_tokens_are_attended_plainly(seed) -> None:
+    case = paged_case(seed, seq_lens=[70, 53], query_lens=[2, 2], num_heads=6, spec=AttentionSpec(scale=0.2))
+    tables = case.operands["block_tables"]
+    tables[1, :3] = tables[0, :3]
+    starts = jnp.array([0, 2, 2], jnp.int32)
+    groups = PrefixGroups(prefix_lens=jnp.array([48, 48], jnp.int32), piece_starts=starts, piece_tokens=2)
+
+    np.testing.assert_array_equal(attended(case, "xla", groups), attended(case, "xla", None))
+
+
 def test_what_the_later_tables_of_a_piece_say_of_its_prefix_is_not_looked_at(seed) -> None:
     case = grouped_case(seed, AttentionSpec(scale=0.2))
     plain = attended(case, "xla", None)
