@@ -110,6 +110,9 @@ def dims_of(call: Call[Any], name: str) -> tuple[str, ...]:
     fields = array_fields(type(call))
     if name == "lse" and name not in fields:
         return dims_of(call, "out" if "out" in fields else "out_a")[:2]
+    if name == "d_initial":
+        # Of the states of a batch, not of the slots.
+        return ("num_seqs", *fields["states"].dims[1:])
     # A gradient has the axes of its operand.
     field = fields.get(name, fields.get(name.removeprefix("d_")))
     if field is None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jattn import ops
 from jattn.bridge import typed_errors
+from jattn.bridge.split import HEADS
 from tests.bridge.test_partition import assert_close, each_kind, each_way, opaque, run_opaque
 from tests.support.conv_cases import conv_call
 from tests.support.delta_cases import delta_backward_call, delta_call
@@ -74,3 +75,21 @@ def test_sequences_with_states_are_not_split(kind: str) -> None:
     call: Call[Any] = delta_call(7, (3,) * 8, padding=0).map(lambda array: array.numpy())
     with pytest.raises(Unsupported, match=r"^gated_delta_rule: sequences are split .* not cut"), typed_errors():
         jax.block_until_ready(jax.jit(opaque)(placed(call, mesh(kind, dp=4))))
+
+
+@pytest.mark.parametrize("kind_of_state", ["delta rule", "Mamba-2"])
+@each_way
+@on_four_devices
+def test_gradients_of_states_are_split_over_heads_as_the_states_are(kind: str, name: str, kind_of_state: str) -> None:
+    call: Any = {"delta rule": delta_call, "Mamba-2": mamba_call}[kind_of_state](7, (3, 5, 2), heads=(8, 4), padding=0)
+    call = {"delta rule": delta_backward_call, "Mamba-2": mamba_backward_call}[kind_of_state](call)
+    call = call.map(lambda array: np.nan_to_num(array.numpy()))
+    expected = jax.jit(lambda call: ops.run(call, "xla"))(call.map(jnp.asarray))
+    dims = {key: field.dims for key, field in array_fields(type(call)).items()}
+    specs = {key: PartitionSpec(*["tp" if dim in HEADS else None for dim in dims[key]]) for key in call.arrays()}
+    given = call.with_arrays({key: place(x, mesh(kind), specs[key]) for key, x in call.arrays().items()})
+
+    found = jax.jit(lambda call: run_opaque(call, name) if name == "opaque" else ops.run(call, name))(given)
+
+    for key, array in found.items():
+        assert_close(array, expected[key])
