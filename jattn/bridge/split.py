@@ -127,10 +127,10 @@ def dims_of(call: Call[Any], name: str) -> tuple[str, ...]:
     return (dims[0], *("num_kv_heads" if axis == heads else f"axis {axis}" for axis in range(1, ndim)))
 
 
-def _num_rows(call: Call[Any]) -> int:
-    """Returns the tokens of a call, of which some have results that are no operand's twins."""
+def _num_rows(call: Call[Any]) -> int | None:
+    """Returns the tokens of a call, of which some have results that are no operand's twins; None without tokens."""
     dims = {name: field.dims[0] for name, field in array_fields(type(call)).items()}
-    return next(array.shape[0] for name, array in call.arrays().items() if dims[name] == "num_tokens")
+    return next((array.shape[0] for name, array in call.arrays().items() if dims[name] == "num_tokens"), None)
 
 
 def split_of(call: Call[Any], mesh: Any, found: Mapping[str, PartitionSpec]) -> Split:

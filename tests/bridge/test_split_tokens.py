@@ -18,6 +18,7 @@ from torch_core.experts.call import ExpertsCall
 from torch_core.experts.routing_call import RouteCall
 from torch_core.latent.sparse_call import ChoiceCall, IndexerCall
 from torch_core.launch.call import Call
+from torch_core.rowwise.call import RowQuantizeCall
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("dp")
 
@@ -27,6 +28,8 @@ def call_of(name: str) -> Call[Any]:
     rows = rng.normal(size=(8, 16)).astype(np.float32)
     if name == "route_experts":
         return RouteCall(hidden_states=rows, kernel=rng.normal(size=(16, 4)).astype(np.float32), top_k=2)
+    if name == "row_quantize":
+        return RowQuantizeCall(x=rows)
     if name == "fused_experts":
         return ExpertsCall(
             hidden_states=rows,
@@ -77,7 +80,9 @@ def test_each_device_computes_its_own_tokens_without_a_collective(kind: str, nam
         assert_close(found, expected[key])
 
 
-@pytest.mark.parametrize("call_name", ["fused_experts", "route_experts", "chosen_slots", "indexer_logits"])
+@pytest.mark.parametrize(
+    "call_name", ["fused_experts", "route_experts", "chosen_slots", "indexer_logits", "row_quantize"]
+)
 @each_kind
 @on_four_devices
 def test_what_is_whole_stays_whole(kind: str, call_name: str) -> None:
