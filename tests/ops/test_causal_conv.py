@@ -26,10 +26,10 @@ from torch_core.launch.call import Call
 from torch_core.state.conv_call import CausalConvCall
 
 OPTIONS: list[dict[str, Any]] = [
+    {"lens": (5, 1, 0, 6), "dtype": "bfloat16", "first_column": 3, "out_sizes": (5, 12, 3)},
     {"lens": (5, 1, 0, 19, 1, 2), "dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "width": 2, "activation": None, "bias": False, "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 6), "states": False},
-    {"lens": (5, 1, 0, 6), "first_column": 3, "out_sizes": (5, 12, 3)},
     KEPT,
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_core.state.call import StateCall
-from torch_core.state.conv_call import CausalConvCall
+from torch_core.state.conv_call import OUTS, CausalConvCall
 from torch_core.state.delta_call import L2NORM_EPSILON, GatedDeltaCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
@@ -40,12 +40,14 @@ def causal_conv1d(call: CausalConvCall[Tensor]) -> dict[str, Tensor]:
     found = sums[rows - past]
     if call.activation == "silu":
         found = functional.silu(found)
-    out = torch.empty_like(call.x) if call.out is None else call.out
+    out = torch.empty_like(call.x) if call.out is None or call.out_sizes is not None else call.out
     out[:total] = found
     out[total:] = 0
-    if call.out_sizes is not None:
-        return dict(zip(call.outputs(), map(Tensor.contiguous, out.split(call.out_sizes, 1)), strict=True))
-    return {"out": out}
+    if call.out_sizes is None:
+        return {"out": out}
+    parts: dict[str, Tensor] = dict(zip(OUTS, map(Tensor.contiguous, out.split(call.out_sizes, 1)), strict=False))
+    # A program has a place for the first part, with the name of the field.
+    return parts if call.out is None else {**parts, "out": call.out.copy_(parts["out"])}
 
 
 def gated_delta_rule(call: GatedDeltaCall[Tensor]) -> dict[str, Tensor]:
