@@ -52,7 +52,8 @@ class AdapterRows(NamedTuple):
         """
         if getattr(slots, "ndim", None) != 1 or not jnp.issubdtype(slots.dtype, jnp.integer):
             raise InvalidInput("slots", value=slots, wanted="it must be an array of int32[num_rows]")
-        slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots).astype(jnp.int32)
+        slots = slots.astype(jnp.int32)
+        slots = jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
         slots, order = jax.lax.sort((slots, jnp.arange(slots.size, dtype=jnp.int32)), num_keys=1)
         # Unrolled it is one launch on a GPU; sums of counts would be 20.
         wanted = jnp.arange(num_slots + 1, dtype=jnp.int32)

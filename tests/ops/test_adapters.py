@@ -107,6 +107,11 @@ def test_rows_of_unknown_slots_have_no_adapter():
     assert rows.token_indices_sorted_by_lora_ids.tolist()[:3] == [3, 1, 4]
 
 
+def test_slots_of_a_type_that_cannot_count_them_all():
+    rows = AdapterRows.of(jnp.array([2, -1], jnp.int8), 300)
+    assert rows.lora_token_start_loc.tolist() == [0, 0, 0, *[1] * 298]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
