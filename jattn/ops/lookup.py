@@ -46,7 +46,7 @@ def _added(gradient: jax.Array, indices: jax.Array, num_rows: int) -> jax.Array:
     zeros = jnp.zeros((num_rows, gradient.shape[-1]), gradient.dtype)
     if not indices.size:
         return zeros
-    flat = indices.reshape(-1)
+    flat = indices.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True)
     row = flat[order]
     values = gradient.reshape(-1, gradient.shape[-1])[order].astype(wide_dtype(gradient.dtype))

@@ -37,3 +37,9 @@ def test_a_tangent_goes_forward(seed):
 def test_no_index_has_no_gradient():
     gradient = jax.grad(lambda table: look_up(table, jnp.zeros((2, 0), jnp.int32)).sum())(jnp.ones((3, 4)))
     np.testing.assert_array_equal(gradient, np.zeros((3, 4)))
+
+
+def test_indices_of_a_type_that_counts_no_further_than_the_rows():
+    indices = jnp.array([1, 1, 255], jnp.uint8)
+    gradient = jax.grad(lambda table: look_up(table, indices).sum())(jnp.ones((256, 1)))
+    np.testing.assert_array_equal(gradient[:, 0], [0, 2, *[0] * 253, 1])
