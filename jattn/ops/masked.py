@@ -74,7 +74,7 @@ def masked_attention(
     rows = 1 if query_lens is None and key_lens is None and segment_ids is None and not own else batch
     query, (key, value) = _real(query, query_lens), (_real(x, key_lens) for x in (key, value))
     query_lens, key_lens = (
-        jnp.full(rows, size, jnp.int32) if lens is None else lens
+        jnp.full(rows, size, jnp.int32) if lens is None else lens.astype(jnp.int32)
         for lens, size in ((query_lens, length), (key_lens, key_length))
     )
     context = key_lens - query_lens

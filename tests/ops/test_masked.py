@@ -1,4 +1,4 @@
-"""masked_attention: masks and biases of fewer axes than scores."""
+"""masked_attention: masks and biases of fewer axes than scores, lengths of any type."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def test_a_mask_and_a_bias_are_broadcast_as_numpy_does(num_axes, num_kv_heads, s
     whole = (jnp.broadcast_to(x, (4, 4, 4, 4)) for x in (mask, bias))
     expected = ops.masked_attention(query, key, value, **dict(zip(("mask", "bias"), whole, strict=True)), causal=False)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_lengths_without_a_sign_are_aligned_as_all_others(seed):
+    query, key = jax.random.normal(jax.random.key(seed), (2, 2, 4, 1, 8))
+    # More queries than keys: the first ones are at positions before the first key.
+    plain, found = (
+        ops.masked_attention(
+            query, key, key, query_lens=jnp.array([4, 3], dtype), key_lens=jnp.array([2, 4], dtype), causal=True
+        )
+        for dtype in (jnp.int32, jnp.uint8)
+    )
+    np.testing.assert_array_equal(found, plain)
