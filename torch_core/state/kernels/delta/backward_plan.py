@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.base.specs import ArraySpec
-from torch_core.launch.operands import ceil_div, named_launch, strides
+from torch_core.launch.operands import ceil_div, named_launch, power_of_two, strides
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.state.backward_call import GatedDeltaBackwardCall
 from torch_core.state.kernels.delta.backward import gated_delta_both_states_kernel
@@ -55,6 +55,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, CHUNK), call.key.dtype)
     if call.gk is None:
         scratch["norms"] = ArraySpec((chunks, call.num_heads, 3, CHUNK), "float32")
+        scratch["result_parts"] = ArraySpec((chunks, call.num_heads, CHUNK), "float32")
     else:
         scratch["gate_parts"] = ArraySpec((chunks, call.num_heads, CHUNK, sizes[1]), "float32")
         for name in ("query_parts", "key_parts"):
@@ -70,7 +71,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     for name in token_parts:
         scratch[name] = ArraySpec((chunks, call.num_heads, parts, CHUNK), "float32")
     arguments = {
-        **dict.fromkeys(("d_last", "d_g", "d_initial", "decay_parts"), ABSENT),
+        **dict.fromkeys(("d_last", "d_g", "d_initial", "decay_parts", "result_parts"), ABSENT),
         **arguments_of(call, arrays, {**outputs, **scratch}),
         **strides("d_out", ("token", "head"), call.d_out),
     }
@@ -92,6 +93,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         "BLOCK_V": columns,
         "SPAN": span,
         "PARTS": parts,
+        "GROUP_PADDED": power_of_two(constexprs["GROUP"]),
         "BLOCK_C": _TOKENS,
         "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"]),
     }
@@ -101,22 +103,22 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     rates = tuple(name for name in outputs if name in ("d_beta", "d_g"))
     launches += [
         launch(gated_delta_value_gradients_kernel, (*grid, parts), *written, **once),
-        launch(gated_delta_rate_gradients_kernel, grid, *rates, num_warps=1, num_stages=1),
         launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
     ]
     if call.gk is None:
-        grid = (chunks, call.num_kv_heads, tiles)
+        by_key = (chunks, call.num_kv_heads, tiles)
         twice = {**once, "num_stages": 2 if is_large and not is_wide else 1}
-        launches.append(launch(gated_delta_key_gradients_kernel, grid, "d_query", "d_key", **twice))
+        launches.append(launch(gated_delta_key_gradients_kernel, by_key, "result_parts", "d_query", "d_key", **twice))
     else:
         tiles = ceil_div(sizes[1], constexprs["BLOCK_K"])
-        near, grid = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
+        near, by_tile = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
         by_channel = ("query_parts", "key_parts")
         constexprs["BLOCK_V"] = columns if is_wide else padded
         launches += [
             # A warp for 16 tokens needs no barrier.
             launch(gated_delta_near_gradients_kernel, near, *by_channel, "gate_parts", num_warps=1, num_stages=1),
-            launch(gated_delta_channel_gradients_kernel, grid, "d_gk", *by_channel, **once),
+            launch(gated_delta_channel_gradients_kernel, by_tile, "d_gk", *by_channel, **once),
             launch(gated_delta_parts_kernel, (chunks, call.num_kv_heads), "d_query", "d_key"),
         ]
+    launches.append(launch(gated_delta_rate_gradients_kernel, grid, *rates, num_warps=1, num_stages=1))
     return OperationPlan.of(call.name, arrays, tuple(launches), outputs, scratch)

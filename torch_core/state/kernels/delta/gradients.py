@@ -17,7 +17,6 @@ from torch_core.state.kernels.delta.systems import inverse_norms
 
 @triton.jit
 def gated_delta_value_gradients_kernel(
-    query,
     key,
     value,
     d_out,
@@ -38,8 +37,6 @@ def gated_delta_value_gradients_kernel(
     d_rights,
     num_tokens,
     num_seqs,
-    query_token_stride,
-    query_head_stride,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -87,9 +84,7 @@ def gated_delta_value_gradients_kernel(
     square = chunk * CHUNK * CHUNK + step[:, None] * CHUNK + step[None, :]
     if through is None:
         keys = chunk_columns(key + head // GROUP * key_head_stride, origin, step, channel, key_token_stride)
-        source = chunk_columns(query + head // GROUP * query_head_stride, origin, step, channel, query_token_stride)
         k = tl.load(keys, mask=is_key, other=0.0)
-        q = tl.load(source, mask=is_key, other=0.0)
         held = factors + chunk * 5 * CHUNK
     else:
         rows = chunk * CHUNK * KEY_SIZE + step[None, :] * KEY_SIZE + channel[:, None]
@@ -114,7 +109,6 @@ def gated_delta_value_gradients_kernel(
         r = tl.dot(state, k, input_precision=PRECISION)
         if through is None:
             r *= tl.load(held + step)[None, :]
-            found = tl.dot(state, q, input_precision=PRECISION) * tl.load(held + CHUNK + step)[None, :]
             d_u = tl.dot(d_state, k, input_precision=PRECISION) * tl.load(held + 2 * CHUNK + step)[None, :]
             overlap = tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
             d_last += tl.load(held + 3 * CHUNK) * overlap
@@ -128,7 +122,6 @@ def gated_delta_value_gradients_kernel(
         p = tl.load(products + square)
         if through is None:
             d_last += tl.sum(tl.sum(d_u * u, 1), 0)
-            found = tl.dot(u_narrow, tl.trans(p), acc=found, input_precision=PRECISION)
         d_u = tl.dot(d_o, p, acc=d_u, input_precision=PRECISION)
         d_r = tl.dot(d_u.to(dtype), inverse, input_precision=PRECISION)
         d_r_narrow = d_r.to(dtype)
@@ -143,8 +136,8 @@ def gated_delta_value_gradients_kernel(
         d_error = d_u - tl.dot(d_r_narrow, lower, input_precision=PRECISION)
         d_rate += error * d_error
         if through is None:
-            # The results', and what a token reads, less what later ones read of it.
-            d_decay += found * d_o.to(tl.float32) + d_r * (error - v) - u * d_error
+            # What a token reads, less what later ones read of it. (The results' part is that of the queries.)
+            d_decay += d_r * (error - v) - u * d_error
     part = (chunk * tl.num_programs(2) + tl.program_id(2)) * CHUNK + step
     tl.store(rate_parts + part, tl.sum(d_rate, 0))
     if through is None:
@@ -157,6 +150,7 @@ def gated_delta_rate_gradients_kernel(
     query_start_loc,
     rate_parts,
     decay_parts,
+    result_parts,
     d_beta,
     d_g,
     num_tokens,
@@ -192,6 +186,7 @@ def gated_delta_rate_gradients_kernel(
     place = token * NUM_HEADS + head
     tl.store(d_beta + place, d_rate.to(d_beta.dtype.element_ty), mask=live)
     if d_g is not None:
+        d_decay += tl.load(result_parts + (tile * NUM_HEADS + head).to(tl.int64) * CHUNK + step, mask=live, other=0.0)
         gate = tl.load(g + token * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
         d_gate = tl.cumsum(d_decay, 0, reverse=True)
         tl.store(d_g + place, tl.where(gate > -100.0, d_gate, 0.0).to(d_g.dtype.element_ty), mask=live)
@@ -275,6 +270,7 @@ def gated_delta_key_gradients_kernel(
     d_rights,
     d_overlaps,
     d_products,
+    result_parts,
     d_query,
     d_key,
     num_tokens,
@@ -288,6 +284,7 @@ def gated_delta_key_gradients_kernel(
     d_out_head_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -302,7 +299,8 @@ def gated_delta_key_gradients_kernel(
 ):
     """Grid: (chunks of the batch by a static bound, heads of keys, tiles of BLOCK_C tokens of a chunk).
 
-    Sums over the heads of a key in their order.
+    Sums over the heads of a key in their order. Writes the sums of results times their gradients of each token and
+    head, in float32, as `result_parts`: they are those of queries times theirs.
     """
     dtype: tl.constexpr = key.dtype.element_ty
     tile = tl.program_id(0)
@@ -329,9 +327,13 @@ def gated_delta_key_gradients_kernel(
     keys = key + key_head * key_head_stride
     queries = query + key_head * query_head_stride
     is_known = (index * CHUNK + column < length)[:, None] & is_channel
+    is_key = live[:, None] & is_channel
+    own_q = tl.load(chunk_rows(queries, origin, row, channel, query_token_stride), mask=is_key, other=0.0)
     # The gradients of keys and queries whose norms are constant.
     d_k = tl.zeros([BLOCK_C, KEY_PADDED], tl.float32)
     d_q = tl.zeros([BLOCK_C, KEY_PADDED], tl.float32)
+    member_index = tl.arange(0, GROUP_PADDED)[None, :]
+    sums = tl.zeros([BLOCK_C, GROUP_PADDED], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         chunk = (tile * NUM_HEADS + head).to(tl.int64)
@@ -368,14 +370,18 @@ def gated_delta_key_gradients_kernel(
             d_k = tl.dot(d_r, state, acc=d_k, input_precision=PRECISION)
             u = (u.to(tl.float32) * added[:, None]).to(dtype)
             d_k = tl.dot(u, d_state, acc=d_k, input_precision=PRECISION)
-    is_key = live[:, None] & is_channel
+        # Of all heads up to this one, less those before it.
+        passed = tl.sum(tl.where(member_index < member, sums, 0.0), 1)
+        here = tl.sum(d_q * own_q.to(tl.float32), 1) - passed
+        sums = tl.where(member_index == member, here[:, None], sums)
+    chunks = tl.cast(tile * NUM_HEADS + key_head * GROUP + member_index, tl.int64)
+    tl.store(result_parts + chunks * CHUNK + row[:, None], sums, mask=member_index < GROUP)
     if NORMALIZE:
         k = tl.load(chunk_rows(keys, origin, row, channel, key_token_stride), mask=is_key, other=0.0)
-        q = tl.load(chunk_rows(queries, origin, row, channel, query_token_stride), mask=is_key, other=0.0)
         k_norm = inverse_norms(k, epsilon, NORMALIZE)
-        q_norm = inverse_norms(q, epsilon, NORMALIZE)
+        q_norm = inverse_norms(own_q, epsilon, NORMALIZE)
         wide_k = k.to(tl.float32)
-        wide_q = q.to(tl.float32)
+        wide_q = own_q.to(tl.float32)
         d_k -= wide_k * (tl.sum(d_k * wide_k, 1) * k_norm * k_norm)[:, None]
         d_q -= wide_q * (tl.sum(d_q * wide_q, 1) * q_norm * q_norm)[:, None]
     target = chunk_rows(d_query + key_head * KEY_SIZE, origin, row, channel, key_stride)
