@@ -15,9 +15,9 @@ from torch_core.state.kernels.delta.channels_backward import (
     gated_delta_parts_kernel,
 )
 from torch_core.state.kernels.delta.gradients import (
+    gated_delta_gate_gradients_kernel,
     gated_delta_key_gradients_kernel,
     gated_delta_product_gradients_kernel,
-    gated_delta_rate_gradients_kernel,
     gated_delta_value_gradients_kernel,
 )
 from torch_core.state.kernels.delta.parts import (
@@ -55,7 +55,8 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, CHUNK), call.key.dtype)
     if call.gk is None:
         scratch["norms"] = ArraySpec((chunks, call.num_heads, 3, CHUNK), "float32")
-        scratch["result_parts"] = ArraySpec((chunks, call.num_heads, CHUNK), "float32")
+        for name in ("decay_parts", "result_parts"):
+            scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK), "float32")
     else:
         scratch["gate_parts"] = ArraySpec((chunks, call.num_heads, CHUNK, sizes[1]), "float32")
         for name in ("query_parts", "key_parts"):
@@ -64,14 +65,8 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     padded = constexprs["VALUE_PADDED"]
     is_wide = call.key.dtype == "float32" or max(padded, constexprs["KEY_PADDED"]) > SMALL_KEY
     columns = min(_WIDE_COLUMNS if is_wide else _COLUMNS, padded)
-    # A program of all values reads keys once, but with gates of heads it spills.
-    span = columns if call.gk is None and not is_wide else padded
-    parts = ceil_div(sizes[0], span)
-    token_parts = ("rate_parts", "decay_parts") if call.gk is None else ("rate_parts",)
-    for name in token_parts:
-        scratch[name] = ArraySpec((chunks, call.num_heads, parts, CHUNK), "float32")
     arguments = {
-        **dict.fromkeys(("d_last", "d_g", "d_initial", "decay_parts", "result_parts"), ABSENT),
+        **dict.fromkeys(("d_last", "d_initial", "decay_parts"), ABSENT),
         **arguments_of(call, arrays, {**outputs, **scratch}),
         **strides("d_out", ("token", "head"), call.d_out),
     }
@@ -91,24 +86,25 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     ]
     constexprs |= {
         "BLOCK_V": columns,
-        "SPAN": span,
-        "PARTS": parts,
         "GROUP_PADDED": power_of_two(constexprs["GROUP"]),
         "BLOCK_C": _TOKENS,
         "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"]),
     }
     once: dict[str, Any] = {"num_stages": 1, "num_warps": 8 if is_wide else 4, "maxnreg": _MOST_REGISTERS}
     grid, tiles = (chunks, call.num_heads), CHUNK // _TOKENS
-    written = ("d_value", "corrections", "d_rights", *token_parts)
-    rates = tuple(name for name in outputs if name in ("d_beta", "d_g"))
+    decays = ("decay_parts",) if call.gk is None else ()
+    written = ("d_value", "d_beta", *decays, "corrections", "d_rights")
     launches += [
-        launch(gated_delta_value_gradients_kernel, (*grid, parts), *written, **once),
+        launch(gated_delta_value_gradients_kernel, grid, *written, **once),
         launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
     ]
     if call.gk is None:
         by_key = (chunks, call.num_kv_heads, tiles)
         twice = {**once, "num_stages": 2 if is_large and not is_wide else 1}
+        constexprs["BLOCK_V"] = columns if is_wide else min(_ROWS, padded)
         launches.append(launch(gated_delta_key_gradients_kernel, by_key, "result_parts", "d_query", "d_key", **twice))
+        if call.g is not None:
+            launches.append(launch(gated_delta_gate_gradients_kernel, grid, "d_g", num_warps=1, num_stages=1))
     else:
         tiles = ceil_div(sizes[1], constexprs["BLOCK_K"])
         near, by_tile = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
@@ -120,5 +116,4 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
             launch(gated_delta_channel_gradients_kernel, by_tile, "d_gk", *by_channel, **once),
             launch(gated_delta_parts_kernel, (chunks, call.num_kv_heads), "d_query", "d_key"),
         ]
-    launches.append(launch(gated_delta_rate_gradients_kernel, grid, *rates, num_warps=1, num_stages=1))
     return OperationPlan.of(call.name, arrays, tuple(launches), outputs, scratch)

@@ -31,7 +31,7 @@ def gated_delta_value_gradients_kernel(
     befores,
     d_afters,
     d_value,
-    rate_parts,
+    d_beta,
     decay_parts,
     corrections,
     d_rights,
@@ -48,17 +48,17 @@ def gated_delta_value_gradients_kernel(
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads, tiles of SPAN values). Writes the gradients of values.
+    """Grid: (chunks of the batch by a static bound, heads). Writes the gradients of values and betas.
 
-    And U as `corrections` and the gradients of R as `d_rights`, both [values, tokens] for each chunk and head; and what
-    its values add to the gradients of betas, and of the decay from the chunk's start, as `rate_parts` and
+    And U as `corrections` and the gradients of R as `d_rights`, both [values, tokens] for each chunk and head; and with
+    a gate of the head the gradient of the decay from the chunk's start, without the part of the results, as
     `decay_parts`, in float32.
     """
     dtype: tl.constexpr = key.dtype.element_ty
@@ -66,8 +66,10 @@ def gated_delta_value_gradients_kernel(
     head = tl.program_id(1)
     own = d_value + head * VALUE_SIZE
     value_stride: tl.constexpr = NUM_HEADS * VALUE_SIZE
-    span = tl.program_id(2) * SPAN + tl.arange(0, SPAN)
+    span = tl.arange(0, VALUE_PADDED)
+    one = tl.arange(0, 1)
     zero_padding(own + span, query_start_loc, num_tokens, num_seqs, value_stride, span < VALUE_SIZE, BLOCK_T)
+    zero_padding(d_beta + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -94,8 +96,8 @@ def gated_delta_value_gradients_kernel(
     # Of the decay from the chunk's start to each token, and to its end.
     d_decay = tl.zeros([BLOCK_V, CHUNK], tl.float32)
     d_last = 0.0
-    for number in range(SPAN // BLOCK_V):
-        element = tl.program_id(2) * SPAN + number * BLOCK_V + tl.arange(0, BLOCK_V)
+    for first in range(0, VALUE_PADDED, BLOCK_V):
+        element = first + tl.arange(0, BLOCK_V)
         is_element = element < VALUE_SIZE
         is_value = is_element[:, None] & live[None, :]
         values = chunk_columns(value + head * value_head_stride, origin, step, element, value_token_stride)
@@ -138,37 +140,32 @@ def gated_delta_value_gradients_kernel(
         if through is None:
             # What a token reads, less what later ones read of it. (The results' part is that of the queries.)
             d_decay += d_r * (error - v) - u * d_error
-    part = (chunk * tl.num_programs(2) + tl.program_id(2)) * CHUNK + step
-    tl.store(rate_parts + part, tl.sum(d_rate, 0))
+    d_rates = d_beta + (origin + step) * NUM_HEADS + head
+    tl.store(d_rates, tl.sum(d_rate, 0).to(d_beta.dtype.element_ty), mask=live)
     if through is None:
-        tl.store(decay_parts + part, tl.sum(d_decay, 0) + tl.where(step == CHUNK - 1, d_last, 0.0))
+        tl.store(decay_parts + chunk * CHUNK + step, tl.sum(d_decay, 0) + tl.where(step == CHUNK - 1, d_last, 0.0))
 
 
 @triton.jit
-def gated_delta_rate_gradients_kernel(
+def gated_delta_gate_gradients_kernel(
     g,
     query_start_loc,
-    rate_parts,
     decay_parts,
     result_parts,
-    d_beta,
     d_g,
     num_tokens,
     num_seqs,
     g_token_stride,
     NUM_HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads). Writes the gradients of betas, and of gates of heads."""
+    """Grid: (chunks of the batch by a static bound, heads). Writes the gradients of gates of heads."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     one = tl.arange(0, 1)
-    zero_padding(d_beta + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
-    if d_g is not None:
-        zero_padding(d_g + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
+    zero_padding(d_g + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -176,20 +173,11 @@ def gated_delta_rate_gradients_kernel(
     step = tl.arange(0, CHUNK)
     live = index * CHUNK + step < tl.load(query_start_loc + seq + 1) - start
     token = (start + index * CHUNK + step).to(tl.int64)
-    part = (tile * NUM_HEADS + head).to(tl.int64) * PARTS * CHUNK + step
-    d_rate = tl.zeros([CHUNK], tl.float32)
-    d_decay = tl.zeros([CHUNK], tl.float32)
-    for number in range(PARTS):
-        d_rate += tl.load(rate_parts + part + number * CHUNK)
-        if d_g is not None:
-            d_decay += tl.load(decay_parts + part + number * CHUNK)
-    place = token * NUM_HEADS + head
-    tl.store(d_beta + place, d_rate.to(d_beta.dtype.element_ty), mask=live)
-    if d_g is not None:
-        d_decay += tl.load(result_parts + (tile * NUM_HEADS + head).to(tl.int64) * CHUNK + step, mask=live, other=0.0)
-        gate = tl.load(g + token * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
-        d_gate = tl.cumsum(d_decay, 0, reverse=True)
-        tl.store(d_g + place, tl.where(gate > -100.0, d_gate, 0.0).to(d_g.dtype.element_ty), mask=live)
+    part = (tile * NUM_HEADS + head).to(tl.int64) * CHUNK + step
+    d_decay = tl.load(decay_parts + part) + tl.load(result_parts + part, mask=live, other=0.0)
+    gate = tl.load(g + token * g_token_stride + head, mask=live, other=0.0).to(tl.float32)
+    d_gate = tl.where(gate > -100.0, tl.cumsum(d_decay, 0, reverse=True), 0.0)
+    tl.store(d_g + token * NUM_HEADS + head, d_gate.to(d_g.dtype.element_ty), mask=live)
 
 
 @triton.jit
