@@ -64,8 +64,14 @@ def chunk_columns(array, origin, step, row, stride):
 def zero_padding(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T: tl.constexpr):
     """Zeroes the results after the last sequence, by the programs of the first one."""
     if tl.program_id(0) == 0:
-        for first in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
-            tokens = first + tl.arange(0, BLOCK_T)
-            padded = results[None, :] + tokens.to(tl.int64)[:, None] * token_stride
-            zeros = tl.zeros(padded.shape, results.dtype.element_ty)
-            tl.store(padded, zeros, mask=(tokens < num_tokens)[:, None] & is_row[None, :])
+        zero_rows(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T)
+
+
+@triton.jit
+def zero_rows(results, query_start_loc, num_tokens, num_seqs, token_stride, is_row, BLOCK_T: tl.constexpr):
+    """Zeroes the results after the last sequence."""
+    for first in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
+        tokens = first + tl.arange(0, BLOCK_T)
+        padded = results[None, :] + tokens.to(tl.int64)[:, None] * token_stride
+        zeros = tl.zeros(padded.shape, results.dtype.element_ty)
+        tl.store(padded, zeros, mask=(tokens < num_tokens)[:, None] & is_row[None, :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import load_state, natural_exp, store_state, zero_padding
+from torch_core.device.states import load_state, natural_exp, store_state, zero_rows
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def gated_delta_kernel(
     states_row_stride,
     out_token_stride,
     out_head_stride,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
@@ -50,13 +51,18 @@ def gated_delta_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Grid: (sequences, heads, tiles of BLOCK_V rows of a state). The first sequence's programs zero padded tokens."""
+    """Grid: tiles of BLOCK_V rows of the heads' states, those of a sequence side by side, as they lie in memory.
+
+    The first sequence's programs zero padded tokens.
+    """
     COLUMNS: tl.constexpr = KEY_PADDED if KEY_PADDED < 32 else 32
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
+    TILES: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(0) // TILES % NUM_HEADS
+    seq = tl.program_id(0) // (TILES * NUM_HEADS)
     # Parts of a row along the first axis: a thread then holds columns of all parts, and adds them without a shuffle.
     channel = tl.arange(0, KEY_PADDED // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    row = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_channel = channel < KEY_SIZE
     is_row = row < VALUE_SIZE
     start = tl.load(query_start_loc + seq)
@@ -131,7 +137,8 @@ def gated_delta_kernel(
             states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
         )  # fmt: skip
     # Last, because the first sequence's programs would wait for one more offset before their loads.
-    zero_padding(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
+    if seq == 0:
+        zero_rows(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
 
 
 @triton.jit

@@ -25,9 +25,8 @@ from torch_core.state.kernels.delta.parts import (
     system_launches,
 )
 
-# Elements of a state that one warp holds, and that it holds if each multiprocessor then has so many warps. A program
-# has one: more would have to wait for each other.
-_STATE_ELEMENTS, _MANY_ELEMENTS, _MANY_WARPS = 1024, 2048, 16
+# Elements of a state that one warp holds. A program has one: more would have to wait for each other.
+_STATE_ELEMENTS = 2048
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -73,25 +72,20 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
     tile = _tile(call, limits)
     scratch = scratch_of(call, tile.segment) if in_chunks else {}
     arguments = arguments_of(call, arrays, {**scratch, "out": results["out"]})
-    launches = _in_chunks(call, arguments, tile) if in_chunks else _by_token(call, arguments, limits)
+    launches = _in_chunks(call, arguments, tile) if in_chunks else _by_token(call, arguments)
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         scratch=tuple(scratch.items()), launches=launches,
     )  # fmt: skip
 
 
-def _by_token(
-    call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits
-) -> tuple[LaunchPlan, ...]:
+def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> tuple[LaunchPlan, ...]:
     values, keys = power_of_two(call.value.shape[2]), power_of_two(call.key.shape[2])
-    warps = call.num_seqs * call.num_heads * values * keys // _MANY_ELEMENTS
-    # Gates of channels take the registers of more rows.
-    is_many = call.gk is None and warps >= _MANY_WARPS * limits.num_sms
-    rows = min(values, max(1, (_MANY_ELEMENTS if is_many else _STATE_ELEMENTS) // keys))
+    rows = min(values, max(1, _STATE_ELEMENTS // keys))
     constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows}
     if call.states is not None:
         constexprs["states_row_stride"] = call.states.element_strides[2]
-    grid = (call.num_seqs, call.num_heads, ceil_div(call.value.shape[2], rows))
+    grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
     launch = named_launch(
         gated_delta_kernel, grid, arguments, constexprs, writes=_written(call), num_warps=1, num_stages=1, hot=True
     )
