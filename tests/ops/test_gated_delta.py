@@ -225,7 +225,6 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, seed):
-    # A warp then holds 8 rows of a state, and 16 in the large batch.
     large = delta_call(seed, (2,) * 64, heads=(8, 4), sizes=(128, 128), gates=gates, dtype="bfloat16", padding=0)
     rows = {name: getattr(large, name)[:6].cuda() for name in ("query", "key", "value", "beta", gates)}
     slots = {"query_start_loc": large.query_start_loc[:4].cuda()}
