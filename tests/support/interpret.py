@@ -5,12 +5,13 @@ Here each decorated function gets an interpreted twin instead, made on first use
 Helper kernels must be imported by name (`from torch_core.attention.x import helper`): twins replace names of the
 module that uses them. Slow by design: for tests and for debugging a kernel without a GPU.
 
-Three things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
+Four things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
 bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even; float arguments, which a kernel sees as
-tensors when compiled; and a scalar condition that is spread over a block, which becomes numbers, and those are no mask
-in 3.9. Three take most of its time for nothing and are left out: the language is patched again in every call of a
-helper, sums are computed a second time to find overflows that it does not report, and numpy's types are looked up in a
-table that is made each time.
+tensors when compiled; products of tiles, in which the bits of a row depend on its place on some processors; and a
+scalar condition that is spread over a block, which becomes numbers, and those are no mask in 3.9. Three take most of
+its time for nothing and are left out: the language is patched again in every call of a helper, sums are computed a
+second time to find overflows that it does not report, and numpy's types are looked up in a table that is made each
+time.
 """
 
 from __future__ import annotations
@@ -218,7 +219,11 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
         else x
         for x in (a, b)
     ]
-    return type(builder).create_dot(builder, *operands, d, input_precision, max_num_imprecise_acc)
+    # Row by row, as a matrix unit has them: OpenBLAS adds the last rows of a tile in another order on some processors.
+    places = ((..., None, slice(None)), (..., None, slice(None), slice(None)), (..., None, slice(None)))
+    rows = [interpreter.TensorHandle(x.data[place], x.dtype) for x, place in zip((*operands, d), places, strict=True)]
+    result = type(builder).create_dot(builder, *rows, input_precision, max_num_imprecise_acc)
+    return interpreter.TensorHandle(result.data[..., 0, :], result.dtype)
 
 
 def _twin(kernel: Any) -> Any:
