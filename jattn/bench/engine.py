@@ -296,7 +296,9 @@ def _start(
 ) -> list[Any]:
     """Adds a request for each prompt and returns all samples, each with a token at least."""
     added = zip(prompts, itertools.cycle(names), strict=False)
-    requests = [sample for prompt, name in added for sample in engine.add(prompt, params, lora=name).samples]
+    prepared = [engine.new_request(prompt, params, lora=name) for prompt, name in added]
+    engine.queue(prepared)
+    requests = [sample for request in prepared for sample in request.samples]
     while not all(request.output_token_ids for request in requests):
         engine.step()
     return requests
@@ -327,8 +329,8 @@ def _run(
 ) -> None:
     """Runs requests to their end, as `LLM` does."""
     outbox = Outbox()
-    for prompt, name in zip(prompts, itertools.cycle(names), strict=False):
-        engine.add(prompt, params, lora=name, outbox=outbox)
+    added = zip(prompts, itertools.cycle(names), strict=False)
+    engine.queue([engine.new_request(prompt, params, lora=name, outbox=outbox) for prompt, name in added])
     while engine.wait(outbox):
         pass
 

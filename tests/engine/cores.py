@@ -31,11 +31,12 @@ class CoreEngine:
     def add(self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Request:
         samples = self._validator.requests(prompt, params, request_id=request_id, outbox=self._outbox)
         try:
-            return self._core.add(samples)
+            self._core.add([samples[0]])
         except BaseException:
             self._core.abandoned.append(samples[0])
             self._core.drop_abandoned()
             raise
+        return samples[0]
 
     def step(self) -> list[TokenDelta]:
         self._core.step()

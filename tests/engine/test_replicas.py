@@ -91,6 +91,37 @@ def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_when_that_is_busy() -> 
 
 
 @on_four_devices
+def test_prompts_queued_together_are_dealt_out_and_numbered_as_one_after_the_other() -> None:
+    prompts, placed, tokens = prompts_of(4, 12), [], []
+    for together in (False, True):
+        engine, outbox = two(), Outbox()
+        requests = [engine.new_request(prompt, DRAWN, outbox=outbox) for prompt in prompts]
+        for batch in [requests] if together else [[request] for request in requests]:
+            engine.queue(batch)
+        placed.append([engine.engines.index(engine._engine_of(request.request_id)) for request in requests])
+        while engine.wait(outbox):
+            pass
+        tokens.append([request.output_token_ids for request in requests])
+    assert placed[0] == placed[1] and set(placed[0]) == {0, 1}
+    assert tokens[0] == tokens[1]
+
+
+@on_four_devices
+@pytest.mark.parametrize("copies", [1, 2])
+def test_of_prompts_queued_together_none_is_left_when_one_is_refused(copies: int) -> None:
+    engine = open_engine(large_decoder(), EngineConfig(**SIZES, data_parallel_size=copies))
+    names = ["first", "second", "first"]
+    requests = [engine.new_request([1, 2, 3], GREEDY, request_id=name) for name in names]
+    with pytest.raises(InvalidInput, match="'first' belongs to an unfinished request"):
+        engine.queue(requests)
+    again = engine.add([1, 2, 3], GREEDY, request_id="second")
+    assert engine.num_unfinished == 1
+    while again.finish_reason is None:
+        engine.step()
+    assert len(again.output_token_ids) == 4
+
+
+@on_four_devices
 def test_an_interrupted_caller_of_a_copy_queues_nothing_and_loses_no_token() -> None:
     engine = two()
     reply = InterruptAtReply(engine.engines[0])

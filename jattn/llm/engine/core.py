@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -148,43 +148,20 @@ class EngineCore(Owner):
         if not cuts:
             state.cache.retire(step.committed.step_id)
 
-    def add(self, samples: tuple[Request, ...], first_number: int = 0) -> Request:
-        """Queues the samples of one prompt and returns the first.
+    def add(self, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> None:
+        """Queues the samples of prompts. After an error those before it are queued.
 
         Args:
-            samples: result of `Validator.requests`.
-            first_number: the number of the first one is at least this, and at least `num_added`.
+            requests: the first sample of each prompt; see `Validator.requests`.
+            numbers: the number of each is at least this, and at least `num_added`.
 
         Raises:
             InvalidInput: another unfinished request has the id.
             EngineClosed: the engine is closed.
             RequestTooLong: it can never fit the pool.
         """
-        first, state = samples[0], self._rebuilt()
-        if first.request_id in self.requests:
-            raise InvalidInput(
-                "request_id", f"{shown(first.request_id)} belongs to an unfinished request", "ids must be unique"
-            )
-        number = max(self.num_added, first_number)
-        for index, request in enumerate(samples):
-            request.take_number(number + index)
-        try:
-            for request in samples:
-                state.scheduler.add(request)
-                self.requests[request.request_id] = request
-                self.load += request.most_tokens
-                self._unfinished[first.outbox] += 1
-            self.num_added = number + len(samples)
-        except InvalidInput:
-            # Refused with the first of them, before anything changed.
-            raise
-        except BaseException:
-            self._state = None
-            raise
-        if LOGGER.isEnabledFor(logging.DEBUG):
-            fields = {"num_prompt_tokens": len(first.prompt_token_ids), "max_tokens": first.max_tokens}
-            event(logging.DEBUG, "request_added", request_id=first.request_id, **fields, n=len(samples))
-        return first
+        for index, first in enumerate(requests):
+            self._add(first, self.num_added if numbers is None else max(self.num_added, numbers[index]))
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request and returns its end, which its outbox gets, too.
@@ -222,6 +199,31 @@ class EngineCore(Owner):
                 # A thread may still wait for it.
                 self.ready.add(found)
             self.abandoned.popleft()
+
+    def _add(self, first: Request, number: int) -> None:
+        state = self._rebuilt()
+        if first.request_id in self.requests:
+            raise InvalidInput(
+                "request_id", f"{shown(first.request_id)} belongs to an unfinished request", "ids must be unique"
+            )
+        for index, request in enumerate(first.samples):
+            request.take_number(number + index)
+        try:
+            for request in first.samples:
+                state.scheduler.add(request)
+                self.requests[request.request_id] = request
+                self.load += request.most_tokens
+                self._unfinished[first.outbox] += 1
+            self.num_added = number + len(first.samples)
+        except InvalidInput:
+            # Refused with the first of them, before anything changed.
+            raise
+        except BaseException:
+            self._state = None
+            raise
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            fields = {"num_prompt_tokens": len(first.prompt_token_ids), "max_tokens": first.max_tokens}
+            event(logging.DEBUG, "request_added", request_id=first.request_id, **fields, n=len(first.samples))
 
     def _discard(self, requests: tuple[Request, ...]) -> None:
         for request in requests:

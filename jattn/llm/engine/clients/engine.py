@@ -11,6 +11,7 @@ from flax import nnx
 
 from jattn.llm.engine.benchmark_fill import assume_computed
 from jattn.llm.engine.clients.adapters import AdapterRegistry, ServesAdapters
+from jattn.llm.engine.clients.adding import AddsRequests
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.engine.device.device import check_types, open_device
@@ -36,7 +37,7 @@ from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
 
 
-class Engine(ServesAdapters, ClosingOwner):
+class Engine(AddsRequests, ServesAdapters, ClosingOwner):
     """Continuous batching over one model and one pool. Token ids in, token ids out.
 
     Any thread may call any method: each is a command to the one thread that owns the `EngineCore`. An interrupt of a
@@ -242,57 +243,38 @@ class Engine(ServesAdapters, ClosingOwner):
         """
         self._validator.grammar(params)
 
-    def add(
+    def new_request(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        prompt: str | None = None,
-        salt: bytes | None = None,
-        priority: int = 0,
-        inputs: Mapping[str, int | float] | None = None,
         lora: str | LoRARequest | None = None,
         outbox: Outbox | None = None,
-        first_number: int = 0,
+        **options: Any,
     ) -> Request:
-        """Queues a request; nothing runs until `step` or `wait`.
+        """Returns a request for `queue`; arguments and errors are those of `add`."""
+        outbox = self._outbox if outbox is None else checked_outbox(outbox)
+        options["adapter"] = self.adapters.of(lora)
+        return self._validator.requests(prompt_token_ids, params, outbox=outbox, **options)[0]
+
+    def queue(self, requests: Sequence[Request], numbers: Sequence[int] | None = None) -> None:
+        """Queues new requests: all of them or, after an error, none.
 
         Args:
-            prompt_token_ids: at least one token id below the model's vocab_size; the input of its encoder, if any.
-            params: sampling parameters; None for `SamplingParams()`.
-            request_id: unique among unfinished requests, without a "#" at its start; None for "#" and a number.
-            prompt: text of the prompt, for the result.
-            salt: 1 to 64 bytes; only requests with equal salts share cached prefixes. None for the engine's own salt.
-            priority: requests with a lower value run first and are preempted last. For each level at most 64 later
-                requests can overtake a request, so none waits for ever.
-            inputs: numbers for the model, as its `PagedSpec.inputs` declares: {"adapter": 3}. Only requests with equal
-                inputs share cached prefixes.
-            lora: the low-rank adapter: the name of one that `add_lora` loaded, or a request that loads it. Only
-                requests with the same version of it share cached prefixes.
-            outbox: queue of its outputs, for a caller that reads them with `wait`; None for callers of `step`.
-            first_number: minimum of `num_added`; for engines that number their requests together.
+            requests: results of `new_request`.
+            numbers: minima of `num_added` at each, for engines that number their requests together.
 
         Raises:
-            InvalidInput: an empty prompt, a token id outside the vocabulary, a bad or taken id, salt or outbox,
-                inputs that are missing or undeclared, an unknown adapter.
-            RequestTooLong: the request can never fit the model or the pool; the message has the numbers.
-            Unsupported: structured output without its library.
-
-        Returns:
-            The request; with n above 1 its first sample, whose `samples` are all of them, each with its own id.
+            InvalidInput, RequestTooLong: as `add`.
         """
-        outbox = self._outbox if outbox is None else checked_outbox(outbox)
         if self.spans_processes and jax.process_index():
             raise InvalidInput(f"this is process {jax.process_index()}; requests go to process 0. Call follow() here.")
-        options: dict[str, Any] = {"prompt": prompt, "salt": salt, "priority": priority, "inputs": inputs}
-        options["adapter"] = self.adapters.of(lora)
-        samples = self._validator.requests(prompt_token_ids, params, request_id=request_id, outbox=outbox, **options)
         try:
-            return self._thread.call(EngineCore.add, samples, first_number)
+            self._thread.call(EngineCore.add, requests, numbers)
         except BaseException:
-            # An interrupted caller does not know the request, and could not cancel it.
-            self._abandon(samples[0])
+            # An interrupted caller does not know the requests, and could not cancel them.
+            for request in requests:
+                self.abandon(request)
             raise
 
     def cancel(self, request_id: str) -> TokenDelta:
@@ -476,9 +458,10 @@ class Engine(ServesAdapters, ClosingOwner):
         """
         self._thread.call(EngineCore.wake)
 
-    def abandon(self, outbox: Outbox) -> None:
-        """Cancels the unfinished requests of an outbox without waiting; safe in a finalizer."""
-        self._abandon(checked_outbox(outbox))
+    def abandon(self, unread: Outbox | Request) -> None:
+        """Cancels the unfinished requests of an outbox, or of a prompt, without waiting; safe in a finalizer."""
+        self._core.abandoned.append(unread if isinstance(unread, Request) else checked_outbox(unread))
+        self._thread.post(EngineCore.drop_abandoned)
 
     def follow(self) -> bool:
         """Repeats process 0's operations until its engine sleeps (call again then) or closes; False in process 0."""
@@ -494,7 +477,3 @@ class Engine(ServesAdapters, ClosingOwner):
             self._thread.call(EngineCore.close)
         finally:
             self._thread.end()
-
-    def _abandon(self, unread: Outbox | Request) -> None:
-        self._core.abandoned.append(unread)
-        self._thread.post(EngineCore.drop_abandoned)

@@ -26,6 +26,7 @@ from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingParams, cuts_prompt
 from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox, RequestOutput
+from jattn.llm.engine.request.request import Request
 from jattn.llm.load import (
     ChatTemplate,
     SentenceModules,
@@ -386,12 +387,13 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         numbers, loras = of_each(inputs, len(listed)), of_each(lora_request, len(listed), "lora_request")
         outbox = Outbox()
         try:
-            requests = []
+            requests: list[Request] = []
             for index, (prompt, each, own, lora) in enumerate(zip(listed, params, numbers, loras, strict=True)):
                 with naming(index, listed):
                     token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt, cut=cuts_prompt(each))
                     options = {"prompt": text, "inputs": own, "lora": lora}
-                    requests.append(self.engine.add(token_ids, each, **options, outbox=outbox))
+                    requests.append(self.engine.new_request(token_ids, each, **options, outbox=outbox))
+            self.engine.queue(requests)
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jattn.llm.engine.clients.adapters import ServesAdapters
+from jattn.llm.engine.clients.adding import AddsRequests
 from jattn.llm.engine.clients.engine import Engine
 from jattn.llm.engine.clients.follower import Follower
 from jattn.llm.engine.device.placement import replica_meshes
@@ -23,7 +24,6 @@ from jattn.llm.engine.device.weights import check_version
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
-from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.thread import Listener, Outcome
@@ -37,7 +37,7 @@ from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
 
 
-class DataParallelEngine(ServesAdapters, ClosingOwner):
+class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
     """Several engines with the interface of one. Any thread may call any method.
 
     Each copy has its own thread. A request stays with its first copy: the one with the fewest tokens to compute before
@@ -181,41 +181,43 @@ class DataParallelEngine(ServesAdapters, ClosingOwner):
         for engine in self.engines:
             engine.prepare(params)
 
-    def add(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        salt: bytes | None = None,
-        inputs: Mapping[str, Any] | None = None,
-        lora: str | LoRARequest | None = None,
-        outbox: Outbox | None = None,
-        **options: Any,
+    def new_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Request:
-        """Queues a request with the copy that has the least to do until its first token; see `Engine.add`."""
+        """Returns a request for `queue`; see `Engine.new_request`."""
+        outbox = options.pop("outbox", None)
+        return self.engines[0].new_request(
+            prompt_token_ids, params, outbox=self._outbox if outbox is None else outbox, **options
+        )
+
+    def queue(self, requests: Sequence[Request]) -> None:
+        """Queues each request with the copy that has the least to do until its first token; see `Engine.queue`."""
         with self._routing:
-            if request_id is not None and self._engine_of(request_id) is not None:
-                raise InvalidInput(
-                    "request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique"
-                )
-            adapter = self.adapters.of(lora)
-            apart = salt if not inputs and adapter is None else (salt, str(inputs), adapter and adapter.key)
-            keys = self._router.keys(prompt_token_ids, apart)
-            index = self._router.choose(keys, [engine.load for engine in self.engines])
-            request = self.engines[index].add(
-                prompt_token_ids,
-                params,
-                request_id=request_id,
-                salt=salt,
-                inputs=inputs,
-                lora=None if adapter is None else adapter.name,
-                outbox=self._outbox if outbox is None else outbox,
-                first_number=max(engine.num_added for engine in self.engines),
-                **options,
-            )
-            self._router.note(index, keys)
-            return request
+            names = [request.request_id for request in requests if request.given_id]
+            for index, name in enumerate(names):
+                if self._engine_of(name) is not None or name in names[:index]:
+                    raise InvalidInput(
+                        "request_id", f"{shown(name)} belongs to an unfinished request", "ids must be unique"
+                    )
+            number = max(engine.num_added for engine in self.engines)
+            loads = [engine.load for engine in self.engines]
+            routed: list[dict[Request, int]] = [{} for _ in self.engines]
+            for request in requests:
+                keys = self._router.keys(request.encoder_token_ids or request.prompt_token_ids, request.salt)
+                index = self._router.choose(keys, loads)
+                self._router.note(index, keys)
+                loads[index] += sum(sample.most_tokens for sample in request.samples)
+                routed[index][request] = number
+                number += len(request.samples)
+            try:
+                for engine, numbers in zip(self.engines, routed, strict=True):
+                    if numbers:
+                        engine.queue(list(numbers), list(numbers.values()))
+            except BaseException:
+                for engine, numbers in zip(self.engines, routed, strict=True):
+                    for request in numbers:
+                        engine.abandon(request)
+                raise
 
     def cancel(self, request_id: str) -> TokenDelta:
         """Ends an unfinished request now; see `Engine.cancel`."""
@@ -361,18 +363,13 @@ class _Router:
         self._block_size, self._capacities = block_size, capacities
         self._given: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
 
-    def keys(self, tokens: Sequence[int], salt: Any) -> list[int]:
+    def keys(self, tokens: tuple[int, ...], salt: bytes | None) -> list[int]:
         """Returns a key for each whole block of a prompt, which depends on all tokens before its end."""
         # A hash will do: where two prompts share one a request goes to a copy that has to compute more.
-        keys = []
-        try:
-            key = hash(salt)
-            for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
-                key = hash((key, tuple(tokens[start : start + self._block_size])))
-                keys.append(key)
-        except (TypeError, LookupError):
-            # It is no prompt, or no salt: the engine says so, whichever is chosen.
-            return []
+        keys, key = [], hash(salt)
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            key = hash((key, tokens[start : start + self._block_size]))
+            keys.append(key)
         return keys
 
     def choose(self, keys: Sequence[int], loads: Sequence[int]) -> int:
