@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jattn.ops.softmax import first_visible
 from torch_core.attention.backward_call import DIFFERENTIATED
 from torch_core.attention.call import AttentionCall, DenseCall, PagedCall
+from torch_core.base.errors import Unsupported
 
 
 def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
@@ -18,7 +19,16 @@ def gathered(call: PagedCall[jax.Array]) -> DenseCall[jax.Array]:
 
     It has a key for each slot of the block tables, packed as those of a dense call: the sequences', then padding. Keys
     before the first that a sequence's queries see may lie in a block that was given back: they are zeros.
+
+    Raises:
+        Unsupported: sequences or blocks are split over Explicit axes: the packed keys are not even.
     """
+    arrays = (call.query, *(call.caches if call.kv_cache is None else (call.kv_cache,)))
+    if any(jax.typeof(x).sharding.mesh.explicit_axes and jax.typeof(x).sharding.spec[0] for x in arrays):
+        raise Unsupported(
+            f"{call.name}: Explicit mesh axes split its sequences or the blocks of its cache; its backward pass then "
+            "needs implementation='xla', or jax.shard_map with each device's own sequences and blocks."
+        )
     num_keys = call.num_seqs * call.table_tokens
     starts = jnp.pad(jnp.cumsum(call.seq_lens, dtype=jnp.int32), (1, 0))
     rows = jnp.arange(num_keys, dtype=jnp.int32)
@@ -61,7 +71,18 @@ def gathered_with_pullback(
 
     floats = {name: x for name, x in call.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
     _, pull, dense = jax.vjp(gather, floats, has_aux=True)
-    return dense, lambda found: pull({name.removeprefix("d_"): x for name, x in found.items()})[0]
+
+    def pulled(found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        named = {name.removeprefix("d_"): x for name, x in found.items()}
+        return pull({name: _as_split(x, getattr(dense, name)) for name, x in named.items()})[0]
+
+    return dense, pulled
+
+
+def _as_split(x: jax.Array, other: jax.Array) -> jax.Array:
+    # Along Explicit axes the heads of queries may be split and those of the cache not, or the other way round.
+    sharding = jax.typeof(other).sharding
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
 
 
 @jax.custom_vjp

@@ -206,9 +206,9 @@ def _missing_backward(
     as_dense: Callable[[Any], Any], filled: Any, found: dict[str, jax.Array], way: Way
 ) -> Unsupported | None:
     """Returns why the implementation has no backward pass for a call with these results; None where it has one."""
-    dense = jax.eval_shape(as_dense, filled)
-    backward = backward_of(dense, **found, d_out=found["out"])
     try:
+        dense = jax.eval_shape(as_dense, filled)
+        backward = backward_of(dense, **found, d_out=found["out"])
         backward.check()
         refuse_unserved(backward, way.served_by, named=way.implementation)
     except Unsupported as error:

@@ -17,7 +17,7 @@ from jattn.bridge import native, partitioned, typed_errors
 from jattn.bridge.kernel_cache import KernelCache
 from jattn.ops import xla
 from tests.bridge.test_partition import WAYS, assert_close, each_kind, gradients, opaque, run_opaque
-from tests.support.devices import WHOLE, addresses, collectives, mesh, on_four_devices, place
+from tests.support.devices import CACHE, HEADS, WHOLE, addresses, collectives, mesh, on_four_devices, place
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.base.errors import Unsupported
@@ -196,6 +196,31 @@ def test_training_on_a_split_batch_sums_only_what_all_sequences_share(name: str)
     assert set(collectives(program, placed, name)) <= {"all-reduce"}
     for key, x in expected.items():
         assert_close(found[key], x)
+
+
+@pytest.mark.parametrize("name", [None, "xla", "torch"])
+@pytest.mark.parametrize("rows", [SEQS, ROWS, WHOLE, HEADS], ids=str)
+@pytest.mark.parametrize("blocks", [BLOCKS, CACHE, WHOLE], ids=str)
+@on_four_devices
+def test_gradients_of_a_cache_over_explicit_axes(blocks: PartitionSpec, rows: PartitionSpec, name: Any) -> None:
+    rng = np.random.default_rng(3)
+    query, cache = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 4, 16), (8, 2, 4, 2, 16)))
+    lens, tables = jnp.array([3, 8, 5, 6], jnp.int32), jnp.array([[1, 2], [3, 0], [5, 4], [6, 7]], jnp.int32)
+    starts = jnp.arange(5, dtype=jnp.int32)
+
+    def loss(query: Any, cache: Any, name: str | None) -> jax.Array:
+        out = ops.paged_attention(query, cache, tables, lens, starts, max_query_len=1, implementation=name)
+        return (out**2).sum()
+
+    on = mesh("explicit", dp=2, tp=2)
+    derive = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    placed = place(query, on, rows), place(cache, on, blocks)
+    if name == "torch" and "dp" in (*rows, *blocks):
+        with pytest.raises(Unsupported, match=r"^paged_attention: Explicit mesh axes split its sequences or"):
+            derive(*placed, name)
+    else:
+        for found, expected in zip(derive(*placed, name), derive(query, cache, "xla"), strict=True):
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize("spec", [WHOLE, ROWS], ids=["whole", "split"])
