@@ -346,13 +346,14 @@ class KVPool(Owner):
             # All sources are read first; the states of some sequences fit beside the pool, those of a batch may not.
             size = len(pairs) if np.isin(pairs[:, 0], pairs[:, 1]).any() else _STATES_AT_ONCE
             for first in range(0, len(pairs), size):
-                self._run(self._slots, programs.copy_blocks, programs.pad_blocks(pairs[first : first + size]))
+                program = programs.given_from_the_host(programs.copy_blocks)
+                self._run(self._slots, program, programs.pad_blocks(pairs[first : first + size]))
 
     def scrub_states(self, slots: Sequence[int]) -> None:
         """Fills whole state slots with zeros; as `scrub_blocks`."""
         ids = checked_blocks("slots", slots, self.num_slots, noun="slot")
         if ids.size:
-            self._run(self._slots, programs.scrub_blocks, programs.pad_blocks(ids))
+            self._run(self._slots, programs.given_from_the_host(programs.scrub_blocks), programs.pad_blocks(ids))
 
     def warmup(self, *, copies: int = 0, scrubs: int = 0, swaps: int = 0) -> None:
         """Compiles the programs for up to these numbers of copies, scrubs and swaps, by runs on the null block."""
@@ -378,15 +379,14 @@ class KVPool(Owner):
 
     def read_states(self, slots: Sequence[int]) -> list[np.ndarray]:
         """Copies whole state slots to the host; as `read_blocks`."""
-        return self._read(
-            self._slots, programs.read_blocks, checked_blocks("slots", slots, self.num_slots, noun="slot")
-        )
+        ids = checked_blocks("slots", slots, self.num_slots, noun="slot")
+        return self._read(self._slots, programs.given_from_the_host(programs.read_blocks), ids)
 
     def _read(self, part: slice, program: Callable[..., Any], ids: np.ndarray) -> list[np.ndarray]:
         arrays = self._opened()[part]
         with self.guard():
             found = program(arrays, programs.pad_blocks(ids))
-            return [np.asarray(layer)[: len(ids)] for layer in found]
+            return [layer[: len(ids)] for layer in jax.device_get(found)]
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[np.ndarray]) -> None:
         """Copies whole blocks from the host, in the order of the steps.
@@ -419,7 +419,7 @@ class KVPool(Owner):
             jax.device_put(programs.pad_blocks(layer), array.sharding)
             for layer, array in zip(contents, self._opened()[self._slots], strict=True)
         ]
-        self._run(self._slots, programs.write_blocks, padded, new)
+        self._run(self._slots, programs.given_from_the_host(programs.write_blocks), padded, new)
 
     def _check_contents(self, part: slice, ids: np.ndarray, contents: Sequence[np.ndarray]) -> None:
         found = [(layer.shape, layer.dtype) for layer in contents]
@@ -484,12 +484,11 @@ class KVPool(Owner):
         return (shape if self.sharding is None else self.sharding.shard_shape(shape))[0]
 
     def _on_parts(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        if self.sharding is None or self._blocks_of_a_part == self.num_blocks:
-            return program
-        # On CUDA too by XLA's own scatter: the kernel knows no ids past the end.
-        return programs.on_parts(
-            programs.copy_blocks if program is programs.copy_blocks_native else program, self.sharding
-        )
+        if self.sharding is not None and self._blocks_of_a_part < self.num_blocks:
+            # On CUDA too by XLA's own scatter: the kernel knows no ids past the end.
+            plain = programs.copy_blocks if program is programs.copy_blocks_native else program
+            program = programs.on_parts(plain, self.sharding)
+        return programs.given_from_the_host(program)
 
     def _refuse_live_views(self) -> None:
         self._views = [view for view in self._views if view() is not None]

@@ -49,6 +49,16 @@ def padded_sizes(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(most - 1, 0).bit_length() + 1)] if most else []
 
 
+def given_from_the_host(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the program for ids and contents in the host's memory, also under a caller's guard of transfers."""
+
+    def run(*operands: Any) -> Any:
+        with jax.transfer_guard("allow"):
+            return program(*operands)
+
+    return run
+
+
 @functools.cache
 def on_parts(program: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
     """Returns the program for caches whose blocks are split: each device copies the blocks of its own part.

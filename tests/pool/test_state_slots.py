@@ -57,6 +57,18 @@ def test_a_step_is_given_the_states_after_the_blocks_and_returns_both():
     assert pool.num_bytes == 2 * 4 * BLOCKS.bytes_per_block + 2 * 6 * STATES.bytes_per_slot
 
 
+def test_blocks_and_slots_are_moved_under_a_guard_of_transfers():
+    with jax.transfer_guard("disallow"):
+        pool = filled()
+        pool.copy_blocks([(1, 2)])
+        pool.scrub_blocks([1])
+        pool.copy_states([(3, 4)])
+        pool.scrub_states([3])
+        found = values(pool)
+
+    assert found == ([0, 1, 2, 0, 3, 5], [0, 0, 1, 3])
+
+
 def test_slots_are_copied_and_scrubbed_and_blocks_stay():
     pool = filled()
     pool.copy_states([(1, 2), (2, 5)])
