@@ -141,7 +141,7 @@ class Direct(contextlib.AbstractAsyncContextManager):
     async def serve_users(
         self, count: int, waiting: deque[tuple[float, list[int], tuple[int, int]]], timelines: list[Timeline]
     ) -> None:
-        """Sends the requests of users. Behind the first ones the engine's thread adds them, before its next step."""
+        """Sends the requests of users. The engine's thread adds them between two steps, the first ones together."""
         loop, ended = asyncio.get_running_loop(), asyncio.Semaphore(0)
 
         def next_request() -> None:
@@ -159,7 +159,17 @@ class Direct(contextlib.AbstractAsyncContextManager):
                 else:
                     return
 
-        await asyncio.gather(*(loop.run_in_executor(self.adders, next_request) for _ in range(count)))
+        def start() -> None:
+            for _ in range(count):
+                next_request()
+
+        def start_at_the_end_of_another() -> None:
+            try:
+                self._send(Timeline(time.perf_counter()), [1], 1, start)
+            except Exception:
+                start()
+
+        await loop.run_in_executor(self.adders, start_at_the_end_of_another)
         for _ in range(count):
             await ended.acquire()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from jattn.bench.clients import Direct, send
 from jattn.bench.runner import main
 from jattn.bench.serve import BENCHMARK, run
 from jattn.cli import main as cli
-from jattn.llm.engine import Engine
+from jattn.llm.engine import LLM, Engine, EngineConfig
+from jattn.llm.serve import AsyncLLM
 from tests.serve.conftest import KEY
 from tests.support.tiny_models import write_tiny_model
 from torch_core.base.errors import InvalidInput
@@ -62,6 +65,23 @@ def test_users_of_a_load_that_is_refused_send_all_of_it() -> None:
     with ThreadPoolExecutor(2) as adders:
         timelines, _ = send(Direct(Refuses(), adders), Load.of("4x4:1users:2000"), 0, 100, False)  # type: ignore[arg-type]
     assert [timeline.error for timeline in timelines] == ["too long"] * 2000
+
+
+def test_the_engine_adds_the_requests_of_users_between_two_steps(tmp_path) -> None:
+    adding = []
+
+    class Watched(AsyncLLM):
+        def add(self, *arguments: Any, **options: Any) -> str:
+            adding.append(threading.current_thread().name)
+            return super().add(*arguments, **options)
+
+    llm = LLM(str(write_tiny_model(tmp_path, 0)), config=EngineConfig(max_num_seqs=2, max_num_batched_tokens=64))
+    with Watched(llm) as watched, ThreadPoolExecutor(1) as adders:
+        timelines, _ = send(Direct(watched, adders), Load.of("4x3:2users:5"), 0, 100, False)
+
+    assert [each.num_tokens for each in timelines] == [3] * 5
+    # Behind a request that no row counts.
+    assert adding[1:] == ["jattn-engine"] * 5
 
 
 def test_what_json_has_no_numbers_for_is_spelled_otherwise(server, capsys) -> None:
