@@ -171,11 +171,16 @@ class _Bench:
 
     def startup(self, settings: dict[str, Any]) -> _Measured:
         """Returns the seconds of this process until a first answer, after `warmup`, and the seconds of compilation."""
+        jax.block_until_ready(nnx.state(self.model))
+        reached = {"weights": _process_seconds()}
         with open_engine(self.model, EngineConfig(**settings)) as engine:
+            reached["pool"] = _process_seconds()
             engine.warmup(lambda *_: None)
+            reached[f"{len(engine.programs)} programs"] = _process_seconds()
             engine.add(self._prompts(1, _BLOCK_SIZE)[0], _greedy(1))
             _drain(engine)
-            return [_process_seconds()], "s", engine.compile_seconds, 0.0, None
+            details = ", ".join(f"{stage} after {seconds:.1f} s" for stage, seconds in reached.items())
+            return [_process_seconds()], "s", engine.compile_seconds, 0.0, details
 
     def decode(self, settings: dict[str, Any], batch: int, context: int) -> _Measured:
         """Returns the milliseconds of a decode step with this number of sequences."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,10 @@ def test_a_start_has_a_row_and_no_other_is_needed(capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     (row,) = report["rows"]
     assert (row["load"], row["unit"], row["settings"]) == ("start-up", "s", settings)
+    stages = [float(seconds) for seconds in re.findall(r"after (\d+\.\d) s", report["summary"][0])]
+    assert stages == sorted(stages)
+    assert len(stages) == 3
+    assert 0 < stages[0] <= stages[-1] <= round(row["median"], 1)
     assert row["median"] == row["rounds"][0] > 0
     assert row["compile_seconds"] > 0
     assert report["command"].startswith("jattn bench engine --shape tiny ")
