@@ -53,7 +53,7 @@ class Detokenizer:
         self.text = ""
         self._decode(self._end_of(prompt), finished=False)
         # The stream returns a broken character once it is complete, together with the text after it.
-        self._of_prompt, self.text = self._rest(), ""
+        self._of_prompt = self._rest()
         self.num_tokens = 0
         self.stop_string: str | None = None
 
@@ -69,14 +69,18 @@ class Detokenizer:
         """
         if self.stopped:
             return ""
-        # One at a time where one of them may end the text; at once is cheaper.
-        parts = [(token,) for token in token_ids] if self._stop and token_ids else [tuple(token_ids)]
-        for index, part in enumerate(parts):
+        if not self._stop:
+            self.num_tokens += len(token_ids)
+            new = self._decode(token_ids, finished)
+            self.text += new
+            return new
+        # One at a time, because each of them may end the text.
+        parts = [(token,) for token in token_ids] or [()]
+        for index, part in enumerate(parts, 1):
             searched = len(self.text)
             self.num_tokens += len(part)
-            self._decode(part, finished and index == len(parts) - 1)
-            self._cut(searched)
-            if self.stopped:
+            self.text += self._decode(part, finished and index == len(parts))
+            if self._cut(searched):
                 break
         end = len(self.text) if finished or self.stopped else len(self.text) - self._held_back()
         new = self.text[self._handed_out : end]
@@ -91,8 +95,9 @@ class Detokenizer:
                 return some
         return prompt[-_MOST_OF_PROMPT:]
 
-    def _decode(self, token_ids: Sequence[int], finished: bool) -> None:
-        tokenizer = self._tokenizer.tokenizer
+    def _decode(self, token_ids: Sequence[int], finished: bool) -> str:
+        """Returns the text that tokens complete, with `finished` also that of a broken character."""
+        text, tokenizer = "", self._tokenizer.tokenizer
         for token in token_ids:
             self._unread.append(token)
             try:
@@ -103,19 +108,17 @@ class Detokenizer:
                 self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
                 self._stream.step(tokenizer, token)
             if new is not None:
-                self._add(new)
+                text += self._behind_prompt(new) if self._of_prompt else new
                 self._unread, self._num_context = [token], 1
         if finished:
-            self._add(self._rest())
+            text += self._behind_prompt(self._rest())
+        return text
 
-    def _add(self, new: str) -> None:
+    def _behind_prompt(self, new: str) -> str:
+        """Returns the first text without the prompt's last characters, which it may have changed."""
         known, self._of_prompt = self._of_prompt, ""
-        if not known:
-            self.text += new
-            return
-        # The new text may have changed the prompt's last characters.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(known, new, strict=False))
-        self.text += new[sum(1 for _ in same) :]
+        return new[sum(1 for _ in same) :]
 
     def _rest(self) -> str:
         """Decodes the tokens that the stream has not returned yet; the token before decides about a space."""
@@ -123,21 +126,24 @@ class Detokenizer:
         known = self._tokenizer.decode(self._unread[: self._num_context], skip_special_tokens=skip)
         return self._tokenizer.decode(self._unread, skip_special_tokens=skip)[len(known) :]
 
-    def _cut(self, searched: int) -> None:
-        """Cuts the text at the first stop string that ends behind the characters that were searched before."""
-        if not self._stop or self.num_tokens <= self._min_tokens:
-            return
+    def _cut(self, searched: int) -> bool:
+        """Cuts the text at the first stop string that ends behind the characters that were searched before, if any."""
+        if self.num_tokens <= self._min_tokens:
+            return False
         places = [(self.text.find(stop, max(searched + 1 - len(stop), 0)), stop) for stop in self._stop]
         found = [place for place in places if place[0] >= 0]
         if found:
             at, self.stop_string = min(found)
             self.text = self.text[: at + len(self.stop_string) * self._include_stop]
+        return bool(found)
 
     def _held_back(self) -> int:
-        longest = 0
+        """Returns how many of the last characters may be the beginning of a stop string."""
+        text, first = self.text, len(self.text)
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+            at = text.find(stop[0], max(len(text) + 1 - len(stop), 0), first)
+            while at >= 0:
+                if stop.startswith(text[at:]):
+                    first = at
+                at = text.find(stop[0], at + 1, first)
+        return len(text) - first
