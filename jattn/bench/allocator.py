@@ -91,8 +91,7 @@ def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> lis
         step = cache.commit(cache.plan(work))
         cache.retire(step.step_id)
         stepped = time.thread_time()
-        for seq_id, _ in work:
-            cache.append_tokens(seq_id, (1,))
+        cache.append_each([(seq_id, (1,)) for seq_id, _ in work])
         appended = time.thread_time()
         build_common_metadata(
             step.rows,
@@ -107,7 +106,7 @@ def _decode_rows(batch: int, context: int, block_size: int, repeats: int) -> lis
     steps, appends, builds = map(list, zip(*times, strict=True))
     return [
         _row(f"plan + commit + retire, {batch} decoding", "us", steps, 1e6, limit=500),
-        _row(f"append_tokens, {batch} times", "us", appends, 1e6),
+        _row(f"append_each, {batch} decoding", "us", appends, 1e6),
         _row(f"metadata build, {batch} decoding", "us", builds, 1e6, limit=200),
     ]
 

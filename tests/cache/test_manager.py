@@ -90,6 +90,16 @@ def test_generated_tokens_are_shared_once_they_are_known():
     assert cache.add("b", [1, 2, 3, 4, 5]) == 4
 
 
+def test_tokens_of_several_sequences_are_appended_at_once():
+    cache = make()
+    for seq_id in ("a", "b"):
+        prefill(cache, seq_id, [ord(seq_id), 2, 3])
+    cache.append_each([("a", [4, 5]), ("b", (6,))])
+    cache.retire(cache.step([("a", 2), ("b", 1)]).step_id)
+    assert cache.add("like a", [ord("a"), 2, 3, 4, 5]) == 4
+    assert cache.add("like b", [ord("b"), 2, 3, 6, 5]) == 4
+
+
 def test_a_block_is_not_shared_before_the_step_that_fills_it_retired():
     cache = make()
     cache.add("a", [1, 2, 3, 4, 5])

@@ -67,6 +67,8 @@ REFUSED: list[tuple[str, Callable[[CacheManager], object], type[Exception], str]
     ("append a negative", lambda c: c.append_tokens("run", [-1]), InvalidInput, r"token_ids\[0\] is negative"),
     ("append a huge one", lambda c: c.append_tokens("run", (2**31,)), InvalidInput, "does not fit into 32 bits"),
     ("append partly bad", lambda c: c.append_tokens("run", [1, -1]), InvalidInput, r"token_ids\[1\] is negative"),
+    ("append to each", lambda c: c.append_each([("run", [1]), ("x", [1])]), InvalidInput, "seq_id is 'x'; it is"),
+    ("append no pairs", lambda c: c.append_each([("run", [1]), ("run",)]), InvalidInput, "new must be a sequence of"),  # type: ignore[list-item]
     ("append to unknown", lambda c: c.append_tokens("x", [1]), InvalidInput, "seq_id is 'x'; it is unknown"),
     (
         "plan unknown",

@@ -136,7 +136,16 @@ class CacheManager:
         Raises:
             InvalidInput: the sequence is unknown, or an id is not an int from 0 to 2**31 - 1.
         """
-        self._state.append_tokens(seq_id, token_ids)
+        self._state.append_tokens([(seq_id, token_ids)])
+
+    @_verb
+    def append_each(self, new: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """`append_tokens` for pairs of a sequence and its tokens, under one hold of the lock; of all pairs or of none.
+
+        Raises:
+            InvalidInput: as `append_tokens`.
+        """
+        self._state.append_tokens(new)
 
     @_verb
     def finish(self, seq_id: str) -> None:

@@ -99,17 +99,24 @@ class CacheState:
             raise InvalidInput("seq_id", value=seq_id, wanted="it is unknown: it was never added, or it has finished")
         return sequence
 
-    def append_tokens(self, seq_id: object, token_ids: Sequence[int]) -> None:
-        """Makes token ids known; see `CacheManager.append_tokens`."""
-        sequence = self.known(seq_id)
-        # Decoding appends one token to each of many sequences: worth a short way.
-        if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
-            token = token_ids[0]
-            if not 0 <= token <= INT32_MAX:
-                raise _token_error(token_ids)
-            sequence.tokens.append(token)
-        else:
-            sequence.tokens.extend(checked_tokens(token_ids))
+    def append_tokens(self, new: Sequence[tuple[object, Sequence[int]]]) -> None:
+        """Makes token ids of sequences known, or none of them; see `CacheManager.append_each`."""
+        try:
+            seq_ids, each = zip(*new, strict=True) if new else ((), ())
+        except (TypeError, ValueError) as error:
+            raise InvalidInput("new", "must be a sequence of pairs (seq_id: str, token_ids: ints)") from error
+        checked: list[tuple[array[int], Sequence[int]]] = []
+        for seq_id, token_ids in zip(seq_ids, each, strict=True):
+            known = self.known(seq_id).tokens
+            # Decoding appends one token to each of many sequences: worth a short way.
+            if token_ids.__class__ in (tuple, list) and len(token_ids) == 1 and token_ids[0].__class__ is int:
+                if not 0 <= token_ids[0] <= INT32_MAX:
+                    raise _token_error(token_ids)
+                checked.append((known, token_ids))
+            else:
+                checked.append((known, checked_tokens(token_ids)))
+        for known, token_ids in checked:
+            known.extend(token_ids)
         self.version += 1
 
     def open_step(self) -> tuple[int, StepRecord]:

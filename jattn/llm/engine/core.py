@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 import jax
 
@@ -116,16 +117,23 @@ class EngineCore(Owner):
         routing = device.runner.routing
         if routing is not None:
             routing.came()
-        sampled = result.tokens.T.tolist()
+        # Columns are padded, so that there may be more than rows.
+        sampled = zip(count(), step.rows, zip(*result.tokens.tolist(), strict=True), strict=False)
         answers = [
-            (index, row, [token for token in sampled[index][: row.num_samples] if token >= 0])
-            for index, row in enumerate(step.rows)
+            (index, row, list(new))
+            for index, row, new in sampled
             if row.num_samples and row.request.finish_reason is None
         ]
+        cuts: dict[str, int] = {}
+        if len(result.tokens) > 1:
+            answers = [
+                (index, row, [token for token in new[: row.num_samples] if token >= 0]) for index, row, new in answers
+            ]
+            cuts = {row.request.request_id: len(new) for _, row, new in answers if len(new) < row.num_samples}
         # The slots of wrong guesses are given back before the cache knows the right tokens.
-        cuts = {row.request.request_id: len(new) for _, row, new in answers if len(new) < row.num_samples}
         if cuts:
             state.cache.retire(step.committed.step_id, cuts)
+        came: list[tuple[str, list[int]]] = []
         for index, row, new in answers:
             request = row.request
             if row.guesses:
@@ -137,7 +145,10 @@ class EngineCore(Owner):
             if result.logprobs is not None:
                 result.keep_logprobs(request, index, len(new))
             request.extend(new, self.weights_version)
-            state.cache.append_tokens(request.request_id, new)
+            came.append((request.request_id, new))
+        state.cache.append_each(came)
+        for _, row, _ in answers:
+            request = row.request
             if reason := request.end_reason:
                 if routing is not None:
                     # This step, too, although it has not retired.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jattn.llm.engine.adapter_slots import AdapterSlots
 from jattn.llm.engine.guesses import guesses_of
@@ -29,8 +29,7 @@ _CHEAPEST_TOKENS, _WORTH_TWO_STEPS = 256, 512
 _WORTH_WAITING = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """One request's part of a step.
 
     Attributes:
@@ -179,10 +178,10 @@ class Scheduler:
                     self._preempt(request)
                 step = self._schedule_prefill([], most_rows=1)
         if step is not None:
-            for row in step.rows:
-                row.request.num_computed_tokens = row.start + row.num_new_tokens
-                if row.request.followers:
-                    self._fork(row.request)
+            for request, start, num_new_tokens, _, _ in step.rows:
+                request.num_computed_tokens = start + num_new_tokens
+                if request.followers:
+                    self._fork(request)
         return step
 
     def finish(self, request: Request) -> None:
@@ -215,7 +214,7 @@ class Scheduler:
             whole, prompts = prompts, self._prefill_candidates(fitting)
             chosen = {row.request.request_id for row in prompts}
             self._hold_back(row.request for row in whole if row.request.request_id not in chosen)
-        decoding = [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
+        decoding = _rows_of_one(decodable)
         if others_run and prompts and not self._is_served([*decoding, *prompts]):
             self._hold_back(row.request for row in prompts)
             return None
@@ -350,20 +349,16 @@ class Scheduler:
             num_steps = 1
         while decodable:
             # If half of its steps are unwanted, a program costs more than the host's work that it saves.
-            if 2 * max(map(_wanted, decodable)) <= num_steps:
+            if num_steps > 1 and 2 * max(map(_wanted, decodable)) <= num_steps:
                 num_steps = 1
-            work: list[tuple[str, int]] = []
-            rows: list[ScheduledRow] = []
-            for request, wanted in decodable:
-                # The last token that a request wants follows its guesses.
-                if self._cache.config.states is not None:
-                    wanted = self._cache.until_snapshot(request.request_id, min(wanted, num_steps + num_guesses))
-                guesses = self._guesses.guess(request, min(num_guesses, wanted - 1)) if num_guesses else ()
-                count = min(wanted, num_steps) + len(guesses)
-                work.append((request.request_id, count))
-                rows.append(ScheduledRow(request, request.num_computed_tokens, count, count, guesses))
+            if num_steps + num_guesses == 1:
+                # One token of each of many: worth a short way.
+                rows = _rows_of_one(decodable)
+            else:
+                rows = [self._decode_row(*each, num_steps, num_guesses) for each in decodable]
             try:
-                return ScheduledStep(tuple(rows), self._cache.step(work), num_steps)
+                committed = self._cache.step([(row.request.request_id, row.num_new_tokens) for row in rows])
+                return ScheduledStep(tuple(rows), committed, num_steps)
             except OutOfBlocks:
                 if num_steps > 1 or any(row.guesses for row in rows):
                     num_steps, num_guesses = 1, 0
@@ -373,6 +368,14 @@ class Scheduler:
                 self._preempt(max(chain(self._running, filter(self._holds_blocks, self._waiting)), key=_order))
                 decodable, _ = self._split()
         return None
+
+    def _decode_row(self, request: Request, wanted: int, num_steps: int, num_guesses: int) -> ScheduledRow:
+        # The last token that a request wants follows its guesses.
+        if self._cache.config.states is not None:
+            wanted = self._cache.until_snapshot(request.request_id, min(wanted, num_steps + num_guesses))
+        guesses = self._guesses.guess(request, min(num_guesses, wanted - 1)) if num_guesses else ()
+        count = min(wanted, num_steps) + len(guesses)
+        return ScheduledRow(request, request.num_computed_tokens, count, count, guesses)
 
     def _split(self) -> tuple[list[_Decodable], bool]:
         """Returns the running requests that decode, each with the tokens that it wants, and whether prompts wait."""
@@ -480,6 +483,10 @@ class Scheduler:
 _Decodable: TypeAlias = tuple[Request, int]
 _order = attrgetter("order")
 _wanted = itemgetter(1)
+
+
+def _rows_of_one(decodable: Iterable[_Decodable]) -> list[ScheduledRow]:
+    return [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
 
 
 def _remaining(request: Request) -> int:

@@ -251,7 +251,7 @@ class _Loop:
             if is_once and not outbox:
                 self.core.check_awake()
         except Exception as error:
-            _tell(tell, Outcome(error=error))
+            _call(tell, Outcome(error=error))
             return
         self._readers[outbox] = _Reader(tell, is_once, then)
         if outbox or not self.core.runs_for(outbox):
@@ -266,20 +266,21 @@ class _Loop:
 
     def _hand_out(self) -> None:
         """Tells the readers of the outboxes that got deltas."""
-        told: dict[Callable[[], object], None] = {}
-        while self.core.ready:
-            outbox = self.core.ready.pop()
+        core, told = self.core, dict[Callable[[], object], None]()
+        while core.ready:
+            outbox = core.ready.pop()
             reader = self._readers.get(outbox)
             if reader is None:
                 continue
-            if reader.is_once or not self.core.runs_for(outbox):
+            tell, is_once, then = reader
+            if is_once or not core.runs_for(outbox):
                 del self._readers[outbox]
-            if reader.is_once:
-                _tell(reader.tell, Outcome())
-            elif outbox:
-                _tell(reader.tell, outbox.take())
-                if reader.then is not None:
-                    told[reader.then] = None
+            if is_once:
+                _call(tell, Outcome())
+            elif deltas := outbox.take():
+                _call(tell, deltas)
+                if then is not None:
+                    told[then] = None
         for then in told:
             _call(then)
         if self.core.asleep:
@@ -293,17 +294,13 @@ class _Loop:
         reader = self._readers[outbox]
         if reader.is_once:
             del self._readers[outbox]
-        _tell(reader.tell, Outcome(error=error) if reader.is_once else error)
+        _call(reader.tell, Outcome(error=error) if reader.is_once else error)
 
 
-def _tell(tell: Callable[[Any], object], news: Outcome | list[TokenDelta] | BaseException) -> None:
-    _call(lambda: tell(news))
-
-
-def _call(function: Callable[[], object]) -> None:
+def _call(function: Callable[..., object], *news: Outcome | list[TokenDelta] | BaseException) -> None:
     """Calls a caller's function; nothing that it raises, not even asyncio's CancelledError, ends the thread."""
     try:
-        function()
+        function(*news)
     except BaseException:
         LOGGER.exception("a listener failed")
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jattn.llm.engine import (
     LLM,
@@ -37,8 +37,7 @@ _MOST_ADDERS = 256
 _CLOSED = "the AsyncLLM was closed before the request ended."
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The result of one step for one sample of a request.
 
     Attributes:
@@ -320,14 +319,15 @@ class _Entry:
         new = reader.read(delta)
         if new is None:
             return
+        finished = reader.finished
         if kind is RequestOutputKind.DELTA:
             output = reader.output((new,))
-        elif reader.finished or kind is RequestOutputKind.CUMULATIVE:
+        elif finished or kind is RequestOutputKind.CUMULATIVE:
             output = reader.output()
         # Of an ended request no error would be delivered.
-        if reader.finished:
+        if finished:
             self.llm.end(self)
-        self.deliver(Update(new, reader.finished, output))
+        self.deliver(Update(new, finished, output))
 
 
 class _Mailbox:

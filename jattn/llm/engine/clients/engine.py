@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, cast
 
 import jax
@@ -288,7 +287,7 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
         """
         end = self._thread.call(EngineCore.cancel, request_id)
         tokens = (token for delta in self._outbox.take(request_id) for token in delta.token_ids)
-        return replace(end, token_ids=tuple(tokens))
+        return end._replace(token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
         """Dispatches the next step, if there is one, and reads the oldest one if necessary; returns the new deltas.

@@ -127,26 +127,27 @@ class PromptReader:
         sample = self._samples[delta.request_id]
         if sample.finish_reason is not None:
             return None
-        token_ids, text = delta.token_ids, ""
-        detokenizer, request = sample.detokenizer, sample.request
-        sample.finish_reason = delta.finish_reason
+        _, token_ids, reason = delta
+        text, detokenizer, request = "", sample.detokenizer, sample.request
         if detokenizer is not None:
-            # The token that ended the text is no part of it.
-            include_stop = request.params.include_stop_str_in_output
-            ended = delta.finish_reason == "error" or (delta.finish_reason == "stop" and not include_stop)
-            ended = ended and request.params.include_eos_token
-            before = detokenizer.num_tokens
-            text = detokenizer.push(token_ids[:-1] if ended else token_ids, finished=delta.finish_reason is not None)
-            if detokenizer.stopped:
-                token_ids = token_ids[: detokenizer.num_tokens - before]
-                sample.finish_reason = "stop"
+            of_text, before, params = token_ids, detokenizer.num_tokens, request.params
+            if reason == "error" or (reason == "stop" and not params.include_stop_str_in_output):
+                # The token that ended the text is no part of it.
+                of_text = token_ids[:-1] if params.include_eos_token else token_ids
+            text = detokenizer.push(of_text, finished=reason is not None)
+            if detokenizer.stop_string is not None:
+                token_ids, reason = token_ids[: detokenizer.num_tokens - before], "stop"
                 self._engine.stop(request, detokenizer.num_tokens)
-        self._num_unfinished -= sample.finish_reason is not None
+        sample.finish_reason = reason
+        self._num_unfinished -= reason is not None
         start = len(sample.token_ids)
         sample.token_ids += token_ids
-        logprobs = request.known_logprobs(start, token_ids, self._text_of)
-        sample.logprobs += logprobs or ()
-        return sample.completion(token_ids, text, logprobs, start)
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = request.known_logprobs(start, token_ids, self._text_of)
+            sample.logprobs += logprobs or ()
+        stop_string = None if detokenizer is None else detokenizer.stop_string
+        return request.completion(token_ids, reason, start=start, logprobs=logprobs, text=text, stop_string=stop_string)
 
     def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:
         """Returns all text so far, or the given part of it."""
@@ -178,20 +179,11 @@ class _Sample:
 
     def so_far(self) -> CompletionOutput:
         """Returns all tokens that were read, with their text."""
-        logprobs = None if self.request.params.logprobs is None else tuple(self.logprobs)
-        return self.completion(
-            tuple(self.token_ids), "" if self.detokenizer is None else self.detokenizer.text, logprobs
-        )
-
-    def completion(
-        self, token_ids: tuple[int, ...], text: str, logprobs: tuple[dict[int, Logprob], ...] | None, start: int = 0
-    ) -> CompletionOutput:
-        """Returns a record of tokens that were read."""
+        detokenizer = self.detokenizer
         return self.request.completion(
-            token_ids,
+            tuple(self.token_ids),
             self.finish_reason,
-            start=start,
-            logprobs=logprobs,
-            text=text,
-            stop_string=None if self.detokenizer is None else self.detokenizer.stop_string,
+            logprobs=None if self.request.params.logprobs is None else tuple(self.logprobs),
+            text="" if detokenizer is None else detokenizer.text,
+            stop_string=None if detokenizer is None else detokenizer.stop_string,
         )

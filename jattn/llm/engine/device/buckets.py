@@ -352,13 +352,14 @@ class StepBuckets:
 def _facts(rows: Sequence[ScheduledRow]) -> tuple[SamplingKind, bool, int]:
     """Returns the sampler that rows need, whether each has one new token and its guesses, and the most new tokens."""
     kind, decodes, longest = SamplingKind.GREEDY, True, 0
-    for row in rows:
-        request = row.request
+    for request, _, num_new_tokens, num_samples, guesses in rows:
         # A chunk that does not reach its prompt's end samples nothing: the smallest part of the sampler is enough.
-        if row.num_samples or request.params.prompt_logprobs is not None:
-            kind = max(kind, request.sampling_kind)
-        decodes = decodes and row.num_new_tokens == 1 + len(row.guesses)
-        longest = max(longest, row.num_new_tokens)
+        if request.sampling_kind > kind and (num_samples or request.params.prompt_logprobs is not None):
+            kind = request.sampling_kind
+        if num_new_tokens != 1 + len(guesses):
+            decodes = False
+        if num_new_tokens > longest:
+            longest = num_new_tokens
     return kind, decodes, longest
 
 

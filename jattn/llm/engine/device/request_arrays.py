@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from jattn.llm.engine.adapter_slots import AdapterSlots
@@ -17,15 +19,16 @@ def fill_adapters(step: ScheduledStep, slots: AdapterSlots, adapters: np.ndarray
 
 def fill_requests(step: ScheduledStep, token_ids: np.ndarray, sampling: np.ndarray, sample_index: np.ndarray) -> None:
     """Writes the tokens and the parameters of a step's requests into its buffer."""
-    first = 0
-    for index, row in enumerate(step.rows):
-        request = row.request
+    requests, new = [row.request for row in step.rows], array("i")
+    for request, start, num_new_tokens, _, guesses in step.rows:
         if step.encodes:
-            new = list(request.encoder_token_ids)
+            new.extend(request.encoder_token_ids)
+        elif start < len(request.prompt_token_ids) + len(request.output_token_ids):
+            new.extend(request.token_ids(start, start + num_new_tokens))
         else:
-            new = request.token_ids(row.start, row.start + row.num_new_tokens) or [-1 - request.pending_row]
-            new += row.guesses
-        token_ids[first : first + len(new)] = new
-        first += len(new)
-        sampling[index] = request.sampling
-        sample_index[index] = len(request.output_token_ids) + request.num_pending_tokens
+            new.append(-1 - request.pending_row)
+        if guesses:
+            new.extend(guesses)
+    token_ids[: len(new)] = new
+    sampling[: len(requests)] = [request.sampling for request in requests]
+    sample_index[: len(requests)] = [len(each.output_token_ids) + each.num_pending_tokens for each in requests]

@@ -271,17 +271,18 @@ class Request:
             text: their text.
             stop_string: the stop string that ended it.
         """
-        logprobs = self.known_logprobs(start, token_ids) if logprobs is None else logprobs
-        mask = None
+        mask = total = stop_reason = experts = None
         if self.keeps_mask and token_ids:
             kept = [each.kept for each in self.logprobs[start : start + len(token_ids)]]
             mask = SamplingMask(np.array(kept, np.uint32).reshape(len(kept), -1))
-        total = None
-        if logprobs is not None:
-            total = sum(each[token].logprob for each, token in zip(logprobs, token_ids, strict=True))
-        stop_reason = (
-            self.ended_by if stop_string is None and self.ended_by in self.params.stop_token_ids else stop_string
-        )
+        if self.params.logprobs is not None:
+            logprobs = self.known_logprobs(start, token_ids) if logprobs is None else logprobs
+            total = sum(each[token].logprob for each, token in zip(logprobs or (), token_ids, strict=True))
+        if finish_reason is not None:
+            experts = self._known_routed_experts()
+            if finish_reason == "stop":
+                is_asked = stop_string is None and self.ended_by in self.params.stop_token_ids
+                stop_reason = self.ended_by if is_asked else stop_string
         return CompletionOutput(
             text,
             token_ids,
@@ -289,10 +290,10 @@ class Request:
             self.index,
             logprobs,
             total,
-            stop_reason if finish_reason == "stop" else None,
+            stop_reason,
             self.weights_versions,
             mask,
-            self._known_routed_experts(finish_reason),
+            experts,
         )
 
     def known_logprobs(
@@ -305,10 +306,10 @@ class Request:
         found = self.logprobs[start : start + len(token_ids)]
         return tuple(as_dict(token, each, wanted, text_of) for token, each in zip(token_ids, found, strict=True))
 
-    def _known_routed_experts(self, finish_reason: str | None) -> np.ndarray | None:
+    def _known_routed_experts(self) -> np.ndarray | None:
         """Returns the experts of a request that ended, without those of the last token."""
         found = self.routed_experts
-        if found is None or self.params.return_routed_experts is False or finish_reason is None:
+        if found is None or self.params.return_routed_experts is False:
             return None
         # A stop string may have ended it earlier.
         return found[: len(self.prompt_token_ids) + len(self.output_token_ids) - 1]
@@ -390,8 +391,9 @@ class Request:
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Returns the known tokens at positions `start` to `stop - 1`."""
         prompt_len = len(self.prompt_token_ids)
-        head = self.prompt_token_ids[start : min(stop, prompt_len)]
-        return [*head, *self.output_token_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]]
+        if start >= prompt_len:
+            return self.output_token_ids[start - prompt_len : stop - prompt_len]
+        return [*self.prompt_token_ids[start:stop], *self.output_token_ids[: max(stop - prompt_len, 0)]]
 
     def move(self, state: RequestState) -> None:
         """Changes the state along a legal move.
