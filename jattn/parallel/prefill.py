@@ -17,7 +17,6 @@ import numpy as np
 from jattn import ops
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import DenseCall
-from torch_core.attention.context_parallel import merge_parts
 from torch_core.attention.options import attention_spec
 from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -184,54 +183,36 @@ def _ring(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array) -> ja
 
 
 def _forward(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
-    out, lse = _attend(ring, query, key, value, ring.spec.causal)
+    out, lse = _attend(ring, query, key, value)
 
     def step(state: Any, index: jax.Array) -> tuple[Any, None]:
         out, lse, keys = state
         key, value = keys = _pass_on(ring, keys)
-        if not ring.spec.causal:
-            more = [_attend(ring, query, key, value, False)]
-        else:
-            earlier = _earlier(ring, index)
-            key, value = (_keys(x, earlier) for x in keys)
-            found_out, found_lse = _attend(ring, _queries(query, earlier), key, value, False)
-            (out_0, out_1), (lse_0, lse_1) = jnp.split(found_out, 2), jnp.split(found_lse, 2)
-            # To the first half of the rows, or to the second.
-            nothing = jnp.full_like(lse_0, -jnp.inf)
-            front = jnp.where(earlier, lse_0, nothing), jnp.where(earlier, nothing, lse_0)
-            more = [
-                (jnp.concatenate([out_0, out_0], 1), jnp.concatenate(front, 1)),
-                (jnp.concatenate([out_1, out_1], 1), jnp.concatenate([nothing, lse_1], 1)),
-            ]
-        outs, lses = zip((out, lse), *more, strict=True)
-        out, lse = merge_parts(jnp.stack([x.astype(jnp.float32) for x in outs]), jnp.stack(lses), library=jnp)
-        return (out, lse, keys), None
+        return (*_merge(out, lse, *_attend(ring, query, key, value, index)), keys), None
 
-    state = (out.astype(jnp.float32), lse, (key, value))
-    (out, lse, _), _ = _steps(ring, step, state)
+    (out, lse, _), _ = _steps(ring, step, (out.astype(jnp.float32), lse, (key, value)))
     out = out.astype(query.dtype)
     return out, (query, key, value, out, lse)
+
+
+def _merge(out: jax.Array, lse: jax.Array, more: jax.Array, more_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention to two parts of the keys. It sums no axis, so that XLA merges all steps in one pass."""
+    both = jnp.logaddexp(lse, more_lse)
+    shift = jnp.where(both == -jnp.inf, 0, both)
+    weight, more_weight = (jnp.exp(x - shift)[..., None] for x in (lse, more_lse))
+    return out * weight + more.astype(jnp.float32) * more_weight, both
 
 
 def _backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value, out, lse = saved
     rows = _Rows(query, out, lse, d_out)
-    d_query, *d_keys = _derive(ring, rows, key, value, ring.spec.causal)
+    d_query, *d_keys = _derive(ring, rows, key, value)
 
     def step(state: Any, index: jax.Array) -> tuple[Any, None]:
         d_query, keys, d_keys = state
         keys, d_keys = _pass_on(ring, (keys, d_keys))
         key, value = keys
-        if not ring.spec.causal:
-            more, *d_more = _derive(ring, rows, key, value, False)
-        else:
-            earlier = _earlier(ring, index)
-            each = _Rows(*(_queries(x, earlier) for x in rows))
-            key, value = (_keys(x, earlier) for x in keys)
-            found, *d_found = _derive(ring, each, key, value, False)
-            found_0, found_1 = jnp.split(found, 2)
-            more = jnp.concatenate([jnp.where(earlier, found_0, 0), found_1 + jnp.where(earlier, 0, found_0)], 1)
-            d_more = [_back_to_keys(x, earlier) for x in d_found]
+        more, *d_more = _derive(ring, rows, key, value, index)
         return (d_query + more, keys, tuple(x + y for x, y in zip(d_keys, d_more, strict=True))), None
 
     state = (d_query, (key, value), tuple(d_keys))
@@ -256,59 +237,48 @@ def _pass_on(ring: _Ring, arrays: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis_name, to_next), arrays)
 
 
-def _earlier(ring: _Ring, index: jax.Array) -> jax.Array:
-    """Returns whether the keys of this step come from a device before this one: from whose front chunk all see all.
-
-    Otherwise its two chunks lie between this device's two, and only the second sees them.
-    """
-    return index <= jax.lax.axis_index(ring.axis_name)
-
-
-def _queries(rows: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Returns both halves, or the second twice, as a batch of twice the size."""
-    first, second = jnp.split(rows, 2, 1)
-    return jnp.concatenate([jnp.where(earlier, first, second), second])
-
-
-def _keys(keys: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Returns the first half twice, or both halves."""
-    first, second = jnp.split(keys, 2, 1)
-    return jnp.concatenate([first, jnp.where(earlier, first, second)])
-
-
-def _back_to_keys(found: jax.Array, earlier: jax.Array) -> jax.Array:
-    first, second = jnp.split(found, 2)
-    return jnp.concatenate([first + jnp.where(earlier, second, 0), jnp.where(earlier, 0, second)], 1)
-
-
 def _attend(
-    ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+    ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    found = ops.run(_call(ring, query, key, value, causal), ring.implementation)
+    found = ops.run(_call(ring, query, key, value, index), ring.implementation)
     out, lse = (found[name].reshape(*query.shape[:2], *found[name].shape[1:]) for name in ("out", "lse"))
     return out, lse
 
 
-def _derive(ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, causal: bool) -> list[jax.Array]:
+def _derive(
+    ring: _Ring, rows: _Rows, key: jax.Array, value: jax.Array, index: jax.Array | None = None
+) -> list[jax.Array]:
     """Returns float32 gradients of queries, keys and values, from an lse over all devices' keys."""
     flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows._asdict().items() if name != "query"}
-    found = ops.run(backward_of(_call(ring, rows.query, key, value, causal), **flat), ring.implementation)
+    found = ops.run(backward_of(_call(ring, rows.query, key, value, index), **flat), ring.implementation)
     inputs = (rows.query, key, value)
     gradients = (found[f"d_{name}"] for name in ("query", "key", "value"))
     return [x.astype(jnp.float32).reshape(y.shape) for x, y in zip(gradients, inputs, strict=True)]
 
 
-def _call(ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> DenseCall[jax.Array]:
+def _call(
+    ring: _Ring, query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array | None
+) -> DenseCall[jax.Array]:
+    """Returns the attention to a device's own keys, or to those of step `index` of the ring."""
     packed = [x.reshape(-1, *x.shape[2:]) for x in (query, key, value)]
-    starts = [jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1] for x in (query, key)]
+    tokens = query.shape[1]
+    parts = [[jnp.array(0)], [jnp.array(0)]]
+    if ring.spec.causal and index is not None:
+        # All rows see the front chunk of an earlier device, and nothing else of it. The two chunks of a later device
+        # lie between this device's two: the second sees both. What is left is a sequence without queries or keys.
+        earlier = index <= jax.lax.axis_index(ring.axis_name)
+        parts[0].append(jnp.where(earlier, tokens, tokens // 2))
+        parts[1].append(jnp.where(earlier, tokens // 2, 0))
+    starts = [jnp.arange(query.shape[0])[:, None] * tokens + jnp.stack(each) for each in parts]
+    query_starts, key_starts = (jnp.append(x.reshape(-1), query.shape[0] * tokens).astype(jnp.int32) for x in starts)
     return DenseCall(
         query=packed[0],
         key=packed[1],
         value=packed[2],
-        query_start_loc=starts[0],
-        key_start_loc=starts[1],
-        spec=replace(ring.spec, causal=causal),
-        max_query_len=query.shape[1],
-        max_key_len=key.shape[1],
+        query_start_loc=query_starts,
+        key_start_loc=key_starts,
+        spec=replace(ring.spec, causal=ring.spec.causal and index is None),
+        max_query_len=tokens,
+        max_key_len=tokens,
         with_lse=True,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jattn import ops, parallel
 from tests.support.devices import collectives, mesh, on_four_devices
@@ -19,28 +21,35 @@ BATCH, LENGTH = 2, 32
 ORDER = parallel.zigzag_order(LENGTH, 4)
 
 
-def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
+def arrays(dtype: str = "float32", length: int = LENGTH) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(5)
-    return tuple(jnp.asarray(rng.normal(size=(BATCH, LENGTH, heads, 16)), dtype) for heads in (4, 2, 2))
+    return tuple(jnp.asarray(rng.normal(size=(BATCH, length, heads, 16)), dtype) for heads in (4, 2, 2))
 
 
 def whole(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-    starts = jnp.arange(BATCH + 1, dtype=jnp.int32) * LENGTH
+    length = query.shape[1]
+    starts = jnp.arange(BATCH + 1, dtype=jnp.int32) * length
     query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    out = ops.attention(query, key, value, starts, max_query_len=LENGTH, implementation="xla", **options)
-    return out.reshape(BATCH, LENGTH, *out.shape[1:])
+    out = ops.attention(query, key, value, starts, max_query_len=length, implementation="xla", **options)
+    return out.reshape(BATCH, length, *out.shape[1:])
 
 
 def split(method: str, **options: Any) -> Any:
     attend = {"ring": parallel.ring_attention, "all-gather": parallel.all_gather_attention}[method]
+    devices = options.pop("devices", 4)
     mapped = jax.shard_map(
         lambda *arrays: attend(*arrays, "cp", **options),
-        mesh=mesh("auto", cp=4),
+        mesh=jax.make_mesh((devices,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]),
         in_specs=TOKENS,
         out_specs=TOKENS,
         check_vma=False,
     )
-    return lambda *arrays: mapped(*(x[:, ORDER] for x in arrays))[:, np.argsort(ORDER)]
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        order = parallel.zigzag_order(arrays[0].shape[1], devices)
+        return mapped(*(x[:, order] for x in arrays))[:, np.argsort(order)]
+
+    return run
 
 
 def loss(attend: Any) -> Any:
@@ -73,13 +82,37 @@ def test_split_sequences_have_the_result_and_gradients_of_whole_ones(name: str) 
     method, options = CASES[name]
     given = arrays()
     plain = {key: x for key, x in options.items() if key != "implementation"}
-    exact, pull = jax.vjp(lambda *arrays: whole(*arrays, **plain), *given)
-    d_out = exact * jnp.arange(16)
-    found, pull_split = jax.vjp(jax.jit(split(method, **options)), *given)
+    assert_like_whole(split(method, **options), given, **plain)
 
-    assert_near(found, exact, 2e-6)
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("devices", "chunk"), [(1, 5), (2, 5), (3, 7), (4, 1)])
+@on_four_devices
+def test_a_ring_of_any_number_of_devices_and_of_odd_chunks(devices: int, chunk: int, causal: bool) -> None:
+    given = arrays(length=2 * devices * chunk)
+
+    assert_like_whole(split("ring", devices=devices, implementation="xla", causal=causal), given, causal=causal)
+
+
+@on_four_devices
+def test_a_ring_weighs_keys_of_far_larger_scores_on_other_devices() -> None:
+    # exp(score) of one part alone would overflow, that of another underflow.
+    query, key, value = arrays()
+    given = (query, key * jnp.linspace(0, 300, LENGTH)[:, None, None], value)
+    largest = float(jnp.abs(given[0]).max() * jnp.abs(given[1]).max() * 16**0.5)
+
+    # A score of float32 is rounded, and so is an lse.
+    assert_like_whole(split("ring", implementation="xla"), given, eps=2.0**-23 * largest)
+
+
+def assert_like_whole(attend: Any, given: tuple[jax.Array, ...], eps: float = 2e-6, **options: Any) -> None:
+    exact, pull = jax.vjp(lambda *arrays: whole(*arrays, **options), *given)
+    d_out = exact * jnp.arange(16)
+    found, pull_split = jax.vjp(jax.jit(attend), *given)
+
+    assert_near(found, exact, eps)
     for mine, theirs in zip(pull_split(d_out), pull(d_out), strict=True):
-        assert_near(mine, theirs, 2e-6)
+        assert_near(mine, theirs, eps)
 
 
 @pytest.mark.parametrize("method", ["ring", "all-gather"])
@@ -104,19 +137,34 @@ def test_a_shard_map_that_checks_what_differs_by_device_has_the_same_gradients(m
         assert_near(mine, theirs, 2e-6)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @on_four_devices
-def test_in_bfloat16_the_ring_rounds_as_one_device_does() -> None:
+def test_in_bfloat16_the_ring_rounds_as_one_device_does(causal: bool) -> None:
     given = arrays("bfloat16")
     wide = tuple(x.astype(jnp.float32) for x in given)
-    exact = jax.grad(loss(whole), (0, 1, 2))(*wide)
-    rounded = jax.grad(loss(whole), (0, 1, 2))(*given)
-    found = jax.jit(jax.grad(loss(split("ring", implementation="torch")), (0, 1, 2)))(*given)
+
+    def run(attend: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return attend(*arrays), *jax.grad(loss(attend), (0, 1, 2))(*arrays)
+
+    one = functools.partial(whole, causal=causal)
+    exact, rounded = run(one, *wide), run(one, *given)
+    found = jax.jit(functools.partial(run, split("ring", implementation="torch", causal=causal)))(*given)
 
     for mine, plain, truth in zip(found, rounded, exact, strict=True):
         assert mine.dtype == jnp.bfloat16
         truth = np.asarray(truth, np.float64)
         bound = 2 * (np.abs(np.asarray(plain, np.float64) - truth).max() + 2.0**-8 * np.abs(truth).max())
         assert np.abs(np.asarray(mine, np.float64) - truth).max() <= bound
+
+
+@on_four_devices
+def test_a_step_of_the_ring_copies_no_rows() -> None:
+    on: dict[str, Any] = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
+    ring = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", implementation="torch"), **on)
+    # Of the starts of sequences alone.
+    joined = re.findall(r"(\w+)\[[\d,]*\] = concatenate", str(jax.make_jaxpr(ring)(*arrays("bfloat16"))))
+
+    assert set(joined) == {"i32"}
 
 
 @on_four_devices
