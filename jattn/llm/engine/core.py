@@ -134,12 +134,11 @@ class EngineCore(Owner):
         if cuts:
             state.cache.retire(step.committed.step_id, cuts)
         came: list[tuple[str, list[int]]] = []
-        for index, row, new in answers:
-            request = row.request
-            if row.guesses:
-                device.speculation.add(len(row.guesses), len(new) - 1)
-            request.num_pending_tokens -= row.num_samples
-            request.num_computed_tokens -= row.num_samples - len(new)
+        for index, (request, _, _, num_samples, guesses), new in answers:
+            if guesses:
+                device.speculation.add(len(guesses), len(new) - 1)
+            request.num_pending_tokens -= num_samples
+            request.num_computed_tokens -= num_samples - len(new)
             if not request.eos_token_ids.isdisjoint(new):
                 new = request.until_stop(new)
             if result.logprobs is not None:

@@ -15,7 +15,8 @@ from jattn.llm.text.tokens import TokenBytes
 from torch_core.base.owners import Owner
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as `CompletionOutput`.
+@dataclass(slots=True)
 class TextDelta:
     """The new text of one sample of one prompt.
 
