@@ -66,8 +66,9 @@ def launch_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> di
     if torch.cuda.is_available():
         from torch_core.launch.launcher import prepare_operation
 
-        # While XLA captures, neither code may be loaded nor a context be made.
-        prepare_operation(plan, torch.device("cuda", torch.cuda.current_device()))
+        # While XLA captures, neither code may be loaded nor a context be made: of no device that may run the program.
+        for device in jax.local_devices():
+            prepare_operation(plan, torch.device("cuda", device.local_hardware_id))
     outputs = dict((*plan.outputs, *plan.scratch))
     inputs = {name: arrays[name] for name, _ in plan.inputs}
     results = _call(_Launch(plan), inputs, outputs, plan.in_place, capturable=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,17 @@ def test_nothing_is_left_for_torch_to_allocate(runs):
 
     np.testing.assert_array_equal(total, 1 + 3 * np.arange(16.0))
     assert runs[0] == set(double_and_add().specs)
+
+
+def test_code_is_loaded_onto_each_device_that_may_run_the_program(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(local_hardware_id=index) for index in (0, 2)])
+    monkeypatch.setattr(launch, "prepare_operation", lambda plan, device: prepared.append(str(device)))
+
+    jax.eval_shape(lambda *operands: _double_and_add(*operands), jnp.arange(16.0), jnp.ones(16))
+
+    assert prepared == ["cuda:0", "cuda:2"]
 
 
 def _attend(implementation: str):
