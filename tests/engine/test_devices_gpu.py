@@ -45,11 +45,13 @@ def mesh_of(name: str) -> Mesh:
     return Mesh(np.asarray(jax.devices()[:2], object), (name,))
 
 
-@pytest.mark.parametrize("way", ["tp", "dp"])
-def test_greedy_tokens_are_those_of_one_gpu(way: str) -> None:
+@pytest.mark.parametrize(("way", "count"), [("tp", 2), ("dp", 2), ("tp", 4), ("dp", 4)])
+def test_greedy_tokens_are_those_of_one_gpu(way: str, count: int) -> None:
+    if count > 2 and len(jax.devices()) < count:
+        pytest.skip(f"needs {count} GPUs")
     model = tiny_decoder(hidden_size=64, head_dim=16, implementation="triton")
     prompts = prompts_of(1, 3, 9, 17, 30, 8, 5)
-    devices = np.asarray(jax.devices()[:2], object)
+    devices = np.asarray(jax.devices()[:count], object)
     mesh = Mesh(devices.reshape(1, -1) if way == "tp" else devices.reshape(-1, 1), ("dp", "tp"))
 
     with open_engine(model, EngineConfig(**SIZES, mesh=mesh)) as engine:
