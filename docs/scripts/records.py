@@ -46,7 +46,10 @@ PAGES = {
     "devices": (
         "Several devices",
         "Sequences and models over two and four GPUs of one host.",
-        [f"devices_{name}" for name in ("engine", "copies", "four", "seventy", "sums", "spread", "sequences")],
+        [
+            *("devices_engine", "devices_copies", "devices_four", "devices_seventy", "devices_replicas"),
+            *("devices_experts", "devices_sums", "devices_spread", "devices_sequences"),
+        ],
     ),
     "kernels": ("Compiled kernels", "Registers and spills of the kernels under releases of Triton.", ["compilers"]),
 }  # fmt: skip
