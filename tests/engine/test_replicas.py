@@ -102,7 +102,8 @@ def test_prompts_queued_together_are_dealt_out_and_numbered_as_one_after_the_oth
         while engine.wait(outbox):
             pass
         tokens.append([request.output_token_ids for request in requests])
-    assert placed[0] == placed[1] and set(placed[0]) == {0, 1}
+    assert placed[0] == placed[1]
+    assert set(placed[0]) == {0, 1}
     assert tokens[0] == tokens[1]
 
 
