@@ -57,7 +57,8 @@ def hopper_latent_kernel(
     key and as value, and by the warpgroup that is done with the latents whose place it takes: of twelve warps each
     thread may have a third more registers than of thirteen. The first half of the query and its rotary part move on
     into registers, which leaves their places to half a tile more, and products read less shared memory, whose
-    bandwidth limits them.
+    bandwidth limits them. The second half of a tile is weighed once half of the next scores are there: its products do
+    not hold those scores up, and last into their softmax.
 
     With a BOX of 0 threads gather the rows of blocks of one token: the copy engine of Hopper cannot. They also gather
     the rows of 8-bit latents, of any blocks, and unpack them.
@@ -104,6 +105,10 @@ def hopper_latent_kernel(
                     scales = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N, 4], plain)
                 else:
                     rope_codes = gl.allocate_shared_memory(latent_cache.dtype.element_ty, [BLOCK_N, ROPE], plain)
+            scored = None
+            if not CODED:
+                scored = gl.allocate_shared_memory(gl.int64, [1], barrier)
+                mbarrier.init(scored, count=1)
             q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], layout)
             latents = Ring(k_tiles, make_barriers(NUM_SLOTS), None)
             weights = make_ring(p_tile, 1)
@@ -115,7 +120,9 @@ def hopper_latent_kernel(
             mbarrier.init(query_read, count=1)
             # Until they have been read, where latents will lie.
             rows = (k_tiles.index(NUM_SLOTS - 1), q_second, k_rope.index(NUM_ROPES - 1))
-            room = Room(latents, k_rope, rows, query_full, query_read, raw, codes, scales, rope_codes, weights, factors)
+            room = Room(
+                latents, k_rope, rows, query_full, query_read, raw, codes, scales, rope_codes, weights, factors, scored
+            )  # fmt: skip
             results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
             table = block_tables + work.seq.to(gl.int64) * table_stride
             source = Source(query, query_rope, latent_cache, latent_rope, table)

@@ -47,6 +47,7 @@ class Room(NamedTuple):
     rope_codes: Any
     weights: Any  # A ring of one slot: weights of a step.
     factors: Any  # Factors of the accumulated rows, which apply before the weights of the same slot are added.
+    scored: Any  # A barrier: half of a tile's scores are there. None for 8-bit latents, which are unpacked meanwhile.
 
 
 class Source(NamedTuple):

@@ -66,6 +66,11 @@ def _scores(step, query, room, SHAPE: gl.constexpr):
         fence_async_shared()
     s = warpgroup_mma(query[1], room.latents.tiles.index(slot).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(query[2], room.rope.index(step % room.rope.shape[0]).permute((1, 0)), s, is_async=True)
+    if room.scored is not None:
+        # Until the first of the three products is done; the weights of no tile wait for the first tile's.
+        s = warpgroup_mma_wait(2, deps=(s,))
+        if step > 0:
+            mbarrier.arrive(room.scored, count=1)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -120,6 +125,8 @@ def weigh_latents(OWN: gl.constexpr, work, source, room, results, SHAPE: gl.cons
         boxes = places_of(work, source.table, step + LEAD, GATHERED, SHAPE)
         slot, phase = slot_of(2 * step + OWN, room)
         mbarrier.wait(room.latents.full.index(slot), phase)
+        if (OWN == 1) & (step + 1 < work.tiles):
+            mbarrier.wait(room.scored, step & 1)
         acc = weigh_tile(OWN, step, acc, room)
         if step + LEAD < work.tiles:
             load_half(PART, step + LEAD, boxes, work, source, room, SHAPE)
