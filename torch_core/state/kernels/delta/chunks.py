@@ -118,7 +118,6 @@ def gated_delta_starts_kernel(
     states,
     summaries,
     kept,
-    num_seqs,
     num_states,
     states_slot_stride,
     states_head_stride,
