@@ -13,9 +13,10 @@ from torch_core.launch.tensors import array_spec
 from torch_core.state.kernels.delta import plan
 
 
+@pytest.mark.parametrize("lens", [(5, 1, 0, 6), (1, 1, 0, 1)], ids=str)
 @pytest.mark.parametrize("gates", ["g", "gk", None])
-def test_ragged_sequences_are_as_exact_as_torchs(gates, seed):
-    call = delta_call(seed, (5, 1, 0, 6), gates=gates, dtype="bfloat16" if gates == "g" else "float32")
+def test_ragged_sequences_are_as_exact_as_torchs(gates, lens, seed):
+    call = delta_call(seed, lens, gates=gates, dtype="bfloat16" if gates == "g" else "float32")
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 

@@ -50,10 +50,11 @@ def gated_delta_kernel(
     NORMALIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):
     """Grid: tiles of BLOCK_V rows of the heads' states, those of a sequence side by side, as they lie in memory.
 
-    The first sequence's programs zero padded tokens.
+    The first sequence's programs zero padded tokens. With ONE_TOKEN no sequence has more than one.
     """
     COLUMNS: tl.constexpr = KEY_PADDED if KEY_PADDED < 32 else 32
     TILES: tl.constexpr = (VALUE_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -72,10 +73,23 @@ def gated_delta_kernel(
         kept = tl.load(num_kept_tokens + seq)
     # No branch for an empty sequence, which has no slot: offsets and slots are then read together.
     num_states = tl.where(length > 0, num_states, 0)
-    state = load_state(
-        states, cache_indices, has_initial_state, seq, head, row[:, None, None], channel[None, :, :], num_states,
-        states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
-    )  # fmt: skip
+    if ONE_TOKEN and states is not None:
+        # As `load_state` and `store_state`, with addresses that are computed once; those of several tokens would take
+        # registers until the last one.
+        slot = seq if cache_indices is None else tl.load(cache_indices + seq)
+        is_held = (slot >= 0) & (slot < num_states)
+        is_read = is_held
+        if has_initial_state is not None:
+            is_read &= tl.load(has_initial_state + seq) != 0
+        inside = is_row[:, None, None] & is_channel[None, :, :]
+        own = states + head * states_head_stride + row[:, None, None] * states_row_stride + channel[None, :, :]
+        held = own + slot.to(tl.int64) * states_slot_stride
+        state = tl.load(held, mask=inside & is_read, other=0.0).to(tl.float32)
+    else:
+        state = load_state(
+            states, cache_indices, has_initial_state, seq, head, row[:, None, None], channel[None, :, :], num_states,
+            states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+        )  # fmt: skip
     place = start.to(tl.int64)
     keys = key + place * key_token_stride + head // GROUP * key_head_stride + channel
     queries = query + place * query_token_stride + head // GROUP * query_head_stride + channel
@@ -93,29 +107,32 @@ def gated_delta_kernel(
     if gk is not None:
         key_gates = gk + place * gk_token_stride + head * gk_head_stride + channel
         next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
-    for step in range(length):
-        # The next token is on its way while this one is computed.
+    for step in range(1 if ONE_TOKEN else length):
         k = next_k.to(tl.float32)
         q = next_q.to(tl.float32)
         v = next_v.to(tl.float32)
         rate = next_rate.to(tl.float32)
-        is_token = step + 1 < length
-        keys += key_token_stride
-        queries += query_token_stride
-        values += value_token_stride
-        rates += beta_token_stride
-        next_k = tl.load(keys, mask=is_channel & is_token, other=0.0)
-        next_q = tl.load(queries, mask=is_channel & is_token, other=0.0)
-        next_v = tl.load(values, mask=is_row & is_token, other=0.0)
-        next_rate = tl.load(rates, mask=is_token, other=0.0)
+        if not ONE_TOKEN:
+            # The next token is on its way while this one is computed.
+            is_token = step + 1 < length
+            keys += key_token_stride
+            queries += query_token_stride
+            values += value_token_stride
+            rates += beta_token_stride
+            next_k = tl.load(keys, mask=is_channel & is_token, other=0.0)
+            next_q = tl.load(queries, mask=is_channel & is_token, other=0.0)
+            next_v = tl.load(values, mask=is_row & is_token, other=0.0)
+            next_rate = tl.load(rates, mask=is_token, other=0.0)
         if g is not None:
             state *= natural_exp(next_gate.to(tl.float32))
-            gates += g_token_stride
-            next_gate = tl.load(gates, mask=is_token, other=0.0)
+            if not ONE_TOKEN:
+                gates += g_token_stride
+                next_gate = tl.load(gates, mask=is_token, other=0.0)
         if gk is not None:
             state *= natural_exp(next_key_gate.to(tl.float32))[None, :, :]
-            key_gates += gk_token_stride
-            next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
+            if not ONE_TOKEN:
+                key_gates += gk_token_stride
+                next_key_gate = tl.load(key_gates, mask=is_channel & is_token, other=0.0)
         k_norm = 1.0
         q_norm = scale
         if NORMALIZE:
@@ -125,17 +142,21 @@ def gated_delta_kernel(
         error = rate * (v - k_norm * _of_rows(state * k[None, :, :])) * k_norm
         found = q_norm * (_of_rows(state * q[None, :, :]) + error * _total(k * q))
         state += error[:, None, None] * k[None, :, :]
-        tl.store(results + (place + step) * out_token_stride, found.to(out.dtype.element_ty), mask=is_row)
+        is_written = is_row & (length > 0) if ONE_TOKEN else is_row
+        tl.store(results + (place + step) * out_token_stride, found.to(out.dtype.element_ty), mask=is_written)
         if num_kept_tokens is not None and step + 1 == kept:
             store_state(
                 states, state, cache_indices, seq, head, row[:, None, None], channel[None, :, :], num_states,
                 states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
             )  # fmt: skip
     if num_kept_tokens is None:
-        store_state(
-            states, state, cache_indices, seq, head, row[:, None, None], channel[None, :, :], num_states,
-            states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
-        )  # fmt: skip
+        if ONE_TOKEN and states is not None:
+            tl.store(held, state.to(states.dtype.element_ty), mask=inside & is_held)
+        else:
+            store_state(
+                states, state, cache_indices, seq, head, row[:, None, None], channel[None, :, :], num_states,
+                states_slot_stride, states_head_stride, states_row_stride, VALUE_SIZE, KEY_SIZE,
+            )  # fmt: skip
     # Last, because the first sequence's programs would wait for one more offset before their loads.
     if seq == 0:
         zero_rows(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)

@@ -25,8 +25,9 @@ from torch_core.state.kernels.delta.parts import (
     system_launches,
 )
 
-# Elements of a state that one warp holds. A program has one: more would have to wait for each other.
-_STATE_ELEMENTS = 2048
+# Elements of a state that one warp holds: of one token, of several, and of several with gates of channels of which some
+# are kept. A program has one warp: more would have to wait for each other.
+_ONE_TOKEN, _TOKENS, _KEPT_TOKENS = 1024, 2048, 4096
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -81,8 +82,10 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
 
 def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> tuple[LaunchPlan, ...]:
     values, keys = power_of_two(call.value.shape[2]), power_of_two(call.key.shape[2])
-    rows = min(values, max(1, _STATE_ELEMENTS // keys))
-    constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows}
+    is_one = call.max_query_len == 1
+    elements = _KEPT_TOKENS if call.gk is not None and call.num_kept_tokens is not None else _TOKENS
+    rows = min(values, max(1, (_ONE_TOKEN if is_one else elements) // keys))
+    constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows, "ONE_TOKEN": is_one}
     if call.states is not None:
         constexprs["states_row_stride"] = call.states.element_strides[2]
     grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
