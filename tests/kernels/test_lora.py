@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.interpret import run_interpreted_operation
 from tests.support.lora_cases import allowed_error, lora_call
 from tests.support.triton_ops import run_triton
 from torch_core import reference
 from torch_core.adapters.tiles import row_tiles
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,16 @@ def test_a_table_of_tiles_changes_no_bit(options, seed):
     given, call = given.map(torch.clone), call.map(torch.clone)
     with_table, without = ({"out": each.y, **run_triton(each)}["out"] for each in (given, call))
     assert torch.equal(with_table, without)
+
+
+def test_the_last_range_of_columns_may_end_sooner(seed):
+    call = lora_call(seed, slices=(320,), dtype="bfloat16").map(torch.clone)
+    (exact,) = reference.add_lora_linear(call).values()
+    allowed = allowed_error(call, exact)
+    plan = plan_call(call.map(array_spec), DeviceLimits(arch=89, num_sms=2))
+    assert dict(plan.launches[1].constexprs)["COLUMNS"] == 128
+    run_interpreted_operation(plan, call.arrays())
+    assert (call.y.double() - exact).abs().max() <= allowed
 
 
 def test_rows_without_an_adapter_keep_their_bits(seed):

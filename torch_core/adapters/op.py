@@ -41,6 +41,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "adapters added to results": _lora(64, adds=True),
         "adapters one row down": _lora(1, in_size=12288, output_slices=(4096,)),
         "adapters down": _lora(64, in_size=12288, output_slices=(4096,)),
+        "adapters head": _lora(64, output_slices=(128256,), adds=True),
         "adapters prompts": _lora(2048),
         "adapters gate and up": _lora(64, output_slices=(12288, 12288), adds=True, activation="silu"),
         "adapters prompts gate and up": _lora(2048, output_slices=(12288, 12288), adds=True, activation="silu"),

@@ -89,6 +89,7 @@ def lora_expand_kernel(
     SLICE_3: tl.constexpr,
     SLICE_4: tl.constexpr,
     SLICE_5: tl.constexpr,
+    DIVISOR: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     HEADS: tl.constexpr,
     SECOND_HEADS: tl.constexpr,
@@ -104,17 +105,10 @@ def lora_expand_kernel(
 ):
     """Adds `lora_b[slot] @ inner` to the rows of y; without ADDS, y is that, and 0 in rows without a slot.
 
-    Grid: (ranges of COLUMNS columns of each head, within slices; tiles of rows).
+    Grid: (ranges of COLUMNS columns of each head, within slices; tiles of rows). DIVISOR divides all slices.
     """
     SIZE: tl.constexpr = SLICE_0 + SLICE_1 + SLICE_2 + SLICE_3 + SLICE_4 + SLICE_5
-    IN_SLICES: tl.constexpr = (
-        SLICE_0 % COLUMNS == 0
-        and SLICE_1 % COLUMNS == 0
-        and SLICE_2 % COLUMNS == 0
-        and SLICE_3 % COLUMNS == 0
-        and SLICE_4 % COLUMNS == 0
-        and SLICE_5 % COLUMNS == 0
-    )
+    IN_SLICES: tl.constexpr = DIVISOR % BLOCK_N == 0
     last = num_slots if ADDS else num_slots + 1
     slot, places, rows, live = tile_rows(
         start_loc, token_indices, tl.program_id(1), last, num_rows, ENTRY, BLOCK_S, BLOCK_M, not ADDS
@@ -122,8 +116,9 @@ def lora_expand_kernel(
     if slot < last:
         head, tile = _head(tl.program_id(0), tl.num_programs(0) // HEADS, HEADS)
         index, first, inside = _range(tile, SLICE_0, SLICE_1, SLICE_2, SLICE_3, SLICE_4, SLICE_5, COLUMNS)
-        if IN_SLICES:
+        if DIVISOR % COLUMNS == 0:
             first, inside = tile * COLUMNS, COLUMNS
+        end = tl.minimum(inside, COLUMNS)
         ranks, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_N)
         # No value behind the last rank takes part, of either matrix: a product with NaN is NaN.
         is_rank, has_slot = ranks < RANK, slot < num_slots
@@ -144,18 +139,18 @@ def lora_expand_kernel(
         ALL_RANKS: tl.constexpr = HEADS * NUM_SLICES * RANK
         own = inner + places.to(tl.int64)[:, None] * ALL_RANKS + ((head * NUM_SLICES + index) * RANK + ranks)[None, :]
         left = _sum_of_parts(own, needed, num_rows, ALL_RANKS, NUM_PARTS, BLOCK_P).to(lora_b.dtype.element_ty)
-        for start in tl.range(0, COLUMNS, BLOCK_N):
+        for start in tl.range(0, end, BLOCK_N):
             added = tl.dot(left, weights, input_precision="ieee")
             following, writes_now = start + BLOCK_N, write
             if IN_SLICES:
-                weights = tl.load(right + following * RANK, mask=known & (following < COLUMNS), other=0.0)
+                weights = tl.load(right + following * RANK, mask=known & (following < end), other=0.0)
             else:
-                is_column = following + columns < tl.minimum(inside, COLUMNS)
+                is_column = following + columns < end
                 weights = tl.load(right + following * RANK, mask=known & is_column[None, :], other=0.0)
                 write = live[:, None] & is_column[None, :]
             if ADDS:
                 added += old.to(tl.float32)
-                old = tl.load(target + following, mask=write & (following < COLUMNS), other=0.0)
+                old = tl.load(target + following, mask=write & (following < end), other=0.0)
             tl.store(target + start, added.to(y.dtype.element_ty), mask=writes_now)
 
 

@@ -151,11 +151,14 @@ def _expand(
         block_n //= 2
     # The sums of parts serve several steps, while there are programs enough.
     columns, least = block_n, (_FEW if gates else tiles).expands * limits.num_sms
-    while columns * 2 <= divisor and programs * ceil_div(sum(slices), columns * 2) >= least:
+    # A vocabulary is seldom divisible: the last range of a single layer may end sooner.
+    most = slices[0] if len(slices) == 1 and divisor % block_n == 0 and not gates else divisor
+    while columns * 2 <= most and programs * ceil_div(sum(slices), columns * 2) >= least:
         columns *= 2
     constants = {
         "RANK": call.rank,
         **{f"SLICE_{index}": size for index, size in enumerate((*slices, *[0] * MAX_SLICES)[:MAX_SLICES])},
+        "DIVISOR": divisor,
         "NUM_SLICES": len(slices),
         "HEADS": heads,
         "SECOND_HEADS": call.second_heads,
