@@ -58,7 +58,7 @@ def lora_shrink_kernel(
         for start in tl.range(0, PART, BLOCK_K):
             if IN % PART == 0 and PART % BLOCK_K == 0:
                 weights = tl.load(right + start)
-                tokens = tl.load(left + start, mask=live[:, None], other=0.0)
+                tokens = tl.load(left + start, mask=live[:, None], other=0.0, eviction_policy="evict_last")
             else:
                 inside = start + steps < tl.minimum(IN - begin, PART)
                 weights = tl.load(right + start, mask=inside[:, None], other=0.0)
@@ -233,7 +233,8 @@ def _sum_of_parts(own, needed, num_rows, STRIDE: tl.constexpr, NUM_PARTS: tl.con
         several = needed[None, :, :]
         if NUM_PARTS % BLOCK_P != 0:
             several = several & (part + parts < NUM_PARTS)[:, None, None]
-        found = tl.load(own[None, :, :] + ((part + parts) * size)[:, None, None], mask=several, other=0.0)
+        values = own[None, :, :] + ((part + parts) * size)[:, None, None]
+        found = tl.load(values, mask=several, other=0.0, eviction_policy="evict_last")
         total += tl.sum(found, 0)
     return total
 

@@ -48,11 +48,14 @@ def tile_rows(
 
     With OTHERS, the last group's rows are those without an adapter. A place that is not live is the tile's first one:
     no row depends on another, and its result is not stored. If ENTRY is not 0, `start_loc` is a table with as many
-    numbers for each tile, with its rows behind those of `lora_tiles_kernel` if there is room.
+    numbers for each tile, with its rows behind those of `lora_tiles_kernel` if there is room. All programs of a tile
+    read it: the cache shall keep it longer than matrices, which pass through once.
     """
     if ENTRY > 0:
         own = start_loc + tile * ENTRY
-        slot, first, end = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        slot = tl.load(own, eviction_policy="evict_last")
+        first = tl.load(own + 1, eviction_policy="evict_last")
+        end = tl.load(own + 2, eviction_policy="evict_last")
     else:
         starts, ends, tiles = _slots(start_loc, num_groups, num_rows, BLOCK_S, BLOCK_M, OTHERS)
         slots, end_tiles = tl.arange(0, BLOCK_S), tl.cumsum(tiles, 0)
@@ -63,8 +66,8 @@ def tile_rows(
     lanes = tl.arange(0, BLOCK_M)
     live = first + lanes < end
     places = tl.where(live, first + lanes, first)
-    if ENTRY > BLOCK_M:  # noqa: SIM108
-        rows = tl.load(own + (ENTRY - BLOCK_M) + lanes)
+    if ENTRY > BLOCK_M:
+        rows = tl.load(own + (ENTRY - BLOCK_M) + lanes, eviction_policy="evict_last")
     else:
         rows = tl.load(token_indices + places)
     return slot, places, rows.to(tl.int64), live
