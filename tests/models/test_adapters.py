@@ -68,6 +68,19 @@ def test_each_row_has_the_logits_of_its_merged_model(changes, targets, seed):
     np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(logits), atol=1e-5)
 
 
+# Up to 256 rows, and more: products are added in other places.
+@pytest.mark.parametrize("length", [22, 90])
+def test_many_rows_have_the_logits_of_their_merged_models(length, seed):
+    config = tiny_config(num_hidden_layers=1)
+    model = tiny_model(config, seed)
+    adapters = tiny_adapters(config, seed, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+    tokens = jnp.arange(3 * length, dtype=jnp.int32).reshape(3, length) % config.vocab_size
+    found = logits_of(model, tokens, adapters.batch(jnp.array([1, -1, 0]), length))
+    models = [merged_model(model, adapters, 1), model, merged_model(model, adapters, 0)]
+    wanted = jnp.stack([logits_of(each, row[None])[0] for each, row in zip(models, tokens, strict=True)])
+    np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(wanted), atol=1e-5)
+
+
 def test_latents_that_are_attended_in_the_absorbed_form_have_the_plain_forms_adapters(seed):
     config = tiny_config(**LATENT)
     model, batch = tiny_model(config, seed), tiny_adapters(config, seed).batch(jnp.array([1, -1]), 4)
