@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 PAGES = {
     "attention": (
         "Attention",
-        "Decoding, prompts and chunks on one H200, compared with other kernels in the same process.",
+        "Decoding, prompts and chunks on one H100 or H200, compared with other kernels in the same process.",
         [
             *("decode", "decode_jax", "prefill", "prefill_heads", "prefill_fp8_128", "prefill_fp8"),
             *("chunks", "chunks_fp8", "ejkernel"),
@@ -23,7 +23,7 @@ PAGES = {
     "latents": (
         "Latent attention",
         "DeepSeek's attention over a cache of latents, on one H100 or H200.",
-        ["latents", "latents_8bit", "latents_prefill"],
+        ["latents", "latents_8bit", "latents_sparse", "latents_prefill"],
     ),
     "training": (
         "Training",
