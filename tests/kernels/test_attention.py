@@ -54,11 +54,26 @@ def test_chunks_are_merged_in_several_turns_and_read_behind_the_lengths(seed, mo
 
 @pytest.mark.parametrize("seq_len", [390, 700])
 def test_chunks_of_one_long_sequence_grow_with_its_length(seq_len, seed, monkeypatch):
-    for name, value in (("_TARGET_PROGRAMS", 3), ("_MAX_CHUNK", 128), ("_GROWING_CHUNK", 128)):
+    for name, value in (("_TARGET_PROGRAMS", 3), ("_MAX_CHUNK", 128), ("_SINGLE_CHUNK", 128)):
         monkeypatch.setattr(split, name, value)
     case = paged_case(seed, seq_lens=[seq_len], query_lens=[2], num_heads=2, num_kv_heads=1, head_size=16)
     plan = plan_call(case.call().map(array_spec), DeviceLimits(arch=89))
-    assert [dict(launch.constexprs)["GROWS"] for launch in plan.launches] == [True, True]
+    assert [dict(launch.constexprs)["LEAST"] for launch in plan.launches] == [128, 128]
+    assert dict(plan.scratch)["partial_max"].shape[1] == 3
+    assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
+
+
+@pytest.mark.parametrize("query_lens", [(1, 2, 1, 1, 0), (1, 40, 2, 1, 0)])
+def test_sequences_that_are_shorter_than_the_table_have_smaller_chunks(query_lens, seed, monkeypatch):
+    for name, value in (("_SMALL_WORK", {4: 0}), ("_TARGET_PROGRAMS", 12), ("_SHORTER", {2: {64: (128, 15)}})):
+        monkeypatch.setattr(split, name, value)
+    lens = [700, 390, 130, 5, 0]
+    case = paged_case(
+        seed, seq_lens=lens, query_lens=query_lens, num_heads=2, num_kv_heads=1, head_size=16, padding_tokens=3
+    )
+    plan = plan_call.__wrapped__(case.call().map(array_spec), DeviceLimits(arch=89))
+    assert [dict(launch.constexprs)["LEAST"] for launch in plan.launches[-2:]] == [128, 128]
+    # Chunks of 256, 256 and 188 keys; of 256, 134 and none; of 128 and 2.
     assert dict(plan.scratch)["partial_max"].shape[1] == 3
     assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
 

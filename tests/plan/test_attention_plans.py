@@ -112,19 +112,39 @@ def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_byt
     [
         (8192, {}, None),
         (16384, {}, 128),
-        (16384, {"num_seqs": 2}, None),
         (16384, {"kv_chunk_size": 4096}, None),
         (16384, {"spec": AttentionSpec(scale=1.0, window_left=127)}, None),
         (65536, {}, None),
     ],
 )
 def test_one_sequence_of_two_or_three_waves_is_cut_into_one_by_its_length(blocks, changes, number):
-    num_seqs = changes.get("num_seqs", 1)
-    tables = ArraySpec((num_seqs, 4 * blocks), "int32")
-    plan = paged_plan(**{"num_seqs": 1, "num_tokens": num_seqs, "block_tables": tables, **changes})
-    assert dict(plan.launches[0].constexprs)["GROWS"] == (number is not None)
+    plan = paged_plan(num_seqs=1, block_tables=ArraySpec((1, 4 * blocks), "int32"), **changes)
+    assert (dict(plan.launches[0].constexprs)["LEAST"] is not None) == (number is not None)
     if number is not None:
         assert dict(plan.scratch)["partial_max"].shape[1] == number
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "blocks", "changes", "keys_and_number"),
+    [
+        # One chunk for the longest: nothing to merge.
+        (128, 256, {}, None),
+        (256, 576, {}, None),
+        (128, 576, {}, (1024, 8)),
+        (64, 576, {}, (1024, 3)),
+        (32, 576, {}, (512, 4)),
+        # The chunks of a full table are small.
+        (4, 64, {}, None),
+        (128, 576, {"kv_chunk_size": 4096}, None),
+        (128, 576, {"spec": AttentionSpec(scale=1.0, window_left=4999)}, None),
+    ],
+)
+def test_sequences_in_a_wide_table_have_smaller_chunks(num_seqs, blocks, changes, keys_and_number):
+    plan = paged_plan(num_seqs=num_seqs, block_tables=ArraySpec((num_seqs, blocks), "int32"), **changes)
+    constants = dict(plan.launches[0].constexprs)
+    assert (constants["LEAST"] is not None) == (keys_and_number is not None)
+    if keys_and_number is not None:
+        assert (constants["LEAST"], dict(plan.scratch)["partial_max"].shape[1]) == keys_and_number
 
 
 def test_equal_shapes_share_a_plan():

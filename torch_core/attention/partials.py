@@ -25,16 +25,18 @@ class Chunks:
     """The chunks of keys of a call.
 
     Attributes:
-        size: keys of a chunk, counted from key 0 of each sequence.
+        size: keys of a chunk, counted from key 0 of each sequence; with `least` at most.
         number: chunks that one sequence can have.
         max_query: query rows that one sequence can have.
-        grows: whether the only sequence has larger chunks where it would have more than `number` of them.
+        least, few: a sequence has up to `few` chunks of about `least` keys or more where these are more, and its chunks
+            are equal. With None its last one is shorter.
     """
 
     size: int
     number: int
     max_query: int
-    grows: bool = False
+    least: int | None = None
+    few: int = 1
 
     @classmethod
     def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
@@ -76,7 +78,8 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
         {
             **cache_constexprs(call),
             "CHUNK": chunks.size,
-            "GROWS": chunks.grows,
+            "LEAST": chunks.least,
+            "FEW": chunks.few,
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
             "BLOCK_CHUNKS": block,

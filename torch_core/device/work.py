@@ -34,12 +34,16 @@ def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE:
 
 
 @triton.jit
-def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
+def chunk_span(
+    seq_len, query_len, table_tokens, bounds, chunk, max_query, LEAST: tl.constexpr = None, FEW: tl.constexpr = 1
+):
     """The chunks of `chunk` keys that the last `query_len` positions of a sequence can see.
 
     Chunks are counted from key 0, so a sequence is cut at the same places in every batch. Works on scalars and on
     vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row. Returns
-    (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them.
+    (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them. With
+    LEAST there is no window, and a sequence has up to FEW chunks of about LEAST keys or more where these are more. They
+    are equal, see `equal_chunk`.
     """
     keys = tl.minimum(seq_len, table_tokens)
     first_pos = tl.maximum(seq_len - query_len, 0)
@@ -50,41 +54,69 @@ def chunk_span(seq_len, query_len, table_tokens, bounds, chunk, max_query):
         low = tl.maximum(low, first_pos // bounds.attention_chunk * bounds.attention_chunk)
     first = low // chunk
     chunks = tl.maximum((keys + chunk - 1) // chunk - first, 1)
+    if LEAST is not None:
+        chunks = tl.maximum(chunks, tl.minimum((keys + LEAST - 1) // LEAST, FEW))
     return first, tl.where((query_len > 0) & (query_len <= max_query), chunks, 0)
 
 
 @triton.jit
-def grown_chunk(seq_len, table_tokens, max_chunks, CHUNK: tl.constexpr):
-    """The keys of the chunks, CHUNK or more and a multiple of 128, by which a sequence has at most max_chunks."""
-    keys = tl.minimum(seq_len, table_tokens)
-    return tl.maximum((keys + max_chunks * 128 - 1) // (max_chunks * 128), CHUNK // 128) * 128
+def equal_chunk(seq_len, table_tokens, chunks):
+    """The keys of each of `chunks` equal chunks of a sequence, a multiple of 128."""
+    span = tl.maximum(chunks, 1) * 128
+    return (tl.minimum(seq_len, table_tokens) + span - 1) // span * 128
 
 
 @triton.jit
 def locate_chunk(
     work, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS: tl.constexpr, chunk,
-    MAX_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr, LONG: tl.constexpr = None, LEAST: tl.constexpr = None, FEW: tl.constexpr = 1,
 ):  # fmt: skip
     """Finds the key chunk number `work`: (sequence, chunk from the sequence's first one on, chunks of the batch).
 
-    With BLOCK_SEQS 1 there is one sequence.
+    With BLOCK_SEQS 1 there is one sequence. With LONG there are at most BLOCK_SEQS, and those of more keys come first:
+    what begins last should end soon. LEAST and FEW are as in `chunk_span`.
     """
     before = 0
     total = 0
     seq = 0
     if BLOCK_SEQS == 1:
         only_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        _, total = chunk_span(tl.load(seq_lens), only_len, table_tokens, bounds, chunk, MAX_QUERY)
+        _, total = chunk_span(tl.load(seq_lens), only_len, table_tokens, bounds, chunk, MAX_QUERY, LEAST, FEW)
+    elif LONG is not None:
+        seqs = tl.arange(0, BLOCK_SEQS)
+        seq_len, chunks = _chunks(
+            seqs, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, chunk, MAX_QUERY, LEAST, FEW
+        )
+        total = tl.sum(chunks, 0)
+        long = tl.where(seq_len > LONG, chunks, 0)
+        num_long = tl.sum(long, 0)
+        chunks = tl.where(work < num_long, long, chunks - long)
+        work = tl.where(work < num_long, work, work - num_long)
+        past = (seqs < num_seqs) & (tl.cumsum(chunks, 0) <= work)
+        seq = tl.sum(past.to(tl.int32), 0)
+        before = tl.sum(tl.where(past, chunks, 0), 0)
     else:
         for base in range(0, num_seqs, BLOCK_SEQS):
             seqs = base + tl.arange(0, BLOCK_SEQS)
-            live = seqs < num_seqs
-            query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
-            query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
-            seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
-            _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY)
-            past = live & (total + tl.cumsum(chunks, 0) <= work)
+            _, chunks = _chunks(
+                seqs, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, chunk, MAX_QUERY, LEAST, FEW
+            )
+            past = (seqs < num_seqs) & (total + tl.cumsum(chunks, 0) <= work)
             seq += tl.sum(past.to(tl.int32), 0)
             before += tl.sum(tl.where(past, chunks, 0), 0)
             total += tl.sum(chunks, 0)
     return seq, work - before, total
+
+
+@triton.jit
+def _chunks(
+    seqs, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, chunk, MAX_QUERY: tl.constexpr,
+    LEAST: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """(keys, chunks) of sequences; no chunks past the last one."""
+    live = seqs < num_seqs
+    query_end = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
+    query_len = query_end - tl.load(query_start_loc + seqs, mask=live, other=0)
+    seq_len = tl.load(seq_lens + seqs, mask=live, other=0)
+    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY, LEAST, FEW)
+    return seq_len, chunks

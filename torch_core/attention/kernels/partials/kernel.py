@@ -8,7 +8,7 @@ import triton.language as tl
 from torch_core.device.mask import Bounds
 from torch_core.device.softmax import finish_rows, rescale
 from torch_core.device.store import Output, RowLayout, store_rows
-from torch_core.device.work import chunk_span, grown_chunk
+from torch_core.device.work import chunk_span
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def attention_combine_kernel(
     AHEAD: tl.constexpr,
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    FEW: tl.constexpr,
     MIN_CHUNKS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -60,11 +61,7 @@ def attention_combine_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     bounds = Bounds(window_left, None, attention_chunk)
-    if GROWS:
-        chunk = grown_chunk(seq_len, table_tokens, max_chunks, CHUNK)
-    else:
-        chunk: tl.constexpr = CHUNK
-    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY)
+    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
     index = tl.program_id(0) % MAX_QUERY
     if (chunks < MIN_CHUNKS) | (index >= query_len):
         return

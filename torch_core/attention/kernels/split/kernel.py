@@ -15,7 +15,7 @@ from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
 from torch_core.device.tiles import KeyLayout, Keys, page_ids, readable
-from torch_core.device.work import chunk_span, grown_chunk, locate_chunk
+from torch_core.device.work import chunk_span, equal_chunk, locate_chunk
 
 
 @triton.jit
@@ -56,11 +56,13 @@ def attention_split_kernel(
     qq_bias_size,
     max_chunks,
     BLOCK_SEQS: tl.constexpr,
+    LONG: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    FEW: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -90,8 +92,8 @@ def attention_split_kernel(
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
     their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
-    zero the rows of padded tokens. With GROWS there is one sequence without a window, and the chunks of a long one have
-    more than CHUNK keys, see `grown_chunk`. With PAIRS, 8-bit keys and values are read two at a time, see split.pairs.
+    zero the rows of padded tokens. CHUNK, LEAST and FEW say how many chunks a sequence has, see `chunk_span`. With
+    PAIRS, 8-bit keys and values are read two at a time, see split.pairs.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -110,17 +112,20 @@ def attention_split_kernel(
     # A single sequence is fetched together with its lengths: its row of the table may be read to its end, and
     # its queries are the first ones.
     SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
-    if GROWS:
-        chunk = grown_chunk(tl.load(seq_lens), table_tokens, max_chunks, CHUNK)
-    else:
+    if SINGLE and LEAST is not None:
+        only_len = tl.load(seq_lens)
+        _, most_chunks = chunk_span(only_len, 1, table_tokens, Bounds(None, None, None), CHUNK, 1, LEAST, FEW)
+        chunk = equal_chunk(only_len, table_tokens, most_chunks)
+    elif SINGLE:
         chunk: tl.constexpr = CHUNK
     if SINGLE:
         bound = tl.where(item < max_chunks, table_tokens, 0)
         pages = page_ids(block_tables, item * chunk + columns, None, bound, BLOCK_SIZE)
     bounds = Bounds(window_left, window_right, attention_chunk)
     seq, index, total = locate_chunk(
-        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, chunk, MAX_QUERY
-    )
+        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY, LONG,
+        LEAST, FEW,
+    )  # fmt: skip
     if SINGLE:
         present = live_rows & (tokens < num_tokens)
         q = query_tile(query, tokens, heads, present, HEAD_SIZE, HEAD_PADDED, QUERY_STRIDES, NEGATE)
@@ -140,7 +145,11 @@ def attention_split_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
-    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, chunk, MAX_QUERY)
+    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
+    if not SINGLE and LEAST is not None:
+        chunk = equal_chunk(seq_len, table_tokens, chunks)
+    elif not SINGLE:
+        chunk: tl.constexpr = CHUNK
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
     query_pos = context + tokens

@@ -27,7 +27,16 @@ _MAX_CHUNK = 4096
 # Two and three waves of programs with the largest chunks leave many multiprocessors without work at the end: one
 # sequence is then cut into one wave, by its length, so that a short one in a wide table fills the device too.
 _FEW_WAVES = 3
-_GROWING_CHUNK = 512
+_SINGLE_CHUNK = 512
+# In a table that is wide enough for several chunks most sequences are shorter. By bytes of a key's element and the most
+# programs that one chunk of each sequence has: keys of a chunk at least, and programs of a batch until they are larger.
+# In larger batches a second chunk of a sequence costs more than it balances: 256 x 3000 keys took 1 or 3% longer.
+_SHORTER = {
+    1: {64: (512, 256), 128: (1024, 384), 256: (512, 2048), 512: (2048, 2048)},
+    2: {64: (512, 256), 128: (1024, 384), 256: (1024, 2048)},
+}
+# Sequences of more keys come first, if chunks have no least number of keys.
+_LONG = 512
 # Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
 # merge than they balance. Small batches get half as many, because each program starts with a chain of cold loads; by
 # bytes of a key's element.
@@ -73,8 +82,10 @@ def split_launches(
         {
             **cache_constexprs(call),
             "BLOCK_SEQS": block_seqs(call.num_seqs),
+            "LONG": _long(call) if 1 < call.num_seqs <= block_seqs(call.num_seqs) else None,
             "CHUNK": chunks.size,
-            "GROWS": chunks.grows,
+            "LEAST": chunks.least,
+            "FEW": chunks.few,
             "MAX_QUERY": max_query,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -158,12 +169,35 @@ def _fills_device(call: PagedCall[ArraySpec]) -> bool:
 
 
 def _chunks(call: PagedCall[ArraySpec], max_query: int) -> Chunks:
-    head_programs, wave = _head_programs(call), _TARGET_PROGRAMS * _MAX_CHUNK
+    head_programs, wave, size = _head_programs(call), _TARGET_PROGRAMS * _MAX_CHUNK, _chunk_size(call)
     sees_all = call.spec.window_left is None and call.spec.attention_chunk is None
-    is_few_waves = wave < call.table_tokens * head_programs <= _FEW_WAVES * wave
-    if call.num_seqs == 1 and call.kv_chunk_size is None and sees_all and is_few_waves:
-        return Chunks(_GROWING_CHUNK, ceil_div(_TARGET_PROGRAMS, head_programs), max_query, grows=True)
-    return Chunks.of(call, _chunk_size(call), max_query)
+    fixed = Chunks.of(call, size, max_query)
+    if call.kv_chunk_size is not None or not sees_all:
+        return fixed
+    programs = call.num_seqs * head_programs
+    if call.num_seqs == 1:
+        if wave < call.table_tokens * programs <= _FEW_WAVES * wave:
+            few = ceil_div(_TARGET_PROGRAMS, head_programs)
+            return Chunks(power_of_two(call.table_tokens), few, max_query, _SINGLE_CHUNK, few)
+        return fixed
+    shorter = _shorter(call)
+    if shorter is None or fixed.number == 1 or size <= shorter[0]:
+        return fixed
+    least, wanted = shorter
+    few = min(wanted // programs, ceil_div(call.table_tokens, least))
+    return Chunks(size, max(fixed.number, few), max_query, least, few)
+
+
+def _shorter(call: PagedCall[ArraySpec]) -> tuple[int, int] | None:
+    programs = call.num_seqs * _head_programs(call)
+    sizes = _SHORTER[min(DTYPE_BYTES[call.keys().dtype], 2)]
+    return next((found for most, found in sizes.items() if programs <= most), None)
+
+
+def _long(call: PagedCall[ArraySpec]) -> int:
+    """Returns the keys above which a sequence comes first: half of the smallest chunks of several."""
+    shorter = _shorter(call)
+    return _LONG if shorter is None else shorter[0] // 2
 
 
 def _heads_of_merge(rows: int, num_heads: int) -> int:
