@@ -19,7 +19,11 @@ from torch_core.state.kernels.mamba import parts, plan
         {"dtype": "bfloat16"},
         {"states": False, "optional": False, "padding": 20},
         {"dt_limit": (0.1, 0.3), "heads": (3, 1)},
+        {"sizes": (6, 40)},
         KEPT,
+        {"lens": (1, 1, 0, 1), "sizes": (6, 40), "dtype": "bfloat16"},
+        {"lens": (1, 1, 0, 1), "states": False, "optional": False},
+        {"lens": (1, 1, 0, 1), "num_kept_tokens": torch.tensor([1, 0, 0, 0], dtype=torch.int32)},
     ],
     ids=str,
 )

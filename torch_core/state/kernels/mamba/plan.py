@@ -28,8 +28,12 @@ from torch_core.state.kernels.mamba.parts import (
 )
 from torch_core.state.mamba_call import MambaChunkScanCall
 
-# A program's part of a state, in registers: token by token, and chunk by chunk.
-_STATE_ELEMENTS, _CHUNK_ELEMENTS = 4096, 8192
+# A program's part of a state, in registers, chunk by chunk.
+_CHUNK_ELEMENTS = 8192
+# The same and the warps of a program for one token of each sequence, and for several. A row of B of more numbers than a
+# program has threads would go through shared memory.
+_ONE_TOKEN, _ONE_TOKEN_WIDE, _TOKENS = (4096, 8), (2048, 2), (1024, 1)
+_WIDE = 256
 # Addresses of a tile's elements then differ by constants, and take few registers.
 _CONSTANT_STRIDES = ("x_token_stride", "B_token_stride", "C_token_stride", "out_token_stride", "states_row_stride")
 # Programs that a multiprocessor holds.
@@ -59,7 +63,7 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
     least = LEAST_TILE if in_chunks else 1
     constexprs = constexprs_of(call, _CHUNK, least)
     padded, size = constexprs["STATE_PADDED"], max(least, power_of_two(call.x.shape[2]))
-    rows = min(size, max(least, (_CHUNK_ELEMENTS if in_chunks else _STATE_ELEMENTS) // padded))
+    rows = min(size, max(least, _CHUNK_ELEMENTS // padded))
     tiles = (call.num_heads, ceil_div(call.x.shape[2], rows))
     span = span_of(call, limits, math.prod(tiles), resident=_RESIDENT) if in_chunks else WHOLE
     # Of sequences of several spans; the number of others does not count, each with states of megabytes.
@@ -69,6 +73,7 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
     constexprs |= {
         "MAX_TOKENS": _FEW_TOKENS if in_chunks else 0,
         "MIN_TOKENS": _FEW_TOKENS + 1,
+        "ONE_TOKEN": call.max_query_len == 1,
         "BLOCK_ROWS": rows,
         "SPAN": span,
         "BINARY": True,
@@ -83,7 +88,13 @@ def plan_mamba_chunk_scan(call: MambaChunkScanCall[ArraySpec], limits: DeviceLim
         sizes = constexprs | {"BLOCK_ROWS": options.pop("rows", rows)}
         return named_launch(kernel, grid, arguments, sizes, writes=writes, **{"num_stages": 1, **options})
 
-    launches = [launch(mamba_step_kernel, (call.num_seqs, *tiles), *in_place, "out", hot=is_narrow)]
+    elements, warps = _TOKENS
+    if call.max_query_len == 1:
+        elements, warps = _ONE_TOKEN if padded < _WIDE else _ONE_TOKEN_WIDE
+    step_rows = min(size, max(1, elements // padded))
+    programs = call.num_seqs * call.num_heads * ceil_div(call.x.shape[2], step_rows)
+    options = {"rows": step_rows, "num_warps": warps, "hot": is_narrow}
+    launches = [launch(mamba_step_kernel, (programs,), *in_place, "out", **options)]
     if in_chunks:
         chunks, spans = (tiles_of(call, each) for each in (_CHUNK, span))
         stages = 2 if limits.shared_memory >= _LARGE_SHARED_MEMORY else 1
