@@ -27,11 +27,14 @@ ALL = [*PROMPTS, *DECODING]
 class Compiler:
     """Stands in for `Programs`: each program is compiled when the test says so."""
 
-    def __init__(self, failing: Bucket | None = None) -> None:
+    def __init__(self, failing: Bucket | None = None, most: int = 16) -> None:
         self.compiled: dict[Bucket, Bucket] = {}
         self.begun: SimpleQueue[Bucket] = SimpleQueue()
         self.permits = threading.Semaphore(0)
-        self._failing = failing
+        self._failing, self._most = failing, most
+
+    def num_compilers(self) -> int:
+        return self._most
 
     def ensure(self, bucket: Bucket) -> None:
         self.begun.put(bucket)
@@ -60,6 +63,19 @@ def test_a_short_prompt_and_its_decoding_come_first_and_then_the_programs_that_s
     assert set(order[3:num_needed]) == {Bucket(16, 1024, 64, FULL), Bucket(8, 8, 1, FULL), Bucket(8, 32, 1, FULL, 4)}
     assert len(order) == len(ALL)
     assert set(order) == set(ALL)
+
+
+def test_no_more_programs_are_compiled_at_once_than_the_memory_holds_their_kernels(monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    compiler = Compiler(most=2)
+    warming, _, finished = started(compiler, PROMPTS)
+    running = [thread for thread in threading.enumerate() if thread.name == "jattn-warmup"]
+    for _ in PROMPTS:
+        compiler.permits.release()
+
+    assert finished.wait(60)
+    assert len(running) == 2
+    warming.end()
 
 
 def test_a_program_serves_no_step_that_is_larger_of_another_kind_or_shares_prefixes_otherwise() -> None:

@@ -15,8 +15,6 @@ from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
 from jattn.llm.reports import LOGGER
 
-_MOST_THREADS = 16
-
 
 class WarmUp:
     """Compiles the missing programs of some buckets in threads of its own. Any thread may call any method.
@@ -46,7 +44,7 @@ class WarmUp:
         self._lock = threading.Lock()
         # The steps that run meanwhile need the other half of the cores.
         self._device = cast(Any, jax.config).jax_default_device
-        count = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+        count = max(1, min((os.cpu_count() or 1) // 2, programs.num_compilers()))
         # Python would wait for the whole queue of other threads at its end; `end` waits for the programs under way.
         self._threads = [threading.Thread(target=self._work, name="jattn-warmup", daemon=True) for _ in range(count)]
         for thread in self._threads:
