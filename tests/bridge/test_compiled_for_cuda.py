@@ -105,13 +105,13 @@ def test_steps_of_a_decoder_copy_no_cache_that_was_donated(num_steps: int, num_s
 
 
 def two_products() -> tuple[Any, ...]:
-    """Products of the same rows with two weights, of which one is small."""
-    weights = (np.zeros((64, size), np.float32) for size in (256, 8))
+    """Products of the same rows with two weights, neither of which is many times larger: those jaxlib 0.11.2 merges."""
+    weights = (np.zeros((64, size), np.float32) for size in (256, 64))
     return lambda x, large, small: (x @ large, x @ small), np.zeros((16, 64), np.float32), *weights
 
 
 def test_weights_of_two_products_are_not_copied_together() -> None:
-    copied = "f32[64,264]"
+    copied = "f32[64,320]"
     assert copied in compiled_for_cuda(two_products), "XLA has stopped doing it: the option is no longer needed"
     assert copied not in compiled_for_cuda(two_products, options=PRODUCT_OPTIONS)
 
