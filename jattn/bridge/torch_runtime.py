@@ -68,7 +68,8 @@ def launch_operation(plan: OperationPlan, arrays: Mapping[str, jax.Array]) -> di
 
         # While XLA captures, neither code may be loaded nor a context be made: of no device that may run the program.
         for device in jax.local_devices():
-            prepare_operation(plan, torch.device("cuda", device.local_hardware_id))
+            if device.platform == "gpu":
+                prepare_operation(plan, torch.device("cuda", device.local_hardware_id))
     outputs = dict((*plan.outputs, *plan.scratch))
     inputs = {name: arrays[name] for name, _ in plan.inputs}
     results = _call(_Launch(plan), inputs, outputs, plan.in_place, capturable=True)

@@ -57,7 +57,8 @@ def test_nothing_is_left_for_torch_to_allocate(runs):
 def test_code_is_loaded_onto_each_device_that_may_run_the_program(monkeypatch):
     prepared = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(local_hardware_id=index) for index in (0, 2)])
+    devices = [SimpleNamespace(local_hardware_id=index, platform="gpu") for index in (0, 2)]
+    monkeypatch.setattr(jax, "local_devices", lambda: [*devices, SimpleNamespace(local_hardware_id=1, platform="cpu")])
     monkeypatch.setattr(launch, "prepare_operation", lambda plan, device: prepared.append(str(device)))
 
     jax.eval_shape(lambda *operands: _double_and_add(*operands), jnp.arange(16.0), jnp.ones(16))
