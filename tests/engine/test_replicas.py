@@ -108,6 +108,17 @@ def test_prompts_queued_together_are_dealt_out_and_numbered_as_one_after_the_oth
 
 
 @on_four_devices
+def test_a_request_of_a_copy_is_cancelled_with_the_tokens_that_step_did_not_return() -> None:
+    engine = two()
+    request = engine.add([1, 2, 3], GREEDY)
+    while not request.output_token_ids:
+        for each in engine.engines:
+            each.advance()
+    end = engine.cancel(request.request_id)
+    assert (end.finish_reason, list(end.token_ids)) == ("cancelled", request.output_token_ids)
+
+
+@on_four_devices
 @pytest.mark.parametrize("copies", [1, 2])
 def test_of_prompts_queued_together_none_is_left_when_one_is_refused(copies: int) -> None:
     engine = open_engine(large_decoder(), EngineConfig(**SIZES, data_parallel_size=copies))

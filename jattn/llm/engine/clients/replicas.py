@@ -223,7 +223,7 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
         """Ends an unfinished request now; see `Engine.cancel`."""
         end = (self._engine_of(request_id) or self.engines[0]).cancel(request_id)
         tokens = (token for delta in self._outbox.take(request_id) for token in delta.token_ids)
-        return dataclasses.replace(end, token_ids=tuple(tokens))
+        return end._replace(token_ids=tuple(tokens))
 
     def step(self) -> list[TokenDelta]:
         """Runs a step of every copy that has work; returns the new deltas. See `Engine.step`."""
