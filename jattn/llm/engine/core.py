@@ -17,6 +17,7 @@ from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
+from jattn.llm.engine.request.validation import taken
 from jattn.llm.engine.state import EngineState
 from jattn.llm.reports import LOGGER, event
 from jattn.pool import check_room
@@ -213,9 +214,7 @@ class EngineCore(Owner):
     def _add(self, first: Request, number: int) -> None:
         state = self._rebuilt()
         if first.request_id in self.requests:
-            raise InvalidInput(
-                "request_id", f"{shown(first.request_id)} belongs to an unfinished request", "ids must be unique"
-            )
+            raise taken(first.request_id)
         for index, request in enumerate(first.samples):
             request.take_number(number + index)
         try:

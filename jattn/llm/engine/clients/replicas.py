@@ -26,12 +26,12 @@ from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
 from jattn.llm.engine.request.outputs import Outbox, TokenDelta
 from jattn.llm.engine.request.request import Request
+from jattn.llm.engine.request.validation import taken
 from jattn.llm.engine.thread import Listener, Outcome
 from jattn.llm.load import TextTokenizer
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
-from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
@@ -177,28 +177,29 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
         return _total([engine.speculation_stats() for engine in self.engines])
 
     def prepare(self, params: SamplingParams | None) -> None:
-        """`Engine.prepare` for every copy."""
-        for engine in self.engines:
-            engine.prepare(params)
+        """`Engine.prepare` for the copy that checks requests."""
+        self.engines[0].prepare(params)
 
     def new_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        outbox: Outbox | None = None,
+        **options: Any,
     ) -> Request:
         """Returns a request for `queue`; see `Engine.new_request`."""
-        outbox = options.pop("outbox", None)
-        return self.engines[0].new_request(
-            prompt_token_ids, params, outbox=self._outbox if outbox is None else outbox, **options
-        )
+        outbox = self._outbox if outbox is None else outbox
+        return self.engines[0].new_request(prompt_token_ids, params, outbox=outbox, **options)
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Queues each request with the copy that has the least to do until its first token; see `Engine.queue`."""
         with self._routing:
-            names = [request.request_id for request in requests if request.given_id]
-            for index, name in enumerate(names):
-                if self._engine_of(name) is not None or name in names[:index]:
-                    raise InvalidInput(
-                        "request_id", f"{shown(name)} belongs to an unfinished request", "ids must be unique"
-                    )
+            names: set[str] = set()
+            for name in filter(None, (request.given_id for request in requests)):
+                if name in names or self._engine_of(name) is not None:
+                    raise taken(name)
+                names.add(name)
             number = max(engine.num_added for engine in self.engines)
             loads = [engine.load for engine in self.engines]
             routed: list[dict[Request, int]] = [{} for _ in self.engines]

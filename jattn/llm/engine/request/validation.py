@@ -289,6 +289,11 @@ class Validator:
         return tuple(tokens.tolist())
 
 
+def taken(request_id: str) -> InvalidInput:
+    """Returns the refusal of an id that an unfinished request has."""
+    return InvalidInput("request_id", f"{shown(request_id)} belongs to an unfinished request", "ids must be unique")
+
+
 def _array(whose: str, token_ids: Any) -> np.ndarray:
     """Returns a prompt's token ids as an array of whole numbers."""
     try:
