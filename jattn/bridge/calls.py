@@ -87,16 +87,17 @@ def register_call(call_class: type[Call[Any]]) -> None:
     jax.tree_util.register_pytree_with_keys(call_class, flatten, unflatten)
 
 
-def pinned(arrays: Sequence[jax.Array], updated: Container[int]) -> list[jax.Array]:
-    """Returns a call's operands or results, those updated in place (by number) as arrays that no slice is folded into.
+def pinned(arrays: Sequence[jax.Array], numbers: Container[int]) -> list[jax.Array]:
+    """Returns a call's operands or results, those of the given numbers as arrays that no slice is folded into.
 
     XLA's dynamic-slice fusion, on by default on GPUs from jaxlib 0.11.1, folds the slices around a custom call into
     addresses: `x[i]` before it, `x.at[i].set` after it, a scan's and a vmap's among them. Until its
     PreservesCustomCallAliases (xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc) it forgot that one was
     to be updated instead of the other: a kernel then wrote to the sliced array, often one that had not been donated,
-    and not to the result. XLA removes the barrier after that pass; programs without such slices stay as they are.
+    and not to the result. Kernels cannot read some slices either: see `jattn.bridge.launch`. XLA removes the barrier
+    after that pass; programs without such slices stay as they are.
     """
     return [
-        jax.lax.optimization_barrier(array) if index in updated and isinstance(array, Tracer) else array
+        jax.lax.optimization_barrier(array) if index in numbers and isinstance(array, Tracer) else array
         for index, array in enumerate(arrays)
     ]

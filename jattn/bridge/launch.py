@@ -9,15 +9,17 @@ stored by `jax.export` runs in other processes and contains the code itself.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src.config import persistent_cache_min_compile_time_secs
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -63,8 +65,25 @@ def launch_kernel(
         aliases: numbers of results by those of the operands that they take the place of.
     """
     shapes = tuple((result.shape, result.dtype) for result in results)
-    found = _launch.bind(*pinned(operands, aliases), code=code, results=shapes, aliases=tuple(aliases.items()))
-    return pinned(found, aliases.values())
+    kept = pinned(operands, {*aliases, *_unaligned_slices(operands)})
+    found = _launch.bind(*kept, code=code, results=shapes, aliases=tuple(aliases.items()))
+    return pinned(found, {*aliases.values(), *_unaligned_slices(results)})
+
+
+def _unaligned_slices(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Iterator[int]:
+    """Yields the numbers of arrays that, if they were slices, could begin between two multiples of 16 bytes.
+
+    XLA folds such a slice into the call if its length is a multiple of 256 bytes (IsAlignedSlice of
+    dynamic_slice_fusion_rewriter_v2.cc), and the launcher then refuses its address: kernels are compiled for aligned
+    ones. A slice along the first axis begins at a multiple of a row's bytes. The few rows of integers may be cut along
+    the next axis too, as `block_tables[:1, 1:33]`; reshaped slices are not seen.
+    """
+    for number, array in enumerate(arrays):
+        shape, dtype = array.shape, jnp.dtype(array.dtype)
+        if jnp.issubdtype(dtype, jnp.integer):
+            shape = tuple(itertools.dropwhile(lambda size: size == 1, shape))
+        if math.prod(shape[1:]) * dtype.itemsize % 16:
+            yield number
 
 
 _launch = Primitive("jattn_launch")

@@ -104,6 +104,26 @@ def test_steps_of_a_decoder_copy_no_cache_that_was_donated(num_steps: int, num_s
     assert misdirected(text) == []
 
 
+def sliced_lengths(first: int) -> tuple[Any, ...]:
+    """Attention to caches of sequences whose lengths are a slice of an array, and whose queries are one of another."""
+
+    def attend(query: Any, cache: Any, tables: Any, lengths: Any) -> Any:
+        starts = jnp.arange(65, dtype=jnp.int32)
+        rows = (query[first : first + 64], cache, tables, lengths[first : first + 64], starts)
+        return ops.paged_attention(*rows, max_query_len=1, implementation="triton")
+
+    query, lengths = np.zeros((66, 4, 16), np.float32), np.zeros(66, np.int32)
+    return attend, query, np.zeros(CACHE, np.float32), np.zeros((64, 6), np.int32), lengths
+
+
+def test_a_slice_that_could_begin_between_two_multiples_of_16_bytes_is_folded_into_no_call() -> None:
+    # On by default from jaxlib 0.11.1.
+    text = compiled_for_cuda(sliced_lengths, 1, options={"xla_gpu_enable_dynamic_slice_fusion": True})
+    parts = computations(text)
+    (fusion,) = [lines for name, lines in parts.items() if "dynamic-slice-fusion" in name]
+    assert [line.split(" = ")[1].split("{")[0] for line in fusion if " slice(" in line] == ["f32[64,4,16]"]
+
+
 def two_products() -> tuple[Any, ...]:
     """Products of the same rows with two weights, neither of which is many times larger: those jaxlib 0.11.2 merges."""
     weights = (np.zeros((64, size), np.float32) for size in (256, 64))

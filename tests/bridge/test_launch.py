@@ -14,15 +14,16 @@ from jattn.bridge.launch import TARGET, KernelCode, launch_kernel
 from tests.support.compilation_cache import programs_kept_in
 
 CODE = KernelCode(whole=b"whole", named=b"named", loader=b"loader")
-SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+CODE_OF_ANOTHER_DEVICE = KernelCode(whole=b"whole")
+SHAPE = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 
 
-def _program(code):
-    return jax.jit(lambda x, y: launch_kernel(code, [x, y], [SHAPE, SHAPE], {1: 1}))
+def _program(code, shape=SHAPE):
+    return jax.jit(lambda x, y: launch_kernel(code, [x, y], [shape, shape], {1: 1}))
 
 
-def _lowered(code) -> str:
-    return _program(code).trace(SHAPE, SHAPE).lower(lowering_platforms=("cuda",)).as_text()
+def _lowered(code, shape=SHAPE) -> str:
+    return _program(code, shape).trace(shape, shape).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.fixture(params=[True, False], ids=["loads", "does not load"])
@@ -38,7 +39,7 @@ def test_a_program_names_code_that_its_process_could_load_and_carries_other_code
 
 
 def test_code_for_another_device_is_carried(loads):
-    assert 'opaque = "whole"' in _lowered(KernelCode(whole=b"whole"))
+    assert 'opaque = "whole"' in _lowered(CODE_OF_ANOTHER_DEVICE)
 
 
 def test_an_exported_program_carries_its_code(loads):
@@ -62,6 +63,25 @@ def test_only_what_is_updated_in_place_is_kept_from_slices_around_the_call(loads
     name, operands = lines[call].split(":2 = ")[0], lines[call].split("(")[1].split(")")[0].split(", ")
     assert operands == ["%arg0", before.split(" = ")[0]]
     assert f"optimization_barrier {name}#1" in after
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "begins_unaligned"),
+    [
+        ((64,), jnp.int32, True),
+        ((64, 6), jnp.int32, True),
+        ((64, 8), jnp.int32, False),
+        ((1, 64), jnp.int32, True),
+        ((1, 1, 64), jnp.float32, False),
+        ((32, 3885), jnp.float32, True),
+        ((32, 8, 64), jnp.bfloat16, False),
+        ((64, 1), jnp.bfloat16, True),
+        ((16, 16), jnp.float8_e4m3fn, False),
+    ],
+)
+def test_operands_and_results_that_could_be_unaligned_slices_are_kept_from_slices(shape, dtype, begins_unaligned):
+    text = _lowered(CODE_OF_ANOTHER_DEVICE, jax.ShapeDtypeStruct(shape, dtype))
+    assert text.count("stablehlo.optimization_barrier") == (4 if begins_unaligned else 2)
 
 
 def test_a_jaxlib_that_does_not_load_machine_code_is_asked_once(monkeypatch):
@@ -99,7 +119,7 @@ def test_a_kernel_that_runs_by_itself_is_a_program_without_jit_too(monkeypatch):
     monkeypatch.setattr(launch.jax.ffi, "ffi_lowering", lambda *_, **__: lambda _, x, **__: [x])
     monkeypatch.setattr(launch, "_is_loaded", lambda loader: False)
     with jax.disable_jit():
-        np.testing.assert_array_equal(launch_kernel(CODE, [jnp.arange(4.0)], [SHAPE], {})[0], np.arange(4.0))
+        np.testing.assert_array_equal(launch_kernel(CODE, [jnp.ones(SHAPE.shape)], [SHAPE], {})[0], 1)
 
 
 @pytest.mark.gpu

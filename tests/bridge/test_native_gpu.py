@@ -18,7 +18,7 @@ from torch_core import ops as torch_ops
 from torch_core.base.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
-NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 64, 16, 8, 2, 64
+NUM_BLOCKS, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 80, 16, 8, 2, 64
 
 
 def _double_and_add(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -27,10 +27,10 @@ def _double_and_add(x: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _step_arrays(
-    seed: int, query_lens: list[int], seq_lens: list[int], dtype=jnp.bfloat16, unused_columns: int = 0
+    seed: int, query_lens: list[int], seq_lens: list[int], dtype=jnp.bfloat16, unused_columns: int = 0, width: int = 16
 ) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed)
-    tokens, width = sum(query_lens), 16
+    tokens = sum(query_lens)
     table = rng.permutation(NUM_BLOCKS - 1)[: len(seq_lens) * width].reshape(len(seq_lens), width) + 1
     slots = [
         int(table[s, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
@@ -100,6 +100,26 @@ def test_an_exported_program_runs_after_it_was_stored():
     x, total = jnp.arange(16.0), jnp.ones(16)
     stored = jax.export.export(jax.jit(_double_and_add), disabled_checks=allowed)(x, total).serialize()
     np.testing.assert_array_equal(jax.export.deserialize(stored).call(x, total)[1], 1 + 3 * np.arange(16.0))
+
+
+# XLA captures no fewer launches than this in a CUDA graph.
+@pytest.mark.parametrize("fewest", [1, 1000], ids=["captured", "not captured"])
+def test_a_slice_may_begin_anywhere(fewest, seed):
+    # Each has a block of its own, and each of the sliced arrays 256 bytes: XLA folds multiples of these alone.
+    count = 4 * BLOCK_SIZE
+    arrays = _step_arrays(seed, [1] * count, [*range(1, BLOCK_SIZE + 1)] * 4, width=1)
+
+    def steps(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        out, _, cache = _decode(arrays, arrays["kv_cache"], "triton", 1)
+        return _decode(arrays | {"query": out}, cache, "triton", 1)
+
+    cut = ("seq_lens", "slot_mapping", "block_tables")
+    joined = {name: jnp.concatenate([arrays[name][:1], arrays[name], arrays[name][:2]]) for name in cut}
+    sliced = jax.jit(lambda a, b: steps(a | {name: b[name][1 : 1 + count] for name in cut}))
+    program = sliced.lower(arrays, joined).compile({"xla_gpu_graph_min_graph_size": fewest})
+    for _ in range(3):
+        for found, expected in zip(program(arrays, joined), jax.jit(steps)(arrays), strict=True):
+            np.testing.assert_array_equal(_bits(found), _bits(expected))
 
 
 @pytest.mark.parametrize(
