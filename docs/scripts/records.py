@@ -27,7 +27,7 @@ PAGES = {
     ),
     "training": (
         "Training",
-        "Gradients of dense attention on one H200. They are deterministic unless a column says otherwise.",
+        "Gradients of dense attention on one H100 or H200. They are deterministic unless a column says otherwise.",
         ["training", "training_256", "backward", "backward_256", "backward_192", "dropout"],
     ),
     "engine": (
