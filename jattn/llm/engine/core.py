@@ -119,10 +119,9 @@ class EngineCore(Owner):
         if routing is not None:
             routing.came()
         # Columns are padded, so that there may be more than rows.
-        sampled = zip(count(), step.rows, zip(*result.tokens.tolist(), strict=True), strict=False)
         answers = [
-            (index, row, list(new))
-            for index, row, new in sampled
+            (index, row, new)
+            for index, row, new in zip(count(), step.rows, result.tokens.T.tolist(), strict=False)
             if row.num_samples and row.request.finish_reason is None
         ]
         cuts: dict[str, int] = {}
@@ -155,7 +154,8 @@ class EngineCore(Owner):
                     routing.give(state.cache, request, request.num_known_tokens)
                 self._finish(state, request, reason)
             else:
-                self._deliver(request)
+                request.deliver()
+                self.ready.add(request.outbox)
         if not cuts:
             state.cache.retire(step.committed.step_id)
 

@@ -8,7 +8,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeAlias
 
@@ -486,7 +486,9 @@ _wanted = itemgetter(1)
 
 
 def _rows_of_one(decodable: Iterable[_Decodable]) -> list[ScheduledRow]:
-    return [ScheduledRow(request, request.num_computed_tokens, 1, 1) for request, _ in decodable]
+    # A named tuple's own constructor takes twice as long.
+    each = ((request, request.num_computed_tokens, 1, 1, ()) for request, _ in decodable)
+    return list(map(tuple.__new__, repeat(ScheduledRow), each))
 
 
 def _remaining(request: Request) -> int:

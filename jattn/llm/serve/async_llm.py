@@ -307,27 +307,23 @@ class _Entry:
             self.llm.note_step(news)
             return
         self.llm.note_step(None)
+        reader, kind = self.reader, self.request.params.output_kind
         try:
             for delta in news:
-                self._update(delta)
+                new, output = reader.read(delta), None
+                if new is None:
+                    continue
+                if kind is RequestOutputKind.DELTA:
+                    output = reader.output((new,))
+                elif reader.finished or kind is RequestOutputKind.CUMULATIVE:
+                    output = reader.output()
+                # Of an ended request no error would be delivered.
+                if reader.finished:
+                    self.llm.end(self)
+                self.deliver(Update(new, reader.finished, output))
         except BaseException as error:
             # A tokenizer that fails, a loop that is gone or a cancelled task: this request ends, the others go on.
             self.llm.end(self, error)
-
-    def _update(self, delta: TokenDelta) -> None:
-        reader, kind, output = self.reader, self.request.params.output_kind, None
-        new = reader.read(delta)
-        if new is None:
-            return
-        finished = reader.finished
-        if kind is RequestOutputKind.DELTA:
-            output = reader.output((new,))
-        elif finished or kind is RequestOutputKind.CUMULATIVE:
-            output = reader.output()
-        # Of an ended request no error would be delivered.
-        if finished:
-            self.llm.end(self)
-        self.deliver(Update(new, finished, output))
 
 
 class _Mailbox:

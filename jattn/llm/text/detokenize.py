@@ -67,7 +67,7 @@ class Detokenizer:
 
         With `finished` no more will come, so nothing is held back.
         """
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
         if not self._stop:
             self.num_tokens += len(token_ids)
@@ -82,7 +82,7 @@ class Detokenizer:
             self.text += self._decode(part, finished and index == len(parts))
             if self._cut(searched):
                 break
-        end = len(self.text) if finished or self.stopped else len(self.text) - self._held_back()
+        end = len(self.text) if finished or self.stop_string is not None else len(self.text) - self._held_back()
         new = self.text[self._handed_out : end]
         self._handed_out = max(self._handed_out, end)
         return new

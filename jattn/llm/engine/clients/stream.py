@@ -109,6 +109,9 @@ class PromptReader:
         engine: the engine that runs the requests.
         tokenizer: tokenizer of the model; None for token ids without text.
         request: the first sample.
+
+    Attributes:
+        finished: all samples ended.
     """
 
     def __init__(self, engine: AnyEngine, tokenizer: TextTokenizer | None, request: Request) -> None:
@@ -116,12 +119,7 @@ class PromptReader:
         self._text_of = None if tokenizer is None else TokenBytes(tokenizer).text
         self._request = request
         self._samples = {sample.request_id: _Sample(sample, tokenizer) for sample in request.samples}
-        self._num_unfinished = len(self._samples)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all samples ended."""
-        return not self._num_unfinished
+        self.finished = False
 
     def read(self, delta: TokenDelta) -> CompletionOutput | None:
         """Returns the new text of a sample, with the reason if it ended; None if it had ended before."""
@@ -129,25 +127,26 @@ class PromptReader:
         if sample.finish_reason is not None:
             return None
         _, token_ids, reason = delta
-        text, detokenizer, request = "", sample.detokenizer, sample.request
+        text, stop_string, detokenizer, request = "", None, sample.detokenizer, sample.request
         if detokenizer is not None:
             of_text, before, params = token_ids, detokenizer.num_tokens, request.params
             if reason == "error" or (reason == "stop" and not params.include_stop_str_in_output):
                 # The token that ended the text is no part of it.
                 of_text = token_ids[:-1] if params.include_eos_token else token_ids
             text = detokenizer.push(of_text, finished=reason is not None)
-            if detokenizer.stop_string is not None:
+            stop_string = detokenizer.stop_string
+            if stop_string is not None:
                 token_ids, reason = token_ids[: detokenizer.num_tokens - before], "stop"
                 self._engine.stop(request, detokenizer.num_tokens)
-        sample.finish_reason = reason
-        self._num_unfinished -= reason is not None
+        if reason is not None:
+            sample.finish_reason = reason
+            self.finished = all(each.finish_reason is not None for each in self._samples.values())
         start = len(sample.token_ids)
         sample.token_ids += token_ids
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = request.known_logprobs(start, token_ids, self._text_of)
             sample.logprobs += logprobs or ()
-        stop_string = None if detokenizer is None else detokenizer.stop_string
         return request.completion(token_ids, reason, start=start, logprobs=logprobs, text=text, stop_string=stop_string)
 
     def output(self, completions: tuple[CompletionOutput, ...] | None = None) -> RequestOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 
@@ -30,5 +31,6 @@ def fill_requests(step: ScheduledStep, token_ids: np.ndarray, sampling: np.ndarr
         if guesses:
             new.extend(guesses)
     token_ids[: len(new)] = new
-    sampling[: len(requests)] = [request.sampling for request in requests]
+    parts: list[Any] = [request.sampling for request in requests]
+    sampling[: len(requests)] = np.frombuffer(b"".join(parts), np.int32).reshape(-1, sampling.shape[1])
     sample_index[: len(requests)] = [len(each.output_token_ids) + each.num_pending_tokens for each in requests]
