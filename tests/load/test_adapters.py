@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -392,6 +393,17 @@ def test_an_adapter_of_a_wider_model_is_refused(tmp_path, seed):
     folder = peft_folder(tmp_path, peft_tensors(tiny_config(hidden_size=64, num_hidden_layers=1), seed))
     with pytest.raises(jattn.InvalidInput, match=r"has shape .*; the model and r = 4 ask for"):
         load_adapter(folder, CONFIG)
+
+
+def test_an_adapter_of_another_architecture_is_refused_though_its_shapes_fit(tmp_path, seed):
+    tensors = peft_tensors(CONFIG, seed, modules=("q_proj",))
+    model = replace(CONFIG, architecture="LlamaForCausalLM")
+    for name in ("LlamaForCausalLM", "WrappedByAProject"):
+        folder = peft_folder(tmp_path / name, tensors, auto_mapping={"base_model_class": name})
+        assert len(load_adapter(folder, model).weights) == 1
+    folder = peft_folder(tmp_path, tensors, auto_mapping={"base_model_class": "Qwen3MoeForCausalLM"})
+    with pytest.raises(jattn.InvalidInput, match="base_model_class is 'Qwen3MoeForCausalLM'; the model is Llama"):
+        load_adapter(folder, model)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jattn.llm.load.families import known_families
 from jattn.llm.load.folder import read_object
 from torch_core.adapters.call import MAX_RANK
 from torch_core.base.checks import check_int, shown
@@ -30,14 +31,14 @@ _INERT: dict[str, tuple[Any, ...]] = {
 }
 # Keys of PEFT 0.21 of training, of the writer's machine, or without an effect on an adapter's own products.
 _IGNORED = (
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode",
-    "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
+    "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "task_type",
 )  # fmt: skip
 # Keys that are read here.
 _READ = (
-    "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
-    "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
+    "alpha_pattern", "auto_mapping", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
 )  # fmt: skip
 # Ways to initialise that leave the base's weights as they are; others change them.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -63,6 +64,7 @@ class PeftConfig:
             not checked.
         exclude_modules: those that have none.
         layers: the layers that have adapters; None for all.
+        base_model_class: the class of the base that the adapter was trained on; None where PEFT did not write it.
     """
 
     r: int
@@ -74,6 +76,18 @@ class PeftConfig:
     target_modules: tuple[str, ...] | None = None
     exclude_modules: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
+    base_model_class: str | None = None
+
+    def check_base(self, architecture: str) -> None:
+        """Refuses an adapter of another known architecture, whose names and shapes may fit by chance.
+
+        Raises:
+            InvalidInput: it is one of another.
+        """
+        known = known_families()
+        if self.base_model_class != architecture and {self.base_model_class, architecture} <= known.keys():
+            wanted = f"the model is {architecture}. Remove auto_mapping if the adapter is of these weights"
+            raise InvalidInput("auto_mapping.base_model_class", value=self.base_model_class, wanted=wanted).under(_NAME)
 
     def check_module(self, name: str) -> None:
         """Refuses the matrices of a module, or of a parameter, that PEFT would not apply, by this file.
@@ -131,13 +145,15 @@ def read_peft_config(folder: Path) -> PeftConfig:
         modules = None if targets is None or isinstance(targets, str) else _names(raw, "target_modules")
         excluded = () if isinstance(raw.get("exclude_modules"), str) else _names(raw, "exclude_modules")
         parameters, layers = _names(raw, "target_parameters"), _layers(raw)
+        mapping = raw.get("auto_mapping")
+        base = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else None
         for name, value in ranks.items():
             check_int(f"rank_pattern[{name!r}]", value, 1, MAX_RANK)
         for name, value in alphas.items():
             _check_alpha(f"alpha_pattern[{name!r}]", value)
     except InvalidInput as error:
         raise error.under(_NAME) from None
-    return PeftConfig(rank, alpha, use_rslora, ranks, alphas, parameters, modules, excluded, layers)
+    return PeftConfig(rank, alpha, use_rslora, ranks, alphas, parameters, modules, excluded, layers, base)
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -39,11 +39,12 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
         config: config of the model that the adapter is for.
 
     Raises:
-        InvalidInput: a file is missing or broken, or a tensor does not fit the model: an adapter of another one.
+        InvalidInput: a file is missing or broken, or a tensor or the architecture is another model's.
         Unsupported: DoRA, biases, saved modules, or layers that have no adapters here; the message names it.
     """
     path = check_folder(folder)
     peft = read_peft_config(path)
+    peft.check_base(config.architecture)
     found = member(path, _FILE)
     if found is None:
         if member(path, _PICKLE) is not None:
