@@ -57,6 +57,13 @@ BAILING_HYBRID = Family(
     }
     | expert_names("moe", "mlp.experts.{expert}")
     | expert_names("moe.shared_expert", "mlp.shared_experts"),
+    # transformers' modules.
+    also_spelled={
+        ".word_embeddings.": ".embed_tokens.",
+        ".attention.dense.": ".self_attn.o_proj.",
+        ".attention.f_proj.": ".self_attn.forget_gate.f_proj.",
+        ".attention.": ".self_attn.",
+    },
     # The layer that predicts a second token.
     unread=r"model\.layers\.{layers}\..+",
     brings_code=True,

@@ -51,4 +51,6 @@ LFM3 = replace(
         "attention_output_norm": "post_operator_norm",
         "mlp_output_norm": "post_ffn_norm",
     },
+    # transformers' modules.
+    also_spelled={".self_attn.gate_proj.": ".self_attn.g_proj."},
 )
