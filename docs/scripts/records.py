@@ -48,7 +48,7 @@ PAGES = {
         "Sequences and models over two and four GPUs of one host.",
         [
             *("devices_engine", "devices_copies", "devices_four", "devices_seventy", "devices_replicas"),
-            *("devices_experts", "devices_sums", "devices_spread", "devices_sequences"),
+            *("devices_processes", "devices_experts", "devices_sums", "devices_spread", "devices_sequences"),
         ],
     ),
     "kernels": ("Compiled kernels", "Registers and spills of the kernels under releases of Triton.", ["compilers"]),
