@@ -18,6 +18,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 # Part of every key: raise it when the contents of a file change their meaning.
 _FORMAT = 2
-_COMPILING = threading.Lock()
+_LOCK = threading.Lock()
+# One for each compilation under way, and Triton's setting while there is one.
+_UNDER_WAY: list[None] = []
+_SETTING = contextlib.ExitStack()
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class KernelCache:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._images: dict[tuple[KernelVariant, int], KernelImage] = {}
+        self._images: dict[tuple[KernelVariant, int], Future[KernelImage]] = {}
         self._lock = threading.Lock()
         self.num_compiled = 0
         if directory is not None:
@@ -103,18 +107,26 @@ class KernelCache:
             Unsupported: the kernel needs scratch memory made by the launcher, which a captured custom call cannot have.
         """
         with self._lock:
-            image = self._images.get((variant, arch))
-            if image is None:
-                image = self._load_or_compile(variant, arch)
-                self._images[variant, arch] = image
-            return image
+            made = self._images.get((variant, arch))
+            is_new = made is None
+            if made is None:
+                made = self._images[variant, arch] = Future()
+        if is_new:
+            try:
+                made.set_result(self._load_or_compile(variant, arch))
+            except BaseException as error:
+                with self._lock:
+                    del self._images[variant, arch]
+                made.set_exception(error)
+        return made.result()
 
     def _load_or_compile(self, variant: KernelVariant, arch: int) -> KernelImage:
         path = None if self._directory is None else self._directory / f"{_key(variant, arch)}.json"
         image = None if path is None else _read(path)
         if image is None:
             image = _compile(variant, arch)
-            self.num_compiled += 1
+            with self._lock:
+                self.num_compiled += 1
             if path is not None:
                 _write(path, image)
         return image
@@ -165,11 +177,20 @@ def _without_tritons_cache() -> Iterator[None]:
             self.lock_path = self._make_path("lock")
             weakref.finalize(self, shutil.rmtree, self.cache_dir, ignore_errors=True)
 
-    # The setting is the process's: two compilations that overlap would restore it in the wrong order. A kernel that
-    # another thread compiles meanwhile is not kept on disk, nothing else.
-    with _COMPILING, knobs.cache.scope():
-        knobs.cache.manager_class = UnsharedCache
+    # The setting is the process's, for as long as any compilation runs. A kernel that another thread compiles meanwhile
+    # is not kept on disk, nothing else.
+    with _LOCK:
+        if not _UNDER_WAY:
+            _SETTING.enter_context(knobs.cache.scope())
+            knobs.cache.manager_class = UnsharedCache
+        _UNDER_WAY.append(None)
+    try:
         yield
+    finally:
+        with _LOCK:
+            _UNDER_WAY.pop()
+            if not _UNDER_WAY:
+                _SETTING.close()
 
 
 def _tensor_map(entry: dict[str, Any]) -> TensorMap:

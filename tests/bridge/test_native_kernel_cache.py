@@ -6,11 +6,14 @@ import importlib.util
 import json
 import os
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from triton import knobs
 
+from jattn.bridge import kernel_cache
 from jattn.bridge.kernel_cache import KernelCache, default_directory
 from tests.support.sample_kernels import double_and_add
 from torch_core.base.errors import Unsupported
@@ -71,6 +74,34 @@ def test_a_kernel_is_compiled_once_in_a_process(variants):
     cache = KernelCache(None)
     assert cache.get(variants[0], 90) is cache.get(variants[0], 90)
     assert cache.num_compiled == 1
+
+
+def test_two_kernels_compile_at_once_and_one_that_two_threads_want_once(variants, monkeypatch):
+    cache, together, compiled = KernelCache(None), threading.Barrier(2, timeout=60), []
+
+    def compile_with_the_other(variant, arch):
+        together.wait()
+        compiled.append(variant)
+        return compile_now(variant, arch)
+
+    compile_now = kernel_cache._compile
+    monkeypatch.setattr(kernel_cache, "_compile", compile_with_the_other)
+    with ThreadPoolExecutor(4) as threads:
+        images = list(threads.map(lambda variant: cache.get(variant, 90), [*variants, *variants]))
+
+    assert images[:2] == images[2:]
+    assert sorted(compiled, key=variants.index) == variants
+    assert cache.num_compiled == 2
+
+
+def test_a_kernel_that_does_not_compile_is_tried_again(variants, monkeypatch):
+    cache = KernelCache(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_cache, "_compile", lambda *_: pytest.fail("planted"))
+        with pytest.raises(pytest.fail.Exception, match="planted"):
+            cache.get(variants[0], 90)
+
+    assert cache.get(variants[0], 90).cubin
 
 
 def test_a_kernel_on_disk_is_not_compiled_again(variants, directory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,29 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from torch_core.base.errors import Unsupported
 from torch_core.base.specs import ArraySpec
 from torch_core.launch.plan import TRITON_DTYPES, Absent, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
+
+# Python's parser fails in two threads at once (3.11.7), and this part of a compilation holds its lock anyway.
+_PARSING = threading.RLock()
+
+
+class _Parsed:
+    """A source that is parsed by one thread at a time."""
+
+    def hash(self) -> str:
+        with _PARSING:
+            return super().hash()  # type: ignore[misc]
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with _PARSING:
+            return super().make_ir(*args, **kwargs)  # type: ignore[misc]
+
+
+class _TritonSource(_Parsed, ASTSource):
+    pass
+
+
+class _GluonSource(_Parsed, GluonASTSource):
+    pass
 
 
 @dataclass(frozen=True)
@@ -69,8 +93,9 @@ class KernelVariant:
 
     def source(self) -> ASTSource:
         """The compiler's view of the variant; its `hash()` covers the kernel's source and everything it calls."""
-        _hash_callees_first(self.kernel)
-        source_class = GluonASTSource if self.is_gluon else ASTSource
+        with _PARSING:
+            _hash_callees_first(self.kernel)
+        source_class = _GluonSource if self.is_gluon else _TritonSource
         return source_class(
             fn=self.kernel,
             signature=dict(self.signature),
