@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,13 @@ import jax
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
-from jattn.llm.engine.device.programs import progress
+from jattn.llm.engine.device import programs as engine_programs
+from jattn.llm.engine.device.buckets import Bucket
+from jattn.llm.engine.device.programs import Programs, progress
 from jattn.llm.load import TextTokenizer
 from jattn.llm.models import Decoder
 from tests.engine.conftest import greedy_kind, tiny_decoder
+from tests.engine.cores import CoreEngine
 from tests.engine.test_engine import prompts_of, run
 from tests.support.compilation_cache import programs_kept_in
 from tests.support.tiny_models import byte_tokenizer
@@ -87,6 +91,43 @@ def test_nothing_compiles_after_the_warm_up_whatever_comes_nor_in_another_one(co
     engine.warmup(lambda *news: told.append(news[:2]))
     assert len(told) == count
     assert Engine(speaker(), EngineConfig(**SIZES)).num_compilations == 0
+
+
+def test_two_programs_are_traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, trace = threading.Barrier(2, timeout=60), Programs._traced  # pyright: ignore[reportPrivateUsage]
+
+    def traced(self: Programs, bucket: Bucket) -> Any:
+        together.wait()
+        return trace(self, bucket)
+
+    monkeypatch.setattr(Programs, "_traced", traced)
+    engine = Engine(speaker(), EngineConfig(**SIZES, num_blocks=31))
+    engine.warmup(wanted=lambda name: "queries up to 1, plain" in name)
+
+    assert len(engine.programs) == 2
+
+
+def test_a_new_engine_lends_its_pool_to_the_warm_up(monkeypatch: pytest.MonkeyPatch, seed) -> None:
+    closed: list[bool] = []
+
+    def watched(self: Programs, *args: Any) -> None:
+        closed.append(engine._core.device.pool.is_closed)
+        compile_all(self, *args)
+
+    compile_all = Programs.compile
+    monkeypatch.setattr(Programs, "compile", watched)
+    engine: Any = CoreEngine(speaker(), EngineConfig(**SIZES, num_blocks=33))
+    # As on a GPU.
+    engine._core.device.runner.programs.tuning_bytes = 1
+    monkeypatch.setattr(engine_programs, "free_bytes", lambda _: 1)
+    engine._core.warmup(lambda *_: None, None)
+    answers = run(engine, prompts_of(seed, 3, 9))
+    engine._core.warmup(lambda *_: None, None)
+
+    # With the pool the programs around the steps; what is cached stays.
+    assert closed == [True, False, False]
+    assert engine.cache_stats().cached > 0
+    assert answers == run(Engine(speaker(), EngineConfig(**SIZES)), prompts_of(seed, 3, 9))
 
 
 @pytest.mark.nightly

@@ -274,7 +274,11 @@ class EngineCore(Owner):
 
     def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None) -> None:
         """Compiles programs, and runs them if no request waits for it; see `Engine.warmup`."""
-        self.device.warmup(report, wanted)
+        device, is_new = self.device, not self.num_added and not self.asleep
+        if is_new:
+            # Nothing is in the pool yet.
+            self._state = None
+        device.warmup(report, wanted, lends_pool=is_new)
         while self.rehearse_next():
             pass
 

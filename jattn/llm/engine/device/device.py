@@ -102,9 +102,25 @@ class Device:
         self.runner.end_warmup()
         self.pool.close()
 
-    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
-        """Compiles every program, or those whose names are wanted; see `ModelRunner.warmup`."""
+    def warmup(
+        self,
+        report: Callable[[int, int, str], None],
+        wanted: Callable[[str], bool] | None = None,
+        *,
+        lends_pool: bool = False,
+    ) -> None:
+        """Compiles every program, or those whose names are wanted; see `ModelRunner.warmup`.
+
+        With `lends_pool`, which loses what is in it, XLA compares kernels in the pool's memory meanwhile: a pool that
+        fills the memory leaves room for the candidates of one program or two at a time.
+        """
         self._announce("warmup")
+        if lends_pool and self.channel is None and self.runner.programs.tuning_bytes:
+            self.pool.close()
+            try:
+                self.runner.compile(report, wanted)
+            finally:
+                self.pool.renew()
         self.runner.warmup(report, wanted)
 
     def start_warmup(

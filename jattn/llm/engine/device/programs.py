@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ _TUNING_SHARE = 1.25
 #: together in every step.
 PRODUCT_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_dot_merger_threshold_mb": 0})
 _MAX_COMPILERS = 16
+# Tracing holds the interpreter's lock, but not while Triton compiles and assembles the kernels of a program.
+_TRACERS = 4
 # Compiled programs of one kind of model and one set of shapes, by bucket.
 _Compiled = dict[Bucket, Any]
 
@@ -98,8 +100,8 @@ class Programs:
         self.last: deque[Bucket] = deque(maxlen=2)
         self._lock = threading.Lock()
         self._under_way: dict[Bucket, Future[None]] = {}
-        # Tracing holds the interpreter's lock anyway.
-        self._tracing = threading.Lock()
+        self._tracing = threading.Semaphore(_TRACERS)
+        self._default_device = cast(Any, jax.config).jax_default_device
         self._max_num_seqs, self._max_blocks, self._num_groups = max_num_seqs, max_blocks, len(layers.groups)
         self._on_all = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=placement.whole)
         self._operands = (
@@ -198,10 +200,9 @@ class Programs:
 
         def compile_all() -> None:
             with ThreadPoolExecutor(self.num_compilers()) as threads:
-                # Tracing holds the interpreter's lock, XLA does not: each compiles while the next is traced.
-                started = [(bucket, threads.submit(self._compile, self._lowered(bucket), bucket)) for bucket in missing]
-                for done, (bucket, compiled) in enumerate(started, 1):
-                    self._keep(bucket, compiled.result())
+                made = threads.map(lambda bucket: self._compile(self._lowered(bucket), bucket), missing)
+                for done, (bucket, compiled) in enumerate(zip(missing, made, strict=True), 1):
+                    self._keep(bucket, compiled)
                     report(done, len(missing), str(bucket))
 
         self._timed(f"{len(missing)} programs", compile_all)
@@ -219,7 +220,12 @@ class Programs:
         return sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
     def _lowered(self, bucket: Bucket) -> Any:
-        with self._tracing:
+        device = self._default_device
+        with (
+            self._tracing,
+            jax.default_device(device) if device is not None else contextlib.nullcontext(),
+            jax.transfer_guard("allow"),
+        ):
             return self._traced(bucket).lower()
 
     def _traced(self, bucket: Bucket) -> Any:

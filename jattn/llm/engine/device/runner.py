@@ -305,10 +305,14 @@ class ModelRunner:
                 encoder_rows.append(EncoderRow(blocks[:first], length))
         return rows, None if step.encodes else encoder_rows
 
-    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
+    def compile(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
         """Compiles every program that a step can need, or the steps whose names are wanted; see `Programs.compile`."""
         with jax.transfer_guard("allow"):
             self.programs.compile(self._buckets_of(wanted), report)
+
+    def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None = None) -> None:
+        """Like `compile`, with the programs around the steps if no names are asked for."""
+        self.compile(report, wanted)
         if wanted is None:
             self.warm_small_programs()
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, cast
-
-import jax
 
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
@@ -43,7 +39,6 @@ class WarmUp:
         self._num_done, self._total = 0, len(self._waiting)
         self._lock = threading.Lock()
         # The steps that run meanwhile need the other half of the cores.
-        self._device = cast(Any, jax.config).jax_default_device
         count = max(1, min((os.cpu_count() or 1) // 2, programs.num_compilers()))
         # Python would wait for the whole queue of other threads at its end; `end` waits for the programs under way.
         self._threads = [threading.Thread(target=self._work, name="jattn-warmup", daemon=True) for _ in range(count)]
@@ -86,26 +81,21 @@ class WarmUp:
                 thread.join()
 
     def _work(self) -> None:
-        device = self._device
-        with (
-            jax.default_device(device) if device is not None else contextlib.nullcontext(),
-            jax.transfer_guard("allow"),
-        ):
-            while (bucket := self._next()) is not None:
-                try:
-                    self._programs.ensure(bucket)
-                except Exception as error:
-                    # The step that needs the program compiles it again, and its caller gets the error.
-                    LOGGER.warning("the program for %s cannot be compiled: %s", bucket, error)
-                with self._lock:
-                    self._num_done += 1
-                    self._needed.discard(bucket)
-                    self._unfinished.discard(bucket)
-                    done, total = self._num_done, self._total
-                if total:
-                    self._report(done, total, str(bucket))
-                if done == total:
-                    self._finished()
+        while (bucket := self._next()) is not None:
+            try:
+                self._programs.ensure(bucket)
+            except Exception as error:
+                # The step that needs the program compiles it again, and its caller gets the error.
+                LOGGER.warning("the program for %s cannot be compiled: %s", bucket, error)
+            with self._lock:
+                self._num_done += 1
+                self._needed.discard(bucket)
+                self._unfinished.discard(bucket)
+                done, total = self._num_done, self._total
+            if total:
+                self._report(done, total, str(bucket))
+            if done == total:
+                self._finished()
 
     def _next(self) -> Bucket | None:
         with self._lock:
