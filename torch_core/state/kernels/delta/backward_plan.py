@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.base.specs import ArraySpec
-from torch_core.launch.operands import ceil_div, named_launch, power_of_two, strides
+from torch_core.launch.operands import ceil_div, named_launch, strides
 from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.state.backward_call import GatedDeltaBackwardCall
 from torch_core.state.kernels.delta.backward import gated_delta_both_states_kernel
@@ -86,7 +86,6 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     ]
     constexprs |= {
         "BLOCK_V": columns,
-        "GROUP_PADDED": power_of_two(constexprs["GROUP"]),
         "BLOCK_C": _TOKENS,
         "BLOCK_K": min(_CHANNELS, constexprs["KEY_PADDED"]),
     }
@@ -99,7 +98,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
         launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
     ]
     if call.gk is None:
-        by_key = (chunks, call.num_kv_heads, tiles)
+        by_key = (chunks * call.num_kv_heads * tiles,)
         twice = {**once, "num_stages": 2 if is_large and not is_wide else 1}
         constexprs["BLOCK_V"] = columns if is_wide else min(_ROWS, padded)
         launches.append(launch(gated_delta_key_gradients_kernel, by_key, "result_parts", "d_query", "d_key", **twice))
@@ -107,7 +106,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
             launches.append(launch(gated_delta_gate_gradients_kernel, grid, "d_g", num_warps=1, num_stages=1))
     else:
         tiles = ceil_div(sizes[1], constexprs["BLOCK_K"])
-        near, by_tile = (*grid, CHUNK // 16 * tiles), (*grid, tiles)
+        near, by_tile = (*grid, CHUNK // 16 * tiles), (chunks * call.num_heads * tiles,)
         by_channel = ("query_parts", "key_parts")
         constexprs["BLOCK_V"] = columns if is_wide else padded
         launches += [

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding
+from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding, zero_rows
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.systems import inverse_norms
+from torch_core.state.kernels.delta.systems import chunk_program, inverse_norms
 
 
 @triton.jit
@@ -141,17 +141,17 @@ def gated_delta_channel_gradients_kernel(
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads, tiles of BLOCK_K channels).
+    """Grid: tiles of BLOCK_K channels, of heads, of all chunks of the batch by a static bound.
 
     Writes the gradients of gates, and for each head those of queries times their factors and of divided keys.
     """
     dtype: tl.constexpr = key.dtype.element_ty
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    channel = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tile, head, part = chunk_program(NUM_HEADS, (KEY_SIZE + BLOCK_K - 1) // BLOCK_K)
+    channel = part * BLOCK_K + tl.arange(0, BLOCK_K)
     gates_stride: tl.constexpr = NUM_HEADS * KEY_SIZE
     own = d_gk + head * KEY_SIZE
-    zero_padding(own + channel, query_start_loc, num_tokens, num_seqs, gates_stride, channel < KEY_SIZE, BLOCK_T)
+    if tile == 0:
+        zero_rows(own + channel, query_start_loc, num_tokens, num_seqs, gates_stride, channel < KEY_SIZE, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return

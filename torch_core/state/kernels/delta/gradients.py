@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding
+from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding, zero_rows
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.systems import inverse_norms
+from torch_core.state.kernels.delta.systems import chunk_program, inverse_norms
 
 
 @triton.jit
@@ -285,28 +285,28 @@ def gated_delta_key_gradients_kernel(
     BLOCK_C: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, heads of keys, tiles of BLOCK_C tokens of a chunk).
+    """Grid: tiles of BLOCK_C tokens, of heads of keys, of all chunks of the batch by a static bound.
 
     Sums over the heads of a key in their order. Writes the sums of results times their gradients of each token and
     head, in float32, as `result_parts`: they are those of queries times theirs.
     """
     dtype: tl.constexpr = key.dtype.element_ty
-    tile = tl.program_id(0)
-    key_head = tl.program_id(1)
+    tile, key_head, part = chunk_program(NUM_HEADS // GROUP, CHUNK // BLOCK_C)
     channel = tl.arange(0, KEY_PADDED)
     is_channel = (channel < KEY_SIZE)[None, :]
     key_stride: tl.constexpr = NUM_HEADS // GROUP * KEY_SIZE
     own = key_head * KEY_SIZE + channel
-    zero_padding(d_query + own, query_start_loc, num_tokens, num_seqs, key_stride, channel < KEY_SIZE, BLOCK_T)
-    zero_padding(d_key + own, query_start_loc, num_tokens, num_seqs, key_stride, channel < KEY_SIZE, BLOCK_T)
+    if tile == 0:
+        zero_rows(d_query + own, query_start_loc, num_tokens, num_seqs, key_stride, channel < KEY_SIZE, BLOCK_T)
+        zero_rows(d_key + own, query_start_loc, num_tokens, num_seqs, key_stride, channel < KEY_SIZE, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
 
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
-    row = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if index * CHUNK + tl.program_id(2) * BLOCK_C >= length:
+    row = part * BLOCK_C + tl.arange(0, BLOCK_C)
+    if index * CHUNK + part * BLOCK_C >= length:
         return
     column = tl.arange(0, CHUNK)
     live = index * CHUNK + row < length

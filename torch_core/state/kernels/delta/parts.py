@@ -23,8 +23,6 @@ LEAST_TILE = 16
 SMALL_KEY = 128
 _PADDED_ROWS = 16
 _BLOCK_K = 32
-# Fewer heads of a key share less than more programs at the same time gain.
-_SHARED_PRODUCTS = 4
 # The arrays that only gates of channels need.
 _BY_CHANNEL = ("reads", "queries", "adds", "through")
 
@@ -45,10 +43,9 @@ def system_launches(
     norms = ("norms",) if is_derivative else ()
     growths = () if arguments["growths"] is ABSENT else ("growths",)
     if call.gk is None:
-        members = constexprs["MEMBERS"]
-        registers = 128 if members == 1 and is_small and not is_derivative else None
+        registers = 128 if call.num_kv_heads == heads and is_small and not is_derivative else None
         written = ("overlaps", "products", "factors", "decays", *lowers, *norms, *growths)
-        launches = [launch(gated_delta_overlaps_kernel, (chunks, heads // members), *written, maxnreg=registers)]
+        launches = [launch(gated_delta_overlaps_kernel, (chunks * call.num_kv_heads,), *written, maxnreg=registers)]
     else:
         written, pairs = ("factors", "decays", *_BY_CHANNEL), ("overlaps", "products", *lowers)
         launches = [
@@ -69,13 +66,11 @@ def chunk_tiles(call: GatedDeltaCall[ArraySpec], chunks: int) -> int:
 def constexprs_of(call: GatedDeltaCall[ArraySpec], least: int) -> dict[str, Any]:
     """Returns the compile-time parameters of all kernels; `least` is the smallest padded size."""
     group = call.num_heads // call.num_kv_heads
-    members = group if group >= _SHARED_PRODUCTS else 1
     keys = max(least, power_of_two(call.key.shape[2]))
     return {
         "NUM_HEADS": call.num_heads,
         "GROUP": group,
-        "MEMBERS": members,
-        "MEMBERS_PADDED": power_of_two(members),
+        "GROUP_PADDED": power_of_two(group),
         "KEY_SIZE": call.key.shape[2],
         "KEY_PADDED": keys,
         "VALUE_SIZE": call.value.shape[2],

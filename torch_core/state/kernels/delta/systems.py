@@ -38,8 +38,7 @@ def gated_delta_overlaps_kernel(
     g_token_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    MEMBERS_PADDED: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -47,7 +46,7 @@ def gated_delta_overlaps_kernel(
     BLOCK_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (chunks of the batch by a static bound, groups of MEMBERS heads that share a key).
+    """Grid: heads of keys, of all chunks of the batch by a static bound.
 
     Writes for each chunk and key head the products of its keys in the blocks of 16 that systems have, as `overlaps`, in
     float32. For each chunk and head: the decayed products of queries and keys as `products`; the logarithms of the
@@ -57,8 +56,7 @@ def gated_delta_overlaps_kernel(
     for their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
     logarithm of a bound of the factor by which the chunk changes the length of a state's rows, as `growths`.
     """
-    tile = tl.program_id(0)
-    key_head = tl.program_id(1) * MEMBERS // GROUP
+    tile, key_head, _ = chunk_program(NUM_HEADS // GROUP, 1)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -73,12 +71,13 @@ def gated_delta_overlaps_kernel(
     queries = query + place[:, None] * query_token_stride + key_head * query_head_stride + channel[None, :]
     k = tl.load(keys, mask=is_key, other=0.0)
     q = tl.load(queries, mask=is_key, other=0.0)
-    member = tl.program_id(1) * MEMBERS + tl.arange(0, MEMBERS_PADDED)[None, :]
-    is_member = (tl.arange(0, MEMBERS_PADDED) < MEMBERS)[None, :] & (step >= 0)[:, None]
+    own_index = tl.arange(0, GROUP_PADDED)[None, :]
+    member = key_head * GROUP + own_index
+    is_member = (own_index < GROUP) & (step >= 0)[:, None]
     row = step[:, None]
     rates = beta + place[:, None] * beta_token_stride + member
     rate = tl.load(rates, mask=is_member & live[:, None], other=0.0).to(tl.float32)
-    decay = tl.zeros([CHUNK, MEMBERS_PADDED], tl.float32)
+    decay = tl.zeros([CHUNK, GROUP_PADDED], tl.float32)
     if g is not None:
         gates = g + place[:, None] * g_token_stride + member
         # Of two sums with -inf no difference could be taken.
@@ -100,21 +99,20 @@ def gated_delta_overlaps_kernel(
     column = step[None, :]
     square = row * CHUNK + column
     shared = overlaps + tl.cast(tile * (NUM_HEADS // GROUP) + key_head, tl.int64) * CHUNK * CHUNK
-    is_first = tl.program_id(1) * MEMBERS % GROUP == 0
     is_lower = row // 16 >= column // 16
-    tl.store(shared + square, by_key, mask=is_first & is_lower)
+    tl.store(shared + square, by_key, mask=is_lower)
     if growths is not None:
         # Keys that are divided by their norms are at most this long.
         square_norm = 1.0 if NORMALIZE else tl.sum(tl.where(row == column, by_key, 0.0), 1)[:, None]
         # Besides its decay, a token changes the part of a row along its key alone. A logarithm of x is below x - 1.
         growth = tl.maximum(tl.abs(1 - rate * square_norm) - 1, 0.0)
         held = growths + tile * NUM_HEADS + member
-        tl.store(held, last + tl.sum(growth, 0)[None, :], mask=tl.arange(0, MEMBERS_PADDED)[None, :] < MEMBERS)
+        tl.store(held, last + tl.sum(growth, 0)[None, :], mask=own_index < GROUP)
     by_query = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_norm[:, None] * k_norm[None, :]
     # Decays are read that other threads have stored.
     tl.debug_barrier()
-    for index in range(MEMBERS):
-        own = (tile * NUM_HEADS + tl.program_id(1) * MEMBERS + index).to(tl.int64) * CHUNK
+    for index in range(GROUP):
+        own = (tile * NUM_HEADS + key_head * GROUP + index).to(tl.int64) * CHUNK
         passed = tl.load(decays + own + step)
         # Of later tokens the difference would be positive without a bound.
         weights = natural_exp(tl.where(row >= column, passed[:, None] - passed[None, :], float("-inf")))
@@ -190,6 +188,13 @@ def gated_delta_inverses_kernel(
     _store_column(target + 16, rate + 16, zero, x11, x21, x31, CHUNK)
     _store_column(target + 32, rate + 32, zero, zero, x22, x32, CHUNK)
     _store_column(target + 48, rate + 48, zero, zero, zero, x33, CHUNK)
+
+
+@triton.jit
+def chunk_program(HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns chunk, head and part of a program: those of a chunk run side by side, and read what they share once."""
+    program = tl.program_id(0)
+    return program // (HEADS * PARTS), program // PARTS % HEADS, program % PARTS
 
 
 @triton.jit
