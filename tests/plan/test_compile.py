@@ -9,6 +9,7 @@ import pytest
 from triton import knobs
 from triton.experimental import gluon
 
+from tests.support.attention_plans import paged_plan
 from tests.support.gluon_kernels import scaled_copy
 from tests.support.sample_kernels import double_kernel, double_launch, product
 from torch_core.base.errors import Unsupported
@@ -107,3 +108,21 @@ def test_tokens_of_a_decoded_sequence_are_multiplied_with_a_constant_stride_in_6
     assert dict(plan.launches[0].constexprs)["x_token_stride"] == 12356
     code = compile_variant(kernel_variant(plan.launches[0], plan.specs), 90).asm["ptx"]
     assert not re.findall(r"(?:mul|mad)\.lo\.s32.*12356", code)
+
+
+def test_the_merge_of_chunks_begins_before_they_are_made_and_waits_where_devices_can():
+    split, merge = (plan := paged_plan(num_seqs=1)).launches
+    assert (split.dependent, merge.dependent) == (False, True)
+    variant = kernel_variant(merge, plan.specs)
+    assert variant.options()["launch_pdl"]
+    ptx = compile_variant(variant, 90).asm["ptx"]
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global.v4")
+    assert "griddepcontrol.launch_dependents" in compile_variant(kernel_variant(split, plan.specs), 90).asm["ptx"]
+
+
+def test_the_merge_of_chunks_waits_for_nothing_on_older_devices():
+    plan = paged_plan(num_seqs=1, limits=DeviceLimits(arch=89))
+    for launch in plan.launches:
+        variant = kernel_variant(launch, plan.specs)
+        assert "launch_pdl" not in variant.options()
+        assert "griddepcontrol" not in compile_variant(variant, 89).asm["ptx"]

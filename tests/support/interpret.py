@@ -39,6 +39,7 @@ from torch_core.adapters.kernels.lora.kernel import read_ahead
 from torch_core.all_reduce.words import stop_with_an_error
 from torch_core.attention.kernels.split.pairs import widened
 from torch_core.base.errors import Unsupported
+from torch_core.device.dependent import let_next_begin, wait_for_previous
 from torch_core.launch.plan import Descriptor, LaunchPlan, OperationPlan, Pointer, Scalar
 from torch_core.launch.tensors import torch_dtype
 from torch_core.rowwise.kernels.quantize.kernel import approximate_sigmoid
@@ -84,6 +85,8 @@ def _sigmoid(x):
 _PLAIN = {
     widened.fn: _widened_plainly.fn,
     stop_with_an_error.fn: _nothing.fn,
+    let_next_begin.fn: _nothing.fn,
+    wait_for_previous.fn: _nothing.fn,
     read_ahead.fn: _not_ahead.fn,
     approximate_sigmoid.fn: _sigmoid.fn,
 }

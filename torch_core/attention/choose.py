@@ -54,7 +54,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
             hopper = hopper_launch(call, limits, min_query=long) or hopper_fp8_launch(call, limits, min_query=long)
         launches.append(hopper or rows_launch(call, limits, min_query=long))
     if isinstance(call, PagedCall) and short:
-        split, scratch = split_launches(call, max_query=short, zero_padding=not launches)
+        split, scratch = split_launches(call, limits, max_query=short, zero_padding=not launches)
         launches += split
     return operation(call, tuple(launches), scratch)
 

@@ -64,8 +64,13 @@ class Chunks:
         return {**dict.fromkeys(PARTIALS, ABSENT), **partials, "max_chunks": count(self.number)}
 
 
-def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int, heads: int = 1) -> LaunchPlan:
-    """Plans the merge of the rows of sequences with at least `min_chunks` chunks, of `heads` heads in a program."""
+def combine_launch(
+    call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int, heads: int = 1, dependent: bool = False
+) -> LaunchPlan:
+    """Plans the merge of the rows of sequences with at least `min_chunks` chunks, of `heads` heads in a program.
+
+    A `dependent` one begins while its chunks are still made, which pays if their kernel lets it begin early.
+    """
     value_padded = padded(call.value_head_size)
     # A thread holds 128 elements of the rows that are merged at a time, at any width.
     block = min(_COMBINE_CHUNKS, power_of_two(chunks.number))
@@ -86,11 +91,13 @@ def combine_launch(call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: in
             "AHEAD": heads == 1 and chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
             "HEADS": heads,
             "NUM_HEADS": call.num_heads,
+            "DEPENDENT": dependent,
         },
         arguments=chunks.arguments(),
         # One warp holds the chunks of a row: its sums need no exchange through shared memory.
         num_warps=1 if value_padded <= 128 else 2 if value_padded <= 256 else 4,
         num_stages=1,
+        dependent=dependent,
         hot=True,
     )
 

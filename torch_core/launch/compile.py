@@ -53,6 +53,7 @@ class KernelVariant:
         num_warps: as in LaunchPlan.
         num_stages: as in LaunchPlan.
         maxnreg: as in LaunchPlan.
+        dependent: as in LaunchPlan.
     """
 
     kernel: Any
@@ -62,6 +63,7 @@ class KernelVariant:
     num_warps: int
     num_stages: int
     maxnreg: int | None
+    dependent: bool = False
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class KernelVariant:
             options["num_stages"] = self.num_stages
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
+        if self.dependent:
+            options["launch_pdl"] = True
         return options
 
 
@@ -148,6 +152,7 @@ def kernel_variant(launch: LaunchPlan, specs: Mapping[str, ArraySpec]) -> Kernel
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         maxnreg=launch.maxnreg,
+        dependent=launch.dependent,
     )
 
 

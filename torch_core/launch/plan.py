@@ -136,6 +136,8 @@ class LaunchPlan:
         num_warps: warps of one program (of the default partition for a warp-specialised Gluon kernel).
         num_stages: depth of Triton's software pipeline.
         maxnreg: limit on registers per thread; None for none.
+        dependent: the kernel waits for the launch in front of it by itself, see `torch_core.device.dependent`: torch
+            lets it begin before that one has ended; XLA's launcher cannot.
         hot: a register spill in this variant is an error (tests/plan).
     """
 
@@ -147,6 +149,7 @@ class LaunchPlan:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    dependent: bool = False
     hot: bool = False
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.dependent import wait_for_previous
 from torch_core.device.mask import Bounds
 from torch_core.device.softmax import finish_rows, rescale
 from torch_core.device.store import Output, RowLayout, store_rows
@@ -41,6 +42,7 @@ def attention_combine_kernel(
     VALUE_PADDED: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     LSE_STRIDES: tl.constexpr,
 ):
@@ -48,18 +50,20 @@ def attention_combine_kernel(
 
     Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
     With AHEAD, a sequence has at most BLOCK_CHUNKS chunks: they are fetched together with the lengths, which say their
-    number, instead of after them.
+    number, instead of after them. With DEPENDENT the launch may begin while the chunks are still made.
     """
     seq = tl.program_id(0) // MAX_QUERY
     first_head = tl.program_id(1) * HEADS
     slot = tl.program_id(0).to(tl.int64) * max_chunks * NUM_HEADS + first_head
     i = tl.arange(0, BLOCK_CHUNKS)
     dims = tl.arange(0, VALUE_PADDED)
-    if AHEAD:
-        fetched = _chunks(partial_out, partial_max, partial_sum, slot, i, i < max_chunks, dims, NUM_HEADS, VALUE_SIZE)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
+    if DEPENDENT:
+        wait_for_previous()
+    if AHEAD:
+        fetched = _chunks(partial_out, partial_max, partial_sum, slot, i, i < max_chunks, dims, NUM_HEADS, VALUE_SIZE)
     bounds = Bounds(window_left, None, attention_chunk)
     _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
     index = tl.program_id(0) % MAX_QUERY

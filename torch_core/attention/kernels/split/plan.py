@@ -8,8 +8,9 @@ from torch_core.attention.operands import cache_constexprs, make_launch, padded
 from torch_core.attention.partials import Chunks, combine_launch
 from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
+from torch_core.device.dependent import DEPENDENT_ARCH
 from torch_core.launch.operands import block_seqs, ceil_div, power_of_two
-from torch_core.launch.plan import ABSENT, LaunchPlan
+from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
 
 # Query tokens times packed heads that one program of the split kernel takes at most; of heads above 256, which fill
 # registers, fewer.
@@ -63,7 +64,7 @@ def short_query_len(call: PagedCall[ArraySpec]) -> int:
 
 
 def split_launches(
-    call: PagedCall[ArraySpec], *, max_query: int, zero_padding: bool
+    call: PagedCall[ArraySpec], limits: DeviceLimits, *, max_query: int, zero_padding: bool
 ) -> tuple[list[LaunchPlan], tuple[tuple[str, ArraySpec], ...]]:
     """Plans the sequences with at most `max_query` query rows: the split kernel and, for several chunks, the combine.
 
@@ -75,6 +76,7 @@ def split_launches(
     chunks = _chunks(call, max_query)
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
+    merged_early = chunks.number > 1 and limits.arch >= DEPENDENT_ARCH
     split = make_launch(
         attention_split_kernel,
         call,
@@ -94,6 +96,7 @@ def split_launches(
             "NUM_KV_HEADS": call.num_kv_heads,
             "ZERO_PADDING": zero_padding,
             "PAIRS": _reads_pairs(call, tile),
+            "MERGED": merged_early,
         },
         # A single query row stands at the last key: nothing is to its right.
         arguments={**chunks.arguments(), **({"window_right": ABSENT, "seq_causal": ABSENT} if max_query == 1 else {})},
@@ -105,7 +108,8 @@ def split_launches(
     if chunks.number == 1:
         return [split], ()
     heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
-    return [split, combine_launch(call, chunks, min_chunks=2, heads=heads)], chunks.scratch(call)
+    merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early)
+    return [split, merge], chunks.scratch(call)
 
 
 def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_bytes: int) -> int:
