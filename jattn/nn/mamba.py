@@ -118,20 +118,19 @@ class Mamba2(nnx.Module):
         inner, channels = self._sizes
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
         groups = (channels - inner) // 2
-        # A device's part of a model may have unused columns behind.
-        unused = projected.shape[1] - inner - channels - self.num_heads
-        if self.multipliers is not None:
-            sizes = (inner, inner, groups, groups, self.num_heads, unused)
-            parts = zip((*self.multipliers, 1.0), sizes, strict=True)
-            factors = jnp.concatenate([jnp.full(size, factor, projected.dtype) for factor, size in parts])
+        sizes = (inner, groups, groups)
+        if self.multipliers is not None and any(factor != 1 for factor in self.multipliers):
+            # A device's part of a model may have unused columns behind.
+            unused = projected.shape[1] - inner - channels - self.num_heads
+            counts = (inner, *sizes, self.num_heads, unused)
+            factors = np.repeat(np.array((*self.multipliers, 1.0), projected.dtype), counts)
             projected = projected * factors[None]
-        gate, _, dt, _ = jnp.split(projected, np.cumsum((inner, channels, self.num_heads)), axis=-1)
         mixed, conv_states = self.conv1d(
             projected,
             conv_states,
             sequences,
             first_column=inner,
-            out_sizes=(inner, groups, groups),
+            out_sizes=sizes,
             activation="silu",
             implementation=self.implementation,
         )
@@ -139,14 +138,16 @@ class Mamba2(nnx.Module):
         x, weights, reads = (part.reshape(len(part), heads, -1) for part, heads in zip(mixed, counts, strict=True))
         out, matrices = ops.mamba_chunk_scan(
             x,
-            dt,
-            -jnp.exp(self.A_log[...]),
+            projected,
+            self.A_log[...],
             weights,
             reads,
             D=self.D[...],
             dt_bias=self.dt_bias[...],
             states=matrices,
             max_query_len=longest,
+            dt_column=inner + channels,
+            log_rates=True,
             dt_softplus=True,
             dt_limit=self.dt_limit,
             implementation=self.implementation,
@@ -154,7 +155,7 @@ class Mamba2(nnx.Module):
         )
         # XLA's GPU compiler (jaxlib 0.10) makes one kernel of gate and norm if it sees no heads in their operand.
         out = jax.lax.optimization_barrier(out.reshape(len(out), -1))
-        out = self._gated(out.astype(jnp.float32), gate.astype(jnp.float32))
+        out = self._gated(out.astype(jnp.float32), projected[:, :inner].astype(jnp.float32))
         out = self.out_proj(out.astype(projected.dtype).reshape(*inputs.shape[:-1], -1))
         return out if states is None else (out, (conv_states, matrices))
 

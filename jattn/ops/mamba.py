@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import bridge
 from jattn.ops.arguments import documented
 from jattn.ops.chunks import Chunks, advance_in_chunks, decay_between
 from jattn.ops.deferred import advance
 from jattn.ops.state_backward import register_backward
-from jattn.ops.xla import JaxOp, register
+from jattn.ops.xla import Derivative, JaxOp, register
 from torch_core.state.backward_call import MambaChunkScanBackwardCall
 from torch_core.state.mamba_call import MambaChunkScanCall
 
@@ -36,6 +37,8 @@ def mamba_chunk_scan(
     cache_indices: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     num_kept_tokens: jax.Array | None = None,
+    dt_column: int | None = None,
+    log_rates: bool = False,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     defer_states: bool = False,
@@ -78,13 +81,21 @@ def mamba_chunk_scan(
         has_initial_state=has_initial_state,
         num_kept_tokens=num_kept_tokens,
         max_query_len=max_query_len,
+        dt_column=dt_column,
+        log_rates=log_rates,
         dt_softplus=dt_softplus,
         dt_limit=dt_limit,
     )
+    if not call.is_resolved:
+        call.check()
+        # Other columns are not split as the heads are.
+        call = call.of_heads(jnp) if bridge.may_be_split(x) else call
     return advance(call, implementation, defer_states)
 
 
 def _mamba_chunk_scan(call: MambaChunkScanCall[jax.Array]) -> dict[str, jax.Array]:
+    call = call.of_heads(jnp)
+
     def prepare(chunks: Chunks, is_token: jax.Array) -> tuple[jax.Array, ...]:
         x, steps, weights, reads = map(chunks, (call.x, call.dt, call.B, call.C))
         if call.dt_bias is not None:
@@ -125,11 +136,33 @@ def _chunk(
     return out.reshape(shapes[0]), (state * through[..., -1:, None] + added).reshape(shapes[1])
 
 
+_of_heads = register_backward(MambaChunkScanCall, MambaChunkScanBackwardCall, _mamba_chunk_scan)
+
+
+def _backward_call(call: MambaChunkScanCall[jax.Array], gradients: dict[str, jax.Array]) -> Any:
+    return _of_heads.call_of(call.of_heads(jnp), gradients)
+
+
+def _gradients(
+    call: MambaChunkScanCall[jax.Array], gradients: dict[str, jax.Array], found: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    named = _of_heads.gradients_of(call, gradients, found)
+    if call.is_resolved:
+        return named
+
+    def resolved(dt: jax.Array, rates: jax.Array) -> tuple[jax.Array, jax.Array]:
+        resolved = call.with_arrays({"dt": dt, "A": rates}).of_heads(jnp)
+        return resolved.dt, resolved.A
+
+    named["dt"], named["A"] = jax.vjp(resolved, call.dt, call.A)[1]((named["dt"], named["A"]))
+    return named
+
+
 register(
     JaxOp(
         call=MambaChunkScanCall,
         jnp=_mamba_chunk_scan,
-        derivative=register_backward(MambaChunkScanCall, MambaChunkScanBackwardCall, _mamba_chunk_scan),
+        derivative=Derivative(_backward_call, _gradients),
         jnp_derivative=True,
     )
 )

@@ -23,6 +23,7 @@ from torch_core.state.kernels.mamba import parts, plan
         KEPT,
         {"lens": (1, 1, 0, 1), "sizes": (6, 40), "dtype": "bfloat16"},
         {"lens": (1, 1, 0, 1), "states": False, "optional": False},
+        {"lens": (1, 1, 0, 1), "dtype": "bfloat16", "in_place": True},
         {"lens": (1, 1, 0, 1), "num_kept_tokens": torch.tensor([1, 0, 0, 0], dtype=torch.int32)},
     ],
     ids=str,
@@ -35,7 +36,10 @@ def test_few_tokens_are_as_exact_as_torchs(options, seed):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [("bfloat16", {}), ("float16", {"states": False, "optional": False, "heads": (3, 1), "sizes": (40, 20)})],
+    [
+        ("bfloat16", {"in_place": True}),
+        ("float16", {"states": False, "optional": False, "heads": (3, 1), "sizes": (40, 20)}),
+    ],
     ids=str,
 )
 def test_prompts_go_in_chunks(dtype, options, seed):

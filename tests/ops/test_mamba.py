@@ -25,7 +25,7 @@ from torch_core.base.errors import InvalidInput
 from torch_core.launch.call import Call
 
 OPTIONS: list[dict[str, Any]] = [
-    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16"},
+    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16", "in_place": True},
     {"lens": (5, 1, 0, 130), "optional": False, "states": False},
     KEPT,
 ]
@@ -42,7 +42,8 @@ def test_plain_torch_is_as_exact_as_the_reference(options, seed):
 @each_implementation(OPTIONS)
 def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     call = mamba_call(seed, **options)
-    statics = {"max_query_len": call.max_query_len, "dt_softplus": call.dt_softplus, "implementation": implementation}
+    names = ("max_query_len", "dt_softplus", "dt_column", "log_rates")
+    statics = {name: getattr(call, name) for name in names} | {"implementation": implementation}
     out, states = _quick(lambda given: ops.mamba_chunk_scan(**given, **statics))(arrays_of(call))
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
 
@@ -59,19 +60,20 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):
     assert torch.equal(call.states[call.cache_indices], whole.states[call.cache_indices])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "torch"])
-def test_gradients_are_those_of_autograd(implementation, seed):
-    call = mamba_call(seed, (66, 1, 0, 3), sizes=(3, 4), heads=(2, 1))
+@pytest.mark.parametrize(
+    ("implementation", "in_place"), [("xla", False), ("torch", False), ("xla", True), ("torch", True)]
+)
+def test_gradients_are_those_of_autograd(implementation, in_place, seed):
+    call = mamba_call(seed, (66, 1, 0, 3), sizes=(3, 4), heads=(2, 1), in_place=in_place)
     call = call.map(lambda array: torch.nan_to_num(array) if array.ndim == 4 else array)
+    statics = {name: getattr(call, name) for name in ("max_query_len", "dt_column", "log_rates")}
     given: dict[str, Any] = arrays_of(call)
     moved = {name: given.pop(name) for name in ("x", "dt", "A", "B", "C", "D", "dt_bias", "states")}
     rng = np.random.default_rng(seed)
     d_out, d_states = (rng.normal(size=moved[name].shape).astype(np.float32) for name in ("x", "states"))
 
     def total(moved: dict[str, jax.Array]) -> jax.Array:
-        out, states = ops.mamba_chunk_scan(
-            **moved, **given, max_query_len=call.max_query_len, dt_softplus=True, implementation=implementation
-        )
+        out, states = ops.mamba_chunk_scan(**moved, **given, **statics, dt_softplus=True, implementation=implementation)
         assert states is not None
         return (out * d_out).sum() + (states * d_states).sum()
 
@@ -112,6 +114,7 @@ def test_autograd_gets_the_gradients_of_all_arrays_but_the_states(seed):
     [
         ({"C": torch.zeros(31, 2, 9)}, "C has shape .31, 2, 9.; it must be .* with state_size = 8, that of B"),
         ({"dt": torch.zeros(31, 3)}, "dt has shape .31, 3.; it must be .* with num_heads = 4, that of x"),
+        ({"dt": torch.zeros(31, 5)}, "dt has shape .31, 5.; .* num_heads = 4, that of x, or wider with dt_column"),
         ({"states": None}, "cache_indices is given without states; give both or neither"),
         ({"states": torch.zeros(8, 4, 8, 6)}, "states has shape .8, 4, 8, 6.; it must be .* with head_dim = 6"),
         ({"A": torch.zeros(4).double()}, "A is float64; it must be float32, bfloat16 or float16"),

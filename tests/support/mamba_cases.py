@@ -18,7 +18,7 @@ __all__ = ["assert_as_exact_as_torch", "mamba_backward_call", "mamba_call"]
 def mamba_call(
     seed: int, lens: Sequence[int] = (5, 1, 0, 19, 1, 2), *, heads: tuple[int, int] = (4, 2),
     sizes: tuple[int, int] = (6, 8), dtype: str = "float32", states: bool = True, optional: bool = True,
-    padding: int = 3, **options: Any,
+    padding: int = 3, in_place: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Draws a MambaChunkScanCall: the second sequence has no slot, the fourth has one that it does not start from.
 
@@ -28,6 +28,7 @@ def mamba_call(
         heads: heads and groups.
         sizes: rows and columns of a state.
         optional: with D, dt_bias and softplus.
+        in_place: dt is among other columns, NaN, and A has logarithms.
     """
     torch.manual_seed(seed)
     kind, total, num_seqs = getattr(torch, dtype), sum(lens), len(lens)
@@ -47,6 +48,10 @@ def mamba_call(
     }
     if optional:
         fields |= {"D": torch.randn(num_heads), "dt_bias": torch.randn(num_heads) - 2, "dt_softplus": True}
+    if in_place:
+        dt, fields["dt"] = fields["dt"], torch.full((total + padding, num_heads + 5), torch.nan, dtype=kind)
+        fields["dt"][:, 3 : 3 + num_heads] = dt
+        fields |= {"dt_column": 3, "A": (-fields["A"]).log(), "log_rates": True}
     if states:
         fields |= drawn_states(num_seqs, num_heads, head_dim, state_size)
     return MambaChunkScanCall(**{**fields, **options})

@@ -101,3 +101,9 @@ class MambaChunkScanBackwardCall(StateBackwardCall[Array], MambaChunkScanCall[Ar
 
     d_out: Float[Array, "num_tokens num_heads head_dim"]
     d_last: Float[Array, "num_seqs num_heads head_dim state_size"] | None = None
+
+    def check_options(self) -> None:
+        """Runs the other checks, and refuses what `of_heads` resolves."""
+        super().check_options()
+        if not self.is_resolved:
+            raise InvalidInput("dt", "or A is not of the heads alone", "give those of the call's of_heads")

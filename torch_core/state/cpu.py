@@ -72,6 +72,7 @@ def gated_delta_rule(call: GatedDeltaCall[Tensor]) -> dict[str, Tensor]:
 
 def mamba_chunk_scan(call: MambaChunkScanCall[Tensor]) -> dict[str, Tensor]:
     """Updates the states of all sequences together, token by token, in float32; replaces them in place."""
+    call = call.of_heads(torch)
     group = call.num_heads // call.num_kv_heads
     x, steps = call.x.float(), call.dt.float()
     if call.dt_bias is not None:

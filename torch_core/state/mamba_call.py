@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 
@@ -27,7 +27,10 @@ class MambaChunkScanCall(StateCall[Array]):
     Attributes:
         x: one row for each token; its heads are those of the states.
         dt: step size of each token and head, before bias and softplus.
+        dt_column: the column of dt that is the first head; other columns are not read, and need no copy. None if dt has
+            the heads alone.
         A: rate of each head, negative: the logarithm of the decay in a step of 1.
+        log_rates: A has the logarithms of the rates without their sign, as checkpoints do.
         B: input weights of each token; a group of neighbouring heads shares them, and C.
         C: output weights, likewise.
         D: factor of x in the result of each head; None for none.
@@ -45,7 +48,7 @@ class MambaChunkScanCall(StateCall[Array]):
     states_in: ClassVar[str] = "states"
 
     x: Float[Array, "num_tokens num_heads head_dim"]
-    dt: Float[Array, "num_tokens num_heads"]
+    dt: Float[Array, "num_tokens num_columns"]
     A: Float[Array, "num_heads"]
     B: Float[Array, "num_tokens num_kv_heads state_size"]
     C: Float[Array, "num_tokens num_kv_heads state_size"]
@@ -53,6 +56,8 @@ class MambaChunkScanCall(StateCall[Array]):
     dt_bias: Float[Array, "num_heads"] | None = None
     states: Float[Array, "num_states num_heads head_dim state_size"] | None = None
     max_query_len: int
+    dt_column: int | None = None
+    log_rates: bool = False
     dt_softplus: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     out: Float[Array, "num_tokens num_heads head_dim"] | None = None
@@ -82,6 +87,21 @@ class MambaChunkScanCall(StateCall[Array]):
         return {} if self.out is not None else {"out": ArraySpec(tuple(self.x.shape), dtype_name(self.x))}
 
     @property
+    def is_resolved(self) -> bool:
+        """Whether `of_heads` changes nothing."""
+        return self.dt_column is None and not self.log_rates
+
+    def equal_axes(self) -> dict[str, str]:
+        """The columns of dt are the heads, where devices split them."""
+        return {"num_columns": "num_heads"}
+
+    def of_heads(self, library: Any) -> Any:
+        """Returns the call with the heads' step sizes and rates alone; `library` is `torch` or `jax.numpy`."""
+        dt: Any = self.dt if self.dt_column is None else self.dt[:, self.dt_column : self.dt_column + self.num_heads]
+        rates = -library.exp(self.A) if self.log_rates else self.A
+        return self.of({**self.__dict__, "dt": dt, "A": rates, "dt_column": None, "log_rates": False})
+
+    @property
     def work(self) -> int:
         """The products with states."""
         return 2 * self.x.size * self.state_size
@@ -90,6 +110,7 @@ class MambaChunkScanCall(StateCall[Array]):
         """Checks the numbers."""
         check_int("max_query_len", self.max_query_len, 1)
         check_bool("dt_softplus", self.dt_softplus)
+        check_bool("log_rates", self.log_rates)
         check_bounds("dt_limit", self.dt_limit)
 
     def check_options(self) -> None:
@@ -99,6 +120,11 @@ class MambaChunkScanCall(StateCall[Array]):
         if self.num_heads % self.num_kv_heads:
             wanted = f"they must be a multiple of the {self.num_kv_heads} groups of B"
             raise InvalidInput("x", f"has {self.num_heads} heads", wanted)
+        columns, first = self.dt.shape[1], self.dt_column
+        if columns < self.num_heads or (first is None and columns != self.num_heads):
+            wanted = f"it must be [tokens, heads] with num_heads = {self.num_heads}, that of x, or wider with dt_column"
+            raise InvalidInput("dt", f"has shape {tuple(self.dt.shape)}", wanted)
+        check_int("dt_column", first or 0, 0, columns - self.num_heads)
         self.check_states()
         self.check_dtypes("x", "dt", "A", "B", "C", "D", "dt_bias", "states")
         if self.out is not None and dtype_name(self.out) != dtype_name(self.x):

@@ -103,8 +103,9 @@ def mamba_chunk_scan(call: MambaChunkScanCall[Tensor], *, compute_dtype: torch.d
     """
     call.check()
     call.check_values()
+    call = call.with_arrays({"A": call.A.to(compute_dtype)}).of_heads(torch)
     out = torch.zeros(call.x.shape, dtype=compute_dtype)
-    steps, rates = call.dt.to(compute_dtype), call.A.to(compute_dtype)
+    steps, rates = call.dt.to(compute_dtype), call.A
     if call.dt_bias is not None:
         steps = steps + call.dt_bias.to(compute_dtype)
     if call.dt_softplus:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from torch_core.device.states import chunk_rows, load_state, store_state
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.mamba.kernel import step_sizes
+from torch_core.state.kernels.mamba.kernel import rates_of, step_sizes
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # The largest power of two whose product with 0 is 0.
@@ -45,6 +45,8 @@ def mamba_products_kernel(
     STATE_SIZE: tl.constexpr,
     STATE_PADDED: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     PRECISION: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
@@ -81,11 +83,12 @@ def mamba_products_kernel(
         member = first + tl.arange(0, BLOCK_HEADS)
         head = group * GROUP + tl.minimum(member, GROUP - 1)
         is_value = live[:, None] & (member < GROUP)[None, :]
-        found = tl.load(dt + place[:, None] * dt_token_stride + head[None, :], mask=is_value, other=0.0)
+        values = dt + place[:, None] * dt_token_stride + DT_COLUMN + head[None, :]
+        found = tl.load(values, mask=is_value, other=0.0)
         found = step_sizes(found, dt_bias, head[None, :], least_step, largest_step, SOFTPLUS)
         found = tl.where(is_value, found, 0.0)
         places = head.to(tl.int64)[None, :] * num_tokens + place[:, None]
-        decay = tl.cumsum(found * tl.load(A + head).to(tl.float32)[None, :], 0)
+        decay = tl.cumsum(found * rates_of(tl.load(A + head), LOG_RATES)[None, :], 0)
         if BINARY:
             decay *= _LOG2E
             found = tl.log2(found) - decay

@@ -46,6 +46,8 @@ def mamba_step_kernel(
     STATE_SIZE: tl.constexpr,
     STATE_PADDED: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    DT_COLUMN: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     MAX_TOKENS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -74,7 +76,7 @@ def mamba_step_kernel(
     kept = length
     if num_kept_tokens is not None:
         kept = tl.load(num_kept_tokens + seq)
-    rate = tl.load(A + head).to(tl.float32)
+    rate = rates_of(tl.load(A + head), LOG_RATES)
     skip = 0.0
     if D is not None:
         skip += tl.load(D + head).to(tl.float32)
@@ -106,7 +108,7 @@ def mamba_step_kernel(
     values = x + place * x_token_stride + head * x_head_stride + row
     weights = B + place * B_token_stride + head // GROUP * B_group_stride + column
     reads = C + place * C_token_stride + head // GROUP * C_group_stride + column
-    gates = dt + place * dt_token_stride + head
+    gates = dt + place * dt_token_stride + DT_COLUMN + head
     next_dt = tl.load(gates, mask=is_token, other=0.0)
     next_b = tl.load(weights, mask=is_column & is_token, other=0.0)
     next_c = tl.load(reads, mask=is_column & is_token, other=0.0)
@@ -141,6 +143,15 @@ def mamba_step_kernel(
     # Last, because the first sequence's programs would wait for one more offset before their loads.
     if seq == 0:
         zero_rows(results, query_start_loc, num_tokens, num_seqs, out_token_stride, is_row, BLOCK_T)
+
+
+@triton.jit
+def rates_of(rates, LOG_RATES: tl.constexpr):
+    """Returns the rates of A in float32."""
+    rates = rates.to(tl.float32)
+    if LOG_RATES:
+        rates = -tl.exp(rates)
+    return rates
 
 
 @triton.jit

@@ -38,6 +38,8 @@ def constexprs_of(call: MambaChunkScanCall[ArraySpec], chunk: int, least: int) -
         "STATE_SIZE": call.state_size,
         "STATE_PADDED": max(least, power_of_two(call.state_size)),
         "SOFTPLUS": call.dt_softplus,
+        "DT_COLUMN": call.dt_column or 0,
+        "LOG_RATES": call.log_rates,
         "BLOCK_SEQS": block_seqs(call.num_seqs),
         "BLOCK_HEADS": min(_HEADS, power_of_two(group)),
         "BLOCK_T": _PADDED_ROWS,
