@@ -125,7 +125,7 @@ def test_a_step_of_64_rows_multiplies_with_cublas() -> None:
     assert "gemm_fusion" not in program.as_text()
 
 
-@pytest.mark.parametrize("kind", ["mamba", "linear_attention", "kimi_delta_attention", "conv"])
+@pytest.mark.parametrize("kind", ["mamba", "linear_attention", "kimi_delta_attention", "conv", "attention_mamba"])
 def test_states_are_the_same_with_graphs_and_without(kind: str, seed, monkeypatch) -> None:
     decoder = tiny_decoder(**SIZES | STATES, num_hidden_layers=3, layer_types=(kind, "attention", kind))
     prompts, params = prompts_of(seed, 30, 9, 1), SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,8 +15,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import ops
+from jattn.bench.shapes import shape_config
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, calibrate_kv_cache
+from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.placement import Placement
+from jattn.llm.engine.device.sampler import Sampler
+from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder, TensorParallel, partition_specs, shard_model
 from jattn.llm.text.embeddings import embed
 from tests.engine.conftest import tiny_decoder
@@ -316,3 +322,25 @@ def test_what_an_engine_on_one_of_several_devices_traces_launches_kernels() -> N
         with jax.set_mesh(mesh("auto", tp=4)):
             look("cut by XLA", Placement(mesh("auto", tp=4), by_compiler=True))
     assert found == {"one": True, "four": True, "cut by XLA": False}
+
+
+@on_four_devices
+@pytest.mark.parametrize(
+    ("kind", "devices", "tokens"),
+    [*(("attention_mamba", *each) for each in ((0, 1), (0, 2), (1, 1), (2, 1))), ("mamba", 0, 1)],
+)
+def test_decode_steps_of_two_mixers_run_kernels_side_by_side_on_one_device(
+    kind: str, devices: int, tokens: int, monkeypatch
+) -> None:
+    config = replace(shape_config("tiny-hybrid"), layer_types=(kind, "attention"), num_hidden_layers=2)
+    sizes: dict[str, Any] = SIZES if devices == 0 else SIZES | {"mesh": mesh("auto", tp=devices)}
+    engine = Engine(Decoder(config, rngs=nnx.Rngs(0)), EngineConfig(**sizes))
+    programs = engine._core.device.runner.programs
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(programs, "on_gpu", True)
+
+    bucket = Bucket(1, tokens, tokens, Sampler(SamplingKind.PLAIN))
+    programs._compile(SimpleNamespace(compile=lambda compiler_options: asked.append(compiler_options)), bucket)
+
+    expected = kind == "attention_mamba" and devices < 2 and tokens == 1
+    assert (asked[0].get("xla_gpu_command_buffer_scheduling_mode") == "CONCURRENT") == expected

@@ -171,6 +171,11 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scalar is None else x * jax.lax.broadcast_to_rank(self.layer_scalar[...], x.ndim)
 
     @property
+    def has_two_mixers(self) -> bool:
+        """Attention and a mixer with a state read the same tokens, and neither reads the other's results."""
+        return self.self_attn is not None and self.recurrent is not None
+
+    @property
     def recurrent(self) -> Any:
         """The mixer with a state between tokens, or None."""
         return next((mixer for name in STATE_CONFIGS if (mixer := getattr(self, name)) is not None), None)

@@ -200,6 +200,7 @@ class ModelRunner:
             batch_invariant=config.batch_invariant,
             adapters=None if adapters is None else adapters.layout,
         )
+        modules = [module for _, module in nnx.iter_modules(cast(nnx.Module, model))]
         self.programs = Programs(
             self.weights,
             pool,
@@ -209,9 +210,8 @@ class ModelRunner:
             self._peers_table,
             max_num_seqs=config.max_num_seqs,
             max_blocks=max_blocks,
-            multiplies_fp8=any(
-                isinstance(module, Fp8Linear) for _, module in nnx.iter_modules(cast(nnx.Module, model))
-            ),
+            multiplies_fp8=any(isinstance(module, Fp8Linear) for module in modules),
+            has_branches=any(getattr(module, "has_two_mixers", False) for module in modules),
             routes=config.enable_return_routed_experts,
             num_request_inputs=len(model.paged_spec.inputs),
             adapters=adapters,
