@@ -41,13 +41,6 @@ def test_flash_attention_4_is_a_column_where_it_is_installed(monkeypatch: pytest
     assert columns() == {"FA4", "FA4 in any order"}
 
 
-@pytest.mark.usefixtures("measured")
-def test_a_peer_in_any_order_is_compared_with_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "load_fa4", object)
-    summary = backward.run(lengths=[8192], peers=True).summary
-    assert "FA4 in any order takes 1.00 x the time of jattn in any order (geometric mean)" in summary
-
-
 @pytest.mark.parametrize(("passes", "forwards"), [("backward", 1), ("both", 2)])
 def test_flash_attention_4_runs_the_timed_passes(passes: str, forwards: int) -> None:
     seen: list[Any] = []

@@ -227,9 +227,7 @@ def _run(case: AttentionCase | Call[torch.Tensor], *, differentiate: bool) -> No
     elif isinstance(case, LatentCase):
         ops.run(case.call("cuda", with_lse=True))
     elif differentiate:
-        call = backward_call(case, ops.run, "cuda", with_d_lse=True)
-        for deterministic in (True, False):
-            ops.run(replace(call, deterministic=deterministic))
+        ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
     else:
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
 

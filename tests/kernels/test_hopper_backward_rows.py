@@ -27,7 +27,9 @@ def test_the_shares_of_tiles_add_up_to_the_gradient_of_the_sinks(with_d_lse: boo
     plan = plan_call(call.map(array_spec))
     first, *_, last = plan.launches
     assert (first.name, last.name) == ("prepare_backward_kernel", "sum_parts_kernel")
-    alone = replace(plan, launches=(first, last), outputs=(("d_sinks", dict(plan.outputs)["d_sinks"]),))
+    outputs = dict(plan.outputs)
+    written = tuple((name, outputs[name]) for name in ("d_query", "d_sinks"))
+    alone = replace(plan, launches=(first, last), outputs=written)
     found = run_interpreted_operation(alone, call.arrays())["d_sinks"]
     exact = reference.attention_backward(call, compute_dtype=torch.float64)["d_sinks"]
     real = {name: x[: int(call.query_start_loc[-1])].double() for name, x in call.arrays().items()}

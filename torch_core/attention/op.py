@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch_core.attention.backward_call import DenseBackwardCall, backward_of
@@ -127,7 +126,6 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "dense latent prompt short": _latent_prompt(512),
         "dense dropout": _dense(**_DROPOUT),
         "backward": _backward(_dense()),
-        "backward in any order": replace(_backward(_dense()), deterministic=False),
         "backward dropout": _backward(_dense(**_DROPOUT)),
         "backward short sequences": _backward(_dense(max_query_len=200)),
         "backward head 64": _backward(_dense(head_size=64)),

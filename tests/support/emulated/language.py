@@ -161,14 +161,21 @@ class Language:
             counter, wanted = args
             self._machine.wait(lambda: bool(counter.load().array >= wanted.array), "a turn")
             return None
-        if "red." in asm:
-            pointer, value = args
+        if "global" in asm:
+            pointer, *values = args
             if "v4" in asm:
                 # Of the four elements of a thread that lie together the first one's address counts: those of a product
                 # are two columns of a row, and of the row eight below.
-                rows, columns = np.indices(value.shape)
+                rows, columns = np.indices(pointer.shape)
                 pointer = pointer + Tensor(rows % 16 // 8 * 2 + columns % 2)
-            pointer.add_to(value)
+            # With a value there may be a word, whether it is the first.
+            first = bool(values[1]) if len(values) > 1 else "st." in asm
+            if "ld." in asm:
+                return values[0] if values and first else (pointer.load() + values[0] if values else pointer.load())
+            if first:
+                pointer.store(values[0])
+            else:
+                pointer.add_to(values[0])
             return None
         if "bar.warp" in asm:
             return None

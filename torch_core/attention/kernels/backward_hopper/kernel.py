@@ -23,8 +23,9 @@ def hopper_backward_kernel(
     row_stats,
     query_start_loc,
     key_start_loc,
-    d_query_sums,
     turns,
+    d_query,
+    d_query_sums,
     d_key,
     d_value,
     num_keys,
@@ -53,6 +54,7 @@ def hopper_backward_kernel(
     VALUE_STRIDE: gl.constexpr,
     D_KEY_STRIDES: gl.constexpr,
     D_VALUE_STRIDES: gl.constexpr,
+    D_QUERY_STRIDES: gl.constexpr,
 ):
     """A program: a tile of BLOCK_N keys of a head through all queries of the group that see them.
 
@@ -69,12 +71,12 @@ def hopper_backward_kernel(
     SHAPE: gl.constexpr = Sizes(
         NUM_KV_HEADS, GROUP, HEADS_TOGETHER, HEAD_SIZE, VALUE_SIZE, REST_SIZE, BLOCK_M, BLOCK_N, ROLE_KEYS,
         2 if REST_SIZE else 1, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE,
-        D_KEY_STRIDES, D_VALUE_STRIDES,
+        D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     item = find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_right, SHAPE)
-    gradients = Gradients(d_query_sums, turns, d_key, d_value, scale, query_tiles)
+    gradients = Gradients(d_query_sums, turns, d_key, d_value, d_query, scale, query_tiles)
     if item.live:
         k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_SIZE - REST_SIZE], layout)
         v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, VALUE_SIZE], layout)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
 from torch_core.attention.kernels.backward_hopper.kernel import hopper_backward_kernel
-from torch_core.attention.kernels.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
+from torch_core.attention.kernels.backward_hopper.rows import prepare_backward_kernel
 from torch_core.attention.operands import count, make_launch, operation
 from torch_core.attention.partials import sum_parts_launch
 from torch_core.base.specs import ArraySpec
@@ -20,7 +20,8 @@ from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, O
 _ARRAYS = frozenset(
     ("query", "key", "value", "sinks", "out", "lse", "d_out", "d_lse", "query_start_loc", "key_start_loc")
 )
-_WRITTEN = ("d_query_sums", "turns", "d_key", "d_value")
+_PREPARED = ("row_stats", "turns", "sink_parts", "d_query")
+_WRITTEN = ("turns", "d_query", "d_query_sums", "d_key", "d_value")
 # Shorter sequences leave too much of a tile of keys without work, and narrower windows both edges in one tile.
 _MIN_LEN = 256
 _MIN_WINDOW = 256
@@ -42,7 +43,6 @@ class HopperBackwardTile:
     heads_together: int = 1  # Key/value heads whose programs alternate, at most.
     block_n: int = 128  # Keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
     role_keys: int = 64  # Keys whose gradients one role works out: 64, or 128 by two warpgroups that keep in step.
-    always_in_turns: bool = False  # Programs add to the queries' gradient in order, also where no call asks for it.
 
     @property
     def head_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -54,8 +54,7 @@ class HopperBackwardTile:
 _WIDE = HopperBackwardTile(64, 2, 2, block_n=64)
 # Of keys of 192 elements over values of 128.
 _UNEVEN = HopperBackwardTile(64, 3, 2, role_keys=128)
-# By head size, the tiles from a query length on. Without turns heads of 256 take 1.16 of the time at 512, 0.99 to
-# 1.01 of it from 2k up.
+# By head size, the tiles from a query length on.
 _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
     64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2, heads_together=4))),
     128: (
@@ -63,7 +62,7 @@ _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
         (2048, HopperBackwardTile(64, 4, 2, heads_together=2, role_keys=128)),
     ),
     192: ((0, _UNEVEN), (4096, replace(_UNEVEN, heads_together=4))),
-    256: ((0, replace(_WIDE, always_in_turns=True)),),
+    256: ((0, _WIDE),),
 }
 
 
@@ -76,9 +75,7 @@ def hopper_backward_plan(
     causal and window masks, a sink for each head; strides and alignments that the copy engine can follow. `tile` is one
     in place of the table's, for measurements and tests.
     """
-    tile = tile or hopper_backward_tile(
-        head_size=call.head_size, max_query_len=call.max_query_len, deterministic=call.deterministic
-    )
+    tile = tile or hopper_backward_tile(head_size=call.head_size, max_query_len=call.max_query_len)
     if tile is None or not _is_served(call, limits, tile):
         return None
     block_m, heads, head_size = tile.block_m, call.num_heads, call.head_size
@@ -88,9 +85,11 @@ def hopper_backward_plan(
     stats = ArraySpec((heads * tiles * 2 * block_m,), "float32")
     if query is None or key is None or value is None or d_out is None or stats.shape[0] >= 2**31:
         return None
-    scratch = {"row_stats": stats, "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32")}
-    if call.deterministic or tile.always_in_turns:
-        scratch["turns"] = ArraySpec((heads * tiles,), "int32")
+    scratch = {
+        "row_stats": stats,
+        "d_query_sums": ArraySpec((heads * tiles, block_m * head_size), "float32"),
+        "turns": ArraySpec((heads * tiles,), "int32"),
+    }
     outputs = call.outputs()
     if "d_sinks" in outputs:
         scratch["sink_parts"] = ArraySpec((heads, tiles), "float32")
@@ -119,7 +118,7 @@ def hopper_backward_plan(
         **{f"{name.upper()}_STRIDES": _strides(outputs[name]) for name in ("d_query", "d_key", "d_value")},
     }
     pointers: dict[str, Argument] = {
-        **dict.fromkeys(("sink_parts", "turns"), ABSENT),
+        "sink_parts": ABSENT,
         **{name: Pointer(name) for name in (*outputs, *scratch)},
         "query_tiles": count(tiles),
         "num_keys": count(call.key.shape[0]),
@@ -135,25 +134,23 @@ def hopper_backward_plan(
         "row_stats": Descriptor("row_stats", stats.shape, (1,), (2 * block_m,), _ROWS),
     }
     programs = (call.key.shape[0] // tile.block_n + call.num_seqs + 1) * call.num_kv_heads
+    prepared = tuple(name for name in _PREPARED if name in (*outputs, *scratch))
     rows = (tiles, heads)
     launches = [
-        make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=tuple(scratch)),
+        make_launch(prepare_backward_kernel, call, rows, known, arguments=pointers, writes=prepared),
         # Not hot: in the steps at the mask's edge some state outside the products is spilled.
         make_launch(
             hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
             writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)),
             num_warps=tile.role_keys // 16,
         ),
-        make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)),
     ]  # fmt: skip
     if "d_sinks" in outputs:
         launches.append(sum_parts_launch(call, "d_sinks", "sink_parts", tiles))
     return operation(call, tuple(launches), tuple(scratch.items()))
 
 
-def hopper_backward_tile(
-    *, head_size: int, max_query_len: int, deterministic: bool = True
-) -> HopperBackwardTile | None:
+def hopper_backward_tile(*, head_size: int, max_query_len: int) -> HopperBackwardTile | None:
     """Returns the tile for a head size, None where there is none.
 
     Example:
@@ -161,10 +158,7 @@ def hopper_backward_tile(
         [64, 128]
     """
     tiles = [tile for length, tile in _TILES.get(head_size, ()) if length <= max_query_len]
-    if not tiles:
-        return None
-    # In any order heads of 128 take 0.98 of the time at 8k and 16k if the warpgroups need not keep in step.
-    return tiles[-1] if deterministic or head_size != 128 else replace(tiles[-1], role_keys=64)
+    return tiles[-1] if tiles else None
 
 
 def _is_served(call: DenseBackwardCall[ArraySpec], limits: DeviceLimits, tile: HopperBackwardTile) -> bool:

@@ -31,37 +31,38 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     """One warpgroup: adds this tile of keys' share to the gradient of each tile of queries, in float32.
 
     Tiles of keys add in their order, so that the bits are the same every time: programs start in that order and go from
-    the last queries to the first, so that a program finds the one before it a tile of queries ahead. Without turns they
-    add at once.
+    the last queries to the first, so that a program finds the one before it a tile of queries ahead.
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WRITERS: gl.constexpr = 1 if rings.weights is not None else 2
     ROLES: gl.constexpr = SHAPE.BLOCK_N // SHAPE.ROLE_KEYS
-    # Columns at a time, as many as this warpgroup's registers hold.
-    PART: gl.constexpr = 4096 // BLOCK_M
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    # A part has 64 queries and 64 columns: as many as this warpgroup's registers hold. Parts of 128 queries and half of
+    # the columns read 1.5 times as much shared memory.
+    ROW_PARTS: gl.constexpr = BLOCK_M // 64
+    PARTS: gl.constexpr = ROW_PARTS * (HEAD_SIZE // 64)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     k = rings.key.tiles.index(0)
     steps = (item.end - item.start) * SHAPE.GROUP
     mbarrier.wait(rings.key.full.index(0), 0)
     for step in range(steps):
         sums = query_sums(step, item, gradients, SHAPE)
         _await_full(step, WRITERS)
-        ds = rings.d_scores.index(step % 2).permute((1, 0))
-        for part in gl.static_range(HEAD_SIZE // PART):
-            zeros = gl.zeros([BLOCK_M, PART], gl.float32, LAYOUT)
-            dq = warpgroup_mma(ds, k.slice(part * PART, PART, 1), zeros, use_acc=False, is_async=True)
+        for part in gl.static_range(PARTS):
+            ds = rings.d_scores.index(step % 2).slice(part % ROW_PARTS * 64, 64, 1).permute((1, 0))
+            columns = k.slice(part // ROW_PARTS * 64, 64, 1)
+            zeros = gl.zeros([64, 64], gl.float32, LAYOUT)
+            dq = warpgroup_mma(ds, columns, zeros, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            if part == HEAD_SIZE // PART - 1:
+            if part == PARTS - 1:
                 for i in gl.static_range(ROLES):
                     _signal_room(step, steps, i, WRITERS // ROLES)
-            if part == 0 and gradients.turns is not None:
+            if part == 0:
                 await_turn(SHAPE.ADDERS)
-            add_columns(sums, part * PART, dq)
-            if HEAD_SIZE // PART > 2 or SHAPE.ROLE_KEYS == 128:
+            add_part(sums, part % ROW_PARTS * 64, part // ROW_PARTS * 64, dq, step, item, gradients, SHAPE)
+            if PARTS > 2 or SHAPE.ROLE_KEYS == 128:
                 _finish_part()
-        if gradients.turns is not None:
-            pass_turn(SHAPE.ADDERS)
+        pass_turn(SHAPE.ADDERS)
 
 
 @gluon.jit
@@ -73,21 +74,93 @@ def query_sums(step, item, gradients, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(sums, START: gl.constexpr, values):
-    """Adds to the sums of a tile of queries, from the column START on, at once for all programs."""
-    BLOCK_M: gl.constexpr = values.shape[0]
-    COLUMNS: gl.constexpr = values.shape[1]
+def add_part(sums, ROW: gl.constexpr, START: gl.constexpr, values, step, item, gradients, SHAPE: gl.constexpr):
+    """Adds to the sums of a tile of queries, from a ROW and the column START on; the first tile of keys stores instead.
+
+    The last one adds in registers and stores the gradient, rounded.
+    """
+    tile = item.end - 1 - step // SHAPE.GROUP
+    begins = (_turn(item, tile, SHAPE) == 0).to(gl.int32)
+    pointers, rows, columns = _places(sums, ROW, START, values, SHAPE)
+    if _ends(tile, item, SHAPE):
+        values = gl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .f32 a, b, c, d; setp.eq.s32 p, $12, 0; "
+            "mov.f32 a, 0f00000000; mov.f32 b, a; mov.f32 c, a; mov.f32 d, a; "
+            "@p ld.relaxed.gpu.global.v4.f32 {a, b, c, d}, [$4]; "
+            "add.f32 $0, a, $8; add.f32 $1, b, $9; add.f32 $2, c, $10; add.f32 $3, d, $11; }",
+            "=&f,=&f,=&f,=&f,l,l,l,l,f,f,f,f,r,r,r,r", [pointers, values, begins], dtype=gl.float32, is_pure=False,
+            pack=4,
+        )  # fmt: skip
+        _store_rounded(values, rows, columns, step, tile, item, gradients, SHAPE)
+    else:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $12, 0; @p st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11}; "
+            "@!p red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
+            "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",
+            "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r", [pointers, values, begins], dtype=gl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+@gluon.jit
+def add_columns(sums, START: gl.constexpr, values, step, item, gradients, MAY_END: gl.constexpr, SHAPE: gl.constexpr):
+    """`add_part` for warpgroups without a register to spare: the last tile of keys, if this one MAY be it, reads back.
+
+    An addition in registers spills operands of the products: heads of 192 over 128 took 1.25 times as long. Where the
+    registers are there, a way less to memory is 5% faster at 2,048.
+    """
+    tile = item.end - 1 - step // SHAPE.GROUP
+    pointers, rows, columns = _places(sums, 0, START, values, SHAPE)
+    if _turn(item, tile, SHAPE) == 0:
+        _give(pointers, values, "st.relaxed.gpu.global.v4.f32")
+    else:
+        _give(pointers, values, "red.relaxed.gpu.global.add.v4.f32")
+    if MAY_END:
+        _round_columns(pointers, rows, columns, step, tile, item, gradients, SHAPE)
+
+
+@gluon.jit
+def _places(sums, ROW: gl.constexpr, START: gl.constexpr, values, SHAPE: gl.constexpr):
+    """(Addresses of the sums of a part, its rows and columns in the tile of queries)."""
     layout: gl.constexpr = values.type.layout
-    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    rows = ROW + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
     thread = (rows // 16 * 32 + rows % 8 * 4)[:, None] + (columns % 8 // 2)[None, :]
-    offsets = thread * 4 + (columns // 8 * (BLOCK_M * 8))[None, :]
-    pointers = sums + START * BLOCK_M + offsets
+    offsets = thread * 4 + (columns // 8 * (SHAPE.BLOCK_M * 8))[None, :]
+    return (sums + START * SHAPE.BLOCK_M + offsets).to(gl.int64, bitcast=True), rows, START + columns
+
+
+@gluon.jit
+def _ends(tile, item, SHAPE: gl.constexpr):
+    """No later keys are seen by the tile of queries."""
+    return (item.keys <= SHAPE.BLOCK_N) | (item.first + SHAPE.BLOCK_N >= (tile + 1) * SHAPE.BLOCK_M)
+
+
+@gluon.jit
+def _store_rounded(values, rows, columns, step, tile, item, gradients, SHAPE: gl.constexpr):
+    head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
+    out = gradients.query + head * SHAPE.D_QUERY_STRIDES[1]
+    out += (item.first_query + tile * SHAPE.BLOCK_M).to(gl.int64) * SHAPE.D_QUERY_STRIDES[0]
+    cells = out + (rows * SHAPE.D_QUERY_STRIDES[0])[:, None] + columns[None, :]
+    live = (rows < item.queries - tile * SHAPE.BLOCK_M)[:, None]
+    gl.store(cells, (values * gradients.scale).to(gradients.query.dtype.element_ty), mask=live)
+
+
+@gluon.jit
+def _round_columns(pointers, rows, columns, step, tile, item, gradients, SHAPE: gl.constexpr):
+    if _ends(tile, item, SHAPE):
+        # Each thread reads what it has added to.
+        sums = gl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,l,l,l", [pointers],
+            dtype=gl.float32, is_pure=False, pack=4,
+        )  # fmt: skip
+        _store_rounded(sums, rows, columns, step, tile, item, gradients, SHAPE)
+
+
+@gluon.jit
+def _give(pointers, values, INSTRUCTION: gl.constexpr):
     gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
-        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [pointers.to(gl.int64, bitcast=True), values], dtype=gl.int32, is_pure=False,
-        pack=4,
+        INSTRUCTION + " [$4], {$8, $9, $10, $11}; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [pointers, values], dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
@@ -159,13 +232,12 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
 
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
-    if gradients.turns is not None:
-        SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
-        for step in range((item.end - item.start) * SHAPE.GROUP):
-            counter, tile = _turn_counter(step, item, gradients, SHAPE)
-            turn = item.tile - gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
-            _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
-            _barrier(_TURN, 1, SYNC)
+    SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
+    for step in range((item.end - item.start) * SHAPE.GROUP):
+        counter, tile = _turn_counter(step, item, gradients, SHAPE)
+        turn = _turn(item, tile, SHAPE)
+        _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
+        _barrier(_TURN, 1, SYNC)
 
 
 @gluon.jit
@@ -174,20 +246,28 @@ def pass_turns(item, gradients, SHAPE: gl.constexpr):
 
     It falls at most one step behind the warpgroup that adds, which needs its word for a turn too.
     """
-    if gradients.turns is not None:
-        ARRIVE: gl.constexpr = _TURN_ARRIVE[SHAPE.ADDERS]
-        SYNC: gl.constexpr = _ADDED_SYNC[SHAPE.ADDERS]
-        steps = (item.end - item.start) * SHAPE.GROUP
-        _barrier(_TURN, steps, ARRIVE)
-        for step in range(steps):
-            counter, _ = _turn_counter(step, item, gradients, SHAPE)
-            _barrier(_TURN + 1, 1, SYNC)
-            _barrier(_TURN, step + 1 < steps, ARRIVE)
-            _counter(
-                counter, 1,
-                "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], "
-                "$2;",
-            )  # fmt: skip
+    ARRIVE: gl.constexpr = _TURN_ARRIVE[SHAPE.ADDERS]
+    SYNC: gl.constexpr = _ADDED_SYNC[SHAPE.ADDERS]
+    steps = (item.end - item.start) * SHAPE.GROUP
+    _barrier(_TURN, steps, ARRIVE)
+    for step in range(steps):
+        counter, _ = _turn_counter(step, item, gradients, SHAPE)
+        _barrier(_TURN + 1, 1, SYNC)
+        _barrier(_TURN, step + 1 < steps, ARRIVE)
+        _counter(
+            counter, 1,
+            "mov.u32 v, %laneid; setp.eq.u32 p, v, 0; fence.acq_rel.gpu; @p red.release.gpu.global.add.u32 [$1], "
+            "$2;",
+        )  # fmt: skip
+
+
+@gluon.jit
+def _turn(item, tile, SHAPE: gl.constexpr):
+    """The number of tiles of keys that add to this tile of queries before the program's."""
+    turn = item.tile
+    if SHAPE.LEFT:
+        turn -= gl.maximum(item.lowest + tile * SHAPE.BLOCK_M, 0) // SHAPE.BLOCK_N
+    return turn
 
 
 @gluon.jit

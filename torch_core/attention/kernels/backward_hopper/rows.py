@@ -1,4 +1,4 @@
-"""The kernels before and after the Hopper backward kernel, which take tiles of queries.
+"""The kernel before the Hopper backward kernel, which takes tiles of queries.
 
 Tiles of queries are padded: those of sequence `i` start at tile query_start_loc[i] // BLOCK_M + i of each head, and so
 do rows of padding, which are one sequence more.
@@ -20,29 +20,33 @@ def prepare_backward_kernel(
     d_lse,
     sinks,
     query_start_loc,
+    key_start_loc,
     row_stats,
-    d_query_sums,
     turns,
+    d_query,
     sink_parts,
     num_tokens,
     num_seqs,
     query_tiles,
+    window_left,
+    window_right,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OUT_STRIDES: tl.constexpr,
     D_OUT_STRIDES: tl.constexpr,
+    D_QUERY_STRIDES: tl.constexpr,
 ):
     """A program for each tile of queries and head: log-sum-exp in units of log 2 and the sums of out * d_out of its
-    rows, and zeros where the queries' gradient will be summed. Rows that see no key get +inf, and so weights of 0.
+    rows. Rows that see no key get +inf, and so weights of 0; tiles of them get their gradient, zeros, here.
     `sink_parts` [head, tile] are the tiles' shares of the gradients of sinks, which only the log-sum-exp knows of.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    first, rows, padding = _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M)
+    first, rows, seq = _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M)
     lanes = tl.arange(0, BLOCK_M)
-    live = (lanes < rows) & (not padding)
+    live = (lanes < rows) & (seq < num_seqs)
     tokens = (first + lanes).to(tl.int64)
     row_lse = tl.load(lse + tokens * NUM_HEADS + head, mask=live, other=float("-inf"))
     live = live & (row_lse > float("-inf"))
@@ -58,54 +62,39 @@ def prepare_backward_kernel(
     stats = row_stats + place * (2 * BLOCK_M) + lanes
     tl.store(stats, tl.where(live, row_lse * LOG2E, float("inf")))
     tl.store(stats + BLOCK_M, delta)
-    if turns is not None:
-        tl.store(turns + place, 0)
+    tl.store(turns + place, 0)
     if sink_parts is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.math.exp2((sink - tl.where(live, row_lse, float("inf"))) * LOG2E)
         tl.store(sink_parts + place, -tl.sum(weights * delta, 0))
-    CELLS: tl.constexpr = BLOCK_M * (HEAD_SIZE & -HEAD_SIZE)
-    cells = tl.arange(0, CELLS)
-    for part in tl.static_range(0, BLOCK_M * HEAD_SIZE, CELLS):
-        tl.store(d_query_sums + place * (BLOCK_M * HEAD_SIZE) + part + cells, tl.zeros([CELLS], tl.float32))
+    if _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_left, window_right, BLOCK_M):
+        PART: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
+        pointers = d_query + (tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1])[:, None]
+        for part in tl.static_range(0, HEAD_SIZE, PART):
+            zeros = tl.zeros([BLOCK_M, PART], d_query.dtype.element_ty)
+            tl.store(pointers + part + tl.arange(0, PART)[None, :], zeros, mask=(lanes < rows)[:, None])
 
 
 @triton.jit
-def finish_backward_kernel(
-    d_query_sums,
-    query_start_loc,
-    d_query,
-    num_tokens,
-    num_seqs,
-    query_tiles,
-    scale,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D_QUERY_STRIDES: tl.constexpr,
+def _is_blind(
+    first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_left, window_right, BLOCK_M: tl.constexpr
 ):
-    """A program for each tile of queries and head: rounds the summed gradient of the queries; padding has none."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    first, rows, _ = _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M)
-    if rows > 0:
-        place = (head * query_tiles + tile).to(tl.int64)
-        PART: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
-        for part in tl.static_range(0, HEAD_SIZE, PART):
-            sums = d_query_sums + place * (BLOCK_M * HEAD_SIZE) + (part * BLOCK_M + tl.arange(0, BLOCK_M * PART))
-            sums = tl.load(sums)
-            # As the matrix units leave them: blocks of 8 columns; 16 rows of a warp; 8 rows; 2 columns; 8 rows below.
-            sums = sums.reshape([PART // 8, BLOCK_M // 16, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5)
-            sums = sums.reshape([BLOCK_M, PART]) * scale
-            lanes = tl.arange(0, BLOCK_M)
-            tokens = (first + lanes).to(tl.int64)
-            pointers = d_query + (tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1])[:, None]
-            pointers += part + tl.arange(0, PART)[None, :]
-            tl.store(pointers, sums.to(d_query.dtype.element_ty), mask=(lanes < rows)[:, None])
+    """Whether no query of a tile sees a key, so that no tile of keys gives it a gradient."""
+    padding = seq == num_seqs
+    seq = tl.where(padding, 0, seq)
+    keys = tl.load(key_start_loc + seq + 1) - tl.load(key_start_loc + seq)
+    position = keys + first - tl.load(query_start_loc + seq + 1)
+    blind = padding | (keys == 0)
+    if window_right is not None:
+        blind = blind | (position + tl.minimum(rows, BLOCK_M) - 1 + window_right < 0)
+    if window_left is not None:
+        blind = blind | (position - window_left >= keys)
+    return blind
 
 
 @triton.jit
 def _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M: tl.constexpr):
-    """(First row of a tile, rows from there to the end of its sequence, whether they are padding)."""
+    """(First row of a tile, rows from there to the end of its sequence, its sequence)."""
     low = 0
     high = num_seqs + 1
     while high - low > 1:
@@ -113,9 +102,8 @@ def _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M: tl.constexp
         before = tl.load(query_start_loc + middle) // BLOCK_M + middle <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    padding = low == num_seqs
     start = tl.load(query_start_loc + low)
     end = tl.load(query_start_loc + low + 1, mask=low < num_seqs, other=0)
-    end = tl.where(padding, num_tokens, end)
+    end = tl.where(low == num_seqs, num_tokens, end)
     first = start + (tile - start // BLOCK_M - low) * BLOCK_M
-    return first, end - first, padding
+    return first, end - first, low

@@ -189,6 +189,8 @@ def _uneven_step(
     item, rings, gradients, factor = given
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     MAIN: gl.constexpr = SHAPE.HEAD_SIZE - SHAPE.REST_SIZE
+    # Tiles of queries that see all keys see later ones, too.
+    MAY_END: gl.constexpr = EDGE is not None
     dtype: gl.constexpr = rings.key.tiles.dtype
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     dv, dk, dk_rest = sums
@@ -226,14 +228,12 @@ def _uneven_step(
     dq = _product(ds_tile.permute((1, 0)), k, BLOCK_M, MAIN)
     dq_rest = _product(ds_tile.permute((1, 0)), rings.key_rest, BLOCK_M, SHAPE.REST_SIZE)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    if gradients.turns is not None:
-        await_turn(SHAPE.ADDERS)
+    await_turn(SHAPE.ADDERS)
     out = query_sums(step, item, gradients, SHAPE)
-    add_columns(out, 0, dq)
+    add_columns(out, 0, dq, step, item, gradients, MAY_END, SHAPE)
     dq_rest = warpgroup_mma_wait(0, deps=(dq_rest,))
-    add_columns(out, MAIN, dq_rest)
-    if gradients.turns is not None:
-        pass_turn(SHAPE.ADDERS)
+    add_columns(out, MAIN, dq_rest, step, item, gradients, MAY_END, SHAPE)
+    pass_turn(SHAPE.ADDERS)
     return dv, dk, dk_rest
 
 

@@ -30,8 +30,11 @@ class Sizes(NamedTuple):
     D_OUT_STRIDE: Any
     KEY_STRIDE: Any
     VALUE_STRIDE: Any
-    D_KEY_STRIDES: Any  # D_KEY_STRIDES, D_VALUE_STRIDES: elements from one token, and from one head, to the next.
+    D_KEY_STRIDES: (
+        Any  # D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES: elements from one token, and from one head, to the next.
+    )
     D_VALUE_STRIDES: Any
+    D_QUERY_STRIDES: Any
 
 
 class Tensors(NamedTuple):
@@ -49,8 +52,9 @@ class Gradients(NamedTuple):
 
     query_sums: Any  # Float32 sums of the queries' gradients, tile by tile.
     turns: Any  # Number of tiles of keys that have added to each of them.
-    key: Any  # key, value: the gradients of keys and values.
+    key: Any  # key, value, query: the gradients.
     value: Any
+    query: Any
     scale: Any  # Factor of the scores.
     query_tiles: Any  # Tiles of queries of a head, padding included.
 
@@ -146,14 +150,15 @@ def full_tiles(item, START: gl.constexpr, KEYS: gl.constexpr, SHAPE: gl.constexp
     """The tiles of queries [low, high) that see all of KEYS keys from START on, which are all there.
 
     Those from `high` on no longer see all of them, those before `low` not yet; a tile that reaches out of its sequence
-    has none, so that the mask also hides keys that the sequence does not own.
+    has none, so that the mask also hides keys that the sequence does not own. Nor has a sequence's last tile: so later
+    keys add to the gradient of queries in [low, high).
     """
     BLOCK_M: gl.constexpr = SHAPE.BLOCK_M
     high = item.end
     if SHAPE.LEFT:
         high = gl.minimum(gl.maximum(item.last + START + 1, item.start * BLOCK_M) // BLOCK_M, high)
     low = high
-    if item.keys >= SHAPE.BLOCK_N:
+    if item.keys > SHAPE.BLOCK_N:
         low = gl.minimum(gl.maximum((item.first + START + KEYS - 1 + BLOCK_M - 1) // BLOCK_M, item.start), high)
     return low, high
 
