@@ -30,9 +30,7 @@ class Sizes(NamedTuple):
     D_OUT_STRIDE: Any
     KEY_STRIDE: Any
     VALUE_STRIDE: Any
-    D_KEY_STRIDES: (
-        Any  # D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES: elements from one token, and from one head, to the next.
-    )
+    D_KEY_STRIDES: Any  # D_..._STRIDES: elements from one token, and from one head, to the next.
     D_VALUE_STRIDES: Any
     D_QUERY_STRIDES: Any
 
