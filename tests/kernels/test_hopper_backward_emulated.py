@@ -74,6 +74,19 @@ def test_both_edges_of_a_window_hide_what_they_should(head_size: int, value_head
     assert_poisoned_match(case, call, _run(call, seed))
 
 
+@pytest.mark.parametrize(("causal", "key_lens"), [(False, [0, 256]), (True, [256, 128])])
+@pytest.mark.parametrize(("head_size", "value_head_size"), [(64, 64), (192, 128)])
+def test_every_query_has_a_last_tile_of_keys_or_sees_none(
+    head_size: int, value_head_size: int, causal: bool, key_lens: list[int], seed: int
+) -> None:
+    case = dense_case(
+        seed, key_lens=key_lens, query_lens=[70, 256], num_heads=1, num_kv_heads=1, head_size=head_size,
+        value_head_size=value_head_size, dtype="bfloat16", spec=AttentionSpec(scale=0.1, causal=causal),
+    )  # fmt: skip
+    call = backward_call(poisoned(case), ops.run, with_d_lse=False)
+    assert_poisoned_match(case, call, _run(call, seed))
+
+
 @pytest.mark.parametrize(
     ("head_size", "value_head_size"), [(64, 64), (192, 128), pytest.param(256, 256, marks=pytest.mark.nightly)]
 )

@@ -28,7 +28,6 @@ def prepare_backward_kernel(
     num_tokens,
     num_seqs,
     query_tiles,
-    window_left,
     window_right,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -67,7 +66,7 @@ def prepare_backward_kernel(
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.math.exp2((sink - tl.where(live, row_lse, float("inf"))) * LOG2E)
         tl.store(sink_parts + place, -tl.sum(weights * delta, 0))
-    if _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_left, window_right, BLOCK_M):
+    if _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_right, BLOCK_M):
         PART: tl.constexpr = HEAD_SIZE & -HEAD_SIZE
         pointers = d_query + (tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1])[:, None]
         for part in tl.static_range(0, HEAD_SIZE, PART):
@@ -76,10 +75,11 @@ def prepare_backward_kernel(
 
 
 @triton.jit
-def _is_blind(
-    first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_left, window_right, BLOCK_M: tl.constexpr
-):
-    """Whether no query of a tile sees a key, so that no tile of keys gives it a gradient."""
+def _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_right, BLOCK_M: tl.constexpr):
+    """Whether no query of a tile sees a key, so that no tile of keys gives it a gradient.
+
+    No query stands behind the last key: a window to the left leaves it one.
+    """
     padding = seq == num_seqs
     seq = tl.where(padding, 0, seq)
     keys = tl.load(key_start_loc + seq + 1) - tl.load(key_start_loc + seq)
@@ -87,8 +87,6 @@ def _is_blind(
     blind = padding | (keys == 0)
     if window_right is not None:
         blind = blind | (position + tl.minimum(rows, BLOCK_M) - 1 + window_right < 0)
-    if window_left is not None:
-        blind = blind | (position - window_left >= keys)
     return blind
 
 
