@@ -141,8 +141,7 @@ def hopper_backward_plan(
         # Not hot: in the steps at the mask's edge some state outside the products is spilled.
         make_launch(
             hopper_backward_kernel, call, (programs,), known, arguments={**pointers, **copies},
-            writes=tuple(name for name in _WRITTEN if name in (*outputs, *scratch)),
-            num_warps=tile.role_keys // 16,
+            writes=_WRITTEN, num_warps=tile.role_keys // 16,
         ),
     ]  # fmt: skip
     if "d_sinks" in outputs:
