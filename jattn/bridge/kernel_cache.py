@@ -18,7 +18,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,13 +111,19 @@ class KernelCache:
             is_new = made is None
             if made is None:
                 made = self._images[variant, arch] = Future()
-        if is_new:
+        if not is_new:
             try:
-                made.set_result(self._load_or_compile(variant, arch))
-            except BaseException as error:
-                with self._lock:
-                    del self._images[variant, arch]
-                made.set_exception(error)
+                return made.result()
+            except CancelledError:
+                return self.get(variant, arch)
+        try:
+            made.set_result(self._load_or_compile(variant, arch))
+        except BaseException:
+            with self._lock:
+                del self._images[variant, arch]
+            # An interrupt is for this thread alone: those that wait try for themselves.
+            made.cancel()
+            raise
         return made.result()
 
     def _load_or_compile(self, variant: KernelVariant, arch: int) -> KernelImage:

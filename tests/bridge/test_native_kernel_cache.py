@@ -94,6 +94,29 @@ def test_two_kernels_compile_at_once_and_one_that_two_threads_want_once(variants
     assert cache.num_compiled == 2
 
 
+def test_an_interrupt_while_a_kernel_compiles_ends_that_thread_alone(variants, monkeypatch):
+    cache, begun, go_on = KernelCache(None), threading.Event(), threading.Event()
+
+    def interrupted(variant, arch):
+        monkeypatch.undo()
+        begun.set()
+        go_on.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_cache, "_compile", interrupted)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(cache.get, variants[0], 90)
+        begun.wait(60)
+        second = threads.submit(cache.get, variants[0], 90)
+        # Time to find the compilation under way; without it the kernel is simply compiled.
+        while not second.running():
+            pass
+        go_on.set()
+
+    assert isinstance(first.exception(), KeyboardInterrupt)
+    assert second.result().cubin
+
+
 def test_a_kernel_that_does_not_compile_is_tried_again(variants, monkeypatch):
     cache = KernelCache(None)
     with monkeypatch.context() as patch:

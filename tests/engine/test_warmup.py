@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jattn.llm.engine import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from jattn.llm.engine.benchmark_fill import assume_computed
 from jattn.llm.engine.device import programs as engine_programs
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs, progress
@@ -128,6 +129,41 @@ def test_a_new_engine_lends_its_pool_to_the_warm_up(monkeypatch: pytest.MonkeyPa
     assert closed == [True, False, False]
     assert engine.cache_stats().cached > 0
     assert answers == run(Engine(speaker(), EngineConfig(**SIZES)), prompts_of(seed, 3, 9))
+
+
+def test_a_warm_up_keeps_a_pool_that_holds_prompts_or_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_programs, "free_bytes", lambda _: 1)
+    engine: Any = CoreEngine(speaker(), EngineConfig(**SIZES, num_blocks=35, scrub_on_free=True))
+    assume_computed(engine._core, [list(range(40))])
+    cached, pool = engine.cache_stats().cached, engine._core.device.pool
+    engine._core.device.runner.programs.tuning_bytes = 1
+    engine._core.warmup(lambda *_: None, lambda _: False)
+    assert (engine.cache_stats().cached, pool.generation) == (cached, 1)
+
+    engine = CoreEngine(speaker(), EngineConfig(**SIZES, num_blocks=35, scrub_on_free=True))
+    engine._core.warmup(lambda *_: None, lambda _: False)
+    assert engine.cache_stats().cached == 0
+    assert engine._core.device.pool.generation == 1
+
+
+def test_an_interrupted_warm_up_begins_no_further_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Bucket] = []
+
+    def interrupted(*_: Any) -> None:
+        raise InterruptedError
+
+    def watched(self: Programs, lowered: Any, bucket: Bucket) -> Any:
+        begun.append(bucket)
+        return compile_one(self, lowered, bucket)
+
+    compile_one = Programs._compile  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(Programs, "_compile", watched)
+    engine: Any = CoreEngine(speaker(), EngineConfig(**SIZES, num_blocks=37))
+    # One at a time, as where the memory has room for one.
+    monkeypatch.setattr(Programs, "num_compilers", lambda _: 1)
+    with pytest.raises(InterruptedError):
+        engine._core.warmup(interrupted, lambda name: "plain" in name)
+    assert len(begun) < sum("plain" in str(bucket) for bucket in engine._core.device.runner.buckets.all())
 
 
 @pytest.mark.nightly

@@ -398,7 +398,8 @@ def test_an_adapter_of_a_wider_model_is_refused(tmp_path, seed):
 def test_an_adapter_of_another_architecture_is_refused_though_its_shapes_fit(tmp_path, seed):
     tensors = peft_tensors(CONFIG, seed, modules=("q_proj",))
     model = replace(CONFIG, architecture="LlamaForCausalLM")
-    for name in ("LlamaForCausalLM", "WrappedByAProject"):
+    # GGUF files of Mistral are read as Llama.
+    for name in ("LlamaForCausalLM", "WrappedByAProject", "MistralForCausalLM"):
         folder = peft_folder(tmp_path / name, tensors, auto_mapping={"base_model_class": name})
         assert len(load_adapter(folder, model).weights) == 1
     folder = peft_folder(tmp_path, tensors, auto_mapping={"base_model_class": "Qwen3MoeForCausalLM"})

@@ -274,11 +274,9 @@ class EngineCore(Owner):
 
     def warmup(self, report: Callable[[int, int, str], None], wanted: Callable[[str], bool] | None) -> None:
         """Compiles programs, and runs them if no request waits for it; see `Engine.warmup`."""
-        device, is_new = self.device, not self.num_added and not self.asleep
-        if is_new:
-            # Nothing is in the pool yet.
-            self._state = None
-        device.warmup(report, wanted, lends_pool=is_new)
+        device = self.device
+        # Of a new engine nothing is in the pool yet, unless prompts are assumed to be computed.
+        device.warmup(report, wanted, lends_pool=not (self.num_added or self.asleep or self.cache.stats().cached))
         while self.rehearse_next():
             pass
 

@@ -48,6 +48,8 @@ _LAYER = re.compile(r".*?\.(\d{1,9})\.")
 # A name, all of it, or as PEFT writes the joined kernel of experts: ".*\.gate_up_proj".
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?[\w.]+")
 _ANY_FRONT = ".*\\."
+# Files in GGUF of models of the first one name the second, as which they are read.
+_OF_GGUF = ("MistralForCausalLM", "LlamaForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class PeftConfig:
             InvalidInput: it is one of another.
         """
         known = known_families()
+        if (self.base_model_class, architecture) == _OF_GGUF:
+            return
         if self.base_model_class != architecture and {self.base_model_class, architecture} <= known.keys():
             wanted = f"the model is {architecture}. Remove auto_mapping if the adapter is of these weights"
             raise InvalidInput("auto_mapping.base_model_class", value=self.base_model_class, wanted=wanted).under(_NAME)

@@ -208,11 +208,15 @@ class Programs:
         missing = [bucket for bucket in buckets if bucket not in self.compiled]
 
         def compile_all() -> None:
-            with ThreadPoolExecutor(self.num_compilers()) as threads:
+            threads = ThreadPoolExecutor(self.num_compilers())
+            try:
                 made = threads.map(lambda bucket: self._compile(self._lowered(bucket), bucket), missing)
                 for done, (bucket, compiled) in enumerate(zip(missing, made, strict=True), 1):
                     self._keep(bucket, compiled)
                     report(done, len(missing), str(bucket))
+            finally:
+                # After an interrupt the programs that wait are not begun.
+                threads.shutdown(cancel_futures=True)
 
         self._timed(f"{len(missing)} programs", compile_all)
 
