@@ -49,14 +49,14 @@ def test_text_is_cut_before_a_stop_string_that_spans_tokens(tokenizer) -> None:
     shown, detokenizer = pieces(tokenizer, "one END two", stop=("END",))
 
     assert "".join(shown) == detokenizer.text == "one "
-    assert detokenizer.stopped
+    assert detokenizer.stop_string == "END"
 
 
 def test_what_could_become_a_stop_string_is_held_back_until_it_cannot(tokenizer) -> None:
     shown, detokenizer = pieces(tokenizer, "xENx", stop=("END",))
 
     assert shown == ["x", "", "", "ENx"]
-    assert not detokenizer.stopped
+    assert detokenizer.stop_string is None
 
 
 def test_the_first_of_several_stop_strings_wins(tokenizer) -> None:

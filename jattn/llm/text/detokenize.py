@@ -30,6 +30,7 @@ class Detokenizer:
     Attributes:
         text: everything decoded so far, cut at a stop string.
         num_tokens: tokens read so far; those after a stop string are not.
+        stop_string: the stop string that was found, or None.
     """
 
     def __init__(
@@ -56,11 +57,6 @@ class Detokenizer:
         self._of_prompt = self._rest()
         self.num_tokens = 0
         self.stop_string: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> str:
         """Adds tokens and returns the text that is now certain and was not returned before.
