@@ -130,6 +130,12 @@ def test_what_does_not_fit_is_refused(change, message, seed):
     torch.testing.assert_close(call.states, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("column", [0.0, False, -1, 1])
+def test_the_column_of_step_sizes_is_a_whole_number_that_leaves_room_for_the_heads(column, seed):
+    with pytest.raises(InvalidInput, match="dt_column"):
+        torch_ops.run(mamba_call(seed, dt_column=column))
+
+
 @pytest.mark.parametrize("limit", [(0.1,), (-1.0, 2.0), (2.0, 1.0), (0.0, float("nan")), [0.0, 1.0], 3], ids=str)
 def test_limits_of_step_sizes_are_two_numbers_in_order(limit, seed):
     with pytest.raises(InvalidInput, match="dt_limit"):

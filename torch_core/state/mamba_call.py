@@ -124,7 +124,7 @@ class MambaChunkScanCall(StateCall[Array]):
         if columns < self.num_heads or (first is None and columns != self.num_heads):
             wanted = f"it must be [tokens, heads] with num_heads = {self.num_heads}, that of x, or wider with dt_column"
             raise InvalidInput("dt", f"has shape {tuple(self.dt.shape)}", wanted)
-        check_int("dt_column", first or 0, 0, columns - self.num_heads)
+        check_int("dt_column", 0 if first is None else first, 0, columns - self.num_heads)
         self.check_states()
         self.check_dtypes("x", "dt", "A", "B", "C", "D", "dt_bias", "states")
         if self.out is not None and dtype_name(self.out) != dtype_name(self.x):
