@@ -73,7 +73,7 @@ def kinds_of(llm: LLM, count: int = _NUM_KINDS) -> list[Kind]:
 def soak(llm: AsyncLLM, kinds: Sequence[Kind], ledger: Path, *, rounds: int, size: int, seconds: float) -> None:
     """Runs what the ledger lacks of so many rounds of `size` requests, for about so many seconds at most."""
     done = len(read(ledger))
-    end, run = time.monotonic() + seconds, f"{time.time():.0f} {os.getpid()}"
+    end, run = time.monotonic() + seconds, f"{time.time_ns()} {os.getpid()}"
     compiled = llm.llm.engine.num_compilations
     with ledger.open("a") as lines:
         for index in range(done, rounds):

@@ -25,8 +25,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROMPTS = [f"The {word} statement is used" for word in ("for", "while", "with", "try", "if", "del", "import", "yield")]
-# Few programs to compile.
-_SETTINGS = ("--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "64", "--no-access-log")
+# Few programs to compile, all before the first request.
+_SIZES = ("--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--max-model-len", "64")
+_SETTINGS = (*_SIZES, "--no-access-log", "--warmup-first")
 _MIB = 1 << 20
 _SAMPLES = 30
 
