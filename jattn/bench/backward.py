@@ -89,10 +89,7 @@ def run(
         session.add(session.rate_row(str(length), operations), columns, [_call(head_size, length)], required=(OURS,))
     name = "forward and backward" if passes == "both" else passes
     values = f" over values of {value_size}" if value_size != head_size else ""
-    return session.report(
-        f"{name}, causal, heads of {head_size}{values}, TFLOP/s",
-        compared=_compared,
-    )
+    return session.report(f"{name}, causal, heads of {head_size}{values}, TFLOP/s", compared=_compared)
 
 
 def _compared(name: str) -> str | None:

@@ -46,11 +46,7 @@ _OWN = 64
 
 
 def run(
-    *,
-    shapes: Sequence[str] = SHAPES,
-    fp8: bool = False,
-    peers: Path | None = None,
-    no_jax: bool = False,
+    *, shapes: Sequence[str] = SHAPES, fp8: bool = False, peers: Path | None = None, no_jax: bool = False
 ) -> BenchReport:
     """Measures every shape: 32 query heads, 8 key/value heads of 128, block size 16, bfloat16 queries.
 

@@ -202,9 +202,5 @@ PREFILL = Benchmark(
     draw=draw_fractions,
 )
 BENCHMARK = Benchmark(
-    "mla",
-    __doc__,
-    run,
-    modes=(Mode("--prefill", PREFILL, "--prefill has 16 heads and no cache"),),
-    draw=draw_fractions,
+    "mla", __doc__, run, modes=(Mode("--prefill", PREFILL, "--prefill has 16 heads and no cache"),), draw=draw_fractions
 )

@@ -127,11 +127,7 @@ def _vllm_dense(found: Any, batch: Batch) -> Callable[[], Any]:
 
 
 def run_chunks(
-    *,
-    shapes: Sequence[str] = SHAPES,
-    contexts: Sequence[int] = CONTEXTS,
-    fp8: bool = False,
-    peers: Path | None = None,
+    *, shapes: Sequence[str] = SHAPES, contexts: Sequence[int] = CONTEXTS, fp8: bool = False, peers: Path | None = None
 ) -> BenchReport:
     """Measures chunks by graph replay over cold caches: 32 query heads, 8 key/value heads of 128, bfloat16, block 16.
 

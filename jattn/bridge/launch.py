@@ -51,10 +51,7 @@ class KernelCode:
 
 
 def launch_kernel(
-    code: KernelCode,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
+    code: KernelCode, operands: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int]
 ) -> list[jax.Array]:
     """Adds a launch to the program that is being traced, or runs it when nothing is; see `native.call_operation`.
 

@@ -104,12 +104,7 @@ def _run(parts: _Parts, arrays: Sequence[jax.Array], run_auto: Callable[..., Any
     run, in_specs, out_specs = parts.specs(mesh, [jax.typeof(array).sharding for array in arrays])
     cut = [jax.sharding.reshard(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, in_specs, strict=True)]
     return jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(mesh.explicit_axes),
-        check_vma=False,
+        run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(mesh.explicit_axes), check_vma=False
     )(*cut)
 
 

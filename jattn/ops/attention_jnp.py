@@ -231,20 +231,11 @@ def _itself_with_pullback(call: DenseCall[jax.Array]) -> tuple[DenseCall[jax.Arr
 
 
 register(
-    JaxOp(
-        call=PagedCall,
-        jnp=_paged_attention,
-        backward=Backward(gathered, gathered_with_pullback),
-        narrowed=NARROWED,
-    )
+    JaxOp(call=PagedCall, jnp=_paged_attention, backward=Backward(gathered, gathered_with_pullback), narrowed=NARROWED)
 )
 register(
     JaxOp(
-        call=DenseCall,
-        jnp=_attention,
-        backward=Backward(_itself, _itself_with_pullback),
-        folds=True,
-        narrowed=NARROWED,
+        call=DenseCall, jnp=_attention, backward=Backward(_itself, _itself_with_pullback), folds=True, narrowed=NARROWED
     )
 )
 register(JaxOp(call=DenseBackwardCall, jnp=_attention_backward, folds=True))

@@ -58,12 +58,7 @@ def write_kv_cache(
         [0.0, 0.0, 1.0, 0.0]
     """
     call = WriteCall(
-        key=key,
-        value=value,
-        **cache_fields(kv_cache),
-        slot_mapping=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        key=key, value=value, **cache_fields(kv_cache), slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale
     )
     return _written(run(call, implementation))
 

@@ -12,11 +12,7 @@ from torch_core.base.errors import InvalidInput
 
 
 def token_logprobs(
-    logits: jax.Array,
-    tokens: jax.Array,
-    *,
-    temperature: float | jax.Array | None = None,
-    batch_invariant: bool = False,
+    logits: jax.Array, tokens: jax.Array, *, temperature: float | jax.Array | None = None, batch_invariant: bool = False
 ) -> jax.Array:
     """Returns float32[...], the log-probability of each token under its logits; differentiable.
 

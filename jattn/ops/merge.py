@@ -14,12 +14,7 @@ from torch_core.attention.merge_call import MergeCall
 
 @documented(MergeCall)
 def merge_states(
-    out_a: jax.Array,
-    lse_a: jax.Array,
-    out_b: jax.Array,
-    lse_b: jax.Array,
-    *,
-    implementation: str | None = None,
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Joins two results over disjoint keys, as if the queries had seen all keys at once.
 

@@ -28,10 +28,7 @@ register(
         reference="torch_core.cache_writes.reference:rotate_and_write",
         cpu="torch_core.cache_writes.cpu:rotate_and_write",
         plan="torch_core.cache_writes.kernels.rotate_and_write.plan:plan_rotary_write",
-        serves=(
-            key_dtype("kv_cache", "qkv"),
-            strides(contiguous=("slot_mapping", "row_scale", "column_scale")),
-        ),
+        serves=(key_dtype("kv_cache", "qkv"), strides(contiguous=("slot_mapping", "row_scale", "column_scale"))),
     ),
     Op(
         call=CopyCall,

@@ -53,8 +53,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "experts many without a gate": _experts(4096, columns=768, activation="relu2"),
         **{
             f"experts {label}with adapters": replace(
-                _experts(num_tokens, with_activated=True),
-                gate_up_added=ArraySpec((num_tokens, 8, 1536), "bfloat16"),
+                _experts(num_tokens, with_activated=True), gate_up_added=ArraySpec((num_tokens, 8, 1536), "bfloat16")
             )
             for label, num_tokens in (("", 32), ("few ", 1), ("some ", 1024), ("many ", 4096))
         },

@@ -78,11 +78,7 @@ class IndexerCall(Call[A]):
         """Checks offsets, lengths and block ids."""
         lens = check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
         check_tables(
-            self.block_tables,
-            self.seq_lens,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            query_lens=lens,
+            self.block_tables, self.seq_lens, num_blocks=self.num_blocks, block_size=self.block_size, query_lens=lens
         )
 
     def check_statics(self) -> None:

@@ -144,10 +144,7 @@ def spelled_as_found(
     """
     found = functools.partial(found_name, names=names, family=family, is_whole=is_whole)
     return tuple(
-        replace(
-            parameter,
-            pieces=tuple(replace(piece, name=found(piece.name)) for piece in parameter.pieces),
-        )
+        replace(parameter, pieces=tuple(replace(piece, name=found(piece.name)) for piece in parameter.pieces))
         for parameter in plan
     )
 

@@ -13,14 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from jattn.llm.load.folder import read_json
-from jattn.llm.load.tensor_file import (
-    QUANTIZED_DTYPES,
-    STORED_DTYPES,
-    StoredTensor,
-    TensorFile,
-    file_stamp,
-    short_name,
-)
+from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, STORED_DTYPES, StoredTensor, TensorFile, file_stamp, short_name
 from torch_core.base.errors import InvalidInput
 
 _MAX_HEADER_BYTES = 16 << 20

@@ -180,10 +180,7 @@ class AsyncLLM(ClosingOwner):
         self._end_all(error)
 
     async def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> Submission:
         """Queues prompts with the same parameters, and `add`'s other options. If one is refused, none is queued.
 
@@ -221,10 +218,7 @@ class AsyncLLM(ClosingOwner):
         return submission
 
     async def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[Update, None]:
         """Yields the outputs of each step. Closing the generator, or cancelling its task, cancels the request.
 
@@ -238,10 +232,7 @@ class AsyncLLM(ClosingOwner):
                 yield update
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's outputs of the kind `SamplingParams.output_kind`; otherwise like `stream`."""
         async with contextlib.aclosing(self.stream(prompt, params, **options)) as updates:

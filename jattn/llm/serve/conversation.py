@@ -70,12 +70,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        token_ids: Sequence[int],
-        *,
-        template: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, llm: AsyncLLM, token_ids: Sequence[int], *, template: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         self._llm, self._template, self._options = llm, dict(template or {}), options
         self._is_generating = False

@@ -25,10 +25,7 @@ DEFAULT_PROMPT_LENS = (1, 7, 16, 45)
 
 
 def prompt_tokens(
-    prompts: Sequence[str | Sequence[int]] | None,
-    config: ModelConfig,
-    tokenizer: TextTokenizer | None,
-    max_tokens: int,
+    prompts: Sequence[str | Sequence[int]] | None, config: ModelConfig, tokenizer: TextTokenizer | None, max_tokens: int
 ) -> list[tuple[int, ...]]:
     """Returns the token ids of prompts, or of a few of unequal length if None, each with room for new tokens.
 

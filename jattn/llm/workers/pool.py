@@ -145,10 +145,7 @@ class _Process:
         program = _PROGRAM.format(path=[os.path.abspath(each) for each in sys.path])
         # The program is a new interpreter, not a fork: JAX has threads. It does not import the caller's script either.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._answers: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         threading.Thread(

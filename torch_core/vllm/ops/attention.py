@@ -12,14 +12,7 @@ from torch_core.attention.merge_call import MergeCall
 from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.base.specs import AttentionSpec
 from torch_core.ops import run
-from torch_core.vllm.ops.arguments import (
-    Scale,
-    as_int32,
-    one_scale,
-    refuse_4_bits,
-    refuse_option,
-    run_descaled,
-)
+from torch_core.vllm.ops.arguments import Scale, as_int32, one_scale, refuse_4_bits, refuse_option, run_descaled
 from torch_core.vllm.ops.parameters import as_in_vllm
 
 

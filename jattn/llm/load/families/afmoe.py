@@ -26,12 +26,7 @@ AFMOE = Family(
         "num_dense_layers": Key("moe.dense_layers", first_layers("num_dense_layers"), len, default=1),
         "mup_enabled": Key("embedding_multiplier", write=lambda scale: scale != 1, default=False),
     },
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 4,
-    },
+    defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 1024, "sliding_window_pattern": 4},
     options={
         "norm_type": "rms_norm_wide",
         "norm_placement": "both",

@@ -23,11 +23,7 @@ COHERE2_MOE = replace(
         "norm_topk_prob": Key("moe.norm_topk_prob", default=True),
         "expert_selection_fn": Key("moe.scoring_func", default="softmax"),
     },
-    defaults={
-        **COHERE2.all_defaults,
-        **DERIVED,
-        "head_dim": 128,
-    },
+    defaults={**COHERE2.all_defaults, **DERIVED, "head_dim": 128},
     derive=layers,
     write=written,
     derived=DERIVED,

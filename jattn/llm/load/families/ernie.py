@@ -59,10 +59,7 @@ ERNIE4_5_MOE = Family(
     absent=("head_dim",),
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     ignored=("moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers"),
-    names={
-        "moe.router": "mlp.gate",
-        "moe.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias",
-    }
+    names={"moe.router": "mlp.gate", "moe.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"}
     | expert_names("moe", "mlp.experts.{expert}")
     | expert_names("moe.shared_expert", "mlp.shared_experts"),
     shapes={"moe.e_score_correction_bias": (1, -1)},

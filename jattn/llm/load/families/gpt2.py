@@ -17,9 +17,7 @@ GPT2 = Family(
         "activation_function": Key("hidden_act", default="gelu_new"),
         "layer_norm_epsilon": Key("rms_norm_eps", default=1e-5),
     },
-    defaults={
-        "tie_word_embeddings": True,
-    },
+    defaults={"tie_word_embeddings": True},
     options=WITHOUT_GATE | BIASES | {"position_embedding": "learned"},
     absent=("head_dim", "num_key_value_heads"),
     inert={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},

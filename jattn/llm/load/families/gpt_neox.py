@@ -26,11 +26,7 @@ GPT_NEOX = Family(
             "parallel_block", lambda used: "two_norms" if used else None, lambda kind: kind is not None
         ),
     },
-    defaults={
-        "attention_bias": True,
-        "use_parallel_residual": True,
-        "partial_rotary_factor": 0.25,
-    },
+    defaults={"attention_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.25},
     options=WITHOUT_GATE | {"mlp_bias": True},
     absent=("head_dim", "num_key_value_heads"),
     rope_keys={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},

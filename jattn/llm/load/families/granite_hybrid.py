@@ -58,10 +58,7 @@ GRANITE_MOE_HYBRID = Family(
     },
     defaults=EXPANSION
     | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
-    | {
-        "position_embedding_type": lambda raw: "nope",
-        "layer_types": lambda raw: ["mamba"] * raw["num_hidden_layers"],
-    },
+    | {"position_embedding_type": lambda raw: "nope", "layer_types": lambda raw: ["mamba"] * raw["num_hidden_layers"]},
     options={"moe.shared_expert_gate": False},
     derive=_derived,
     derived=EXPANSION,

@@ -27,11 +27,7 @@ HY_V3 = Family(
         "moe_intermediate_size": Key("moe.intermediate_size", default=1536),
         "router_scaling_factor": Key("moe.routed_scaling_factor", default=2.826),
     },
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "rope_theta": 11158840.0,
-    },
+    defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 11158840.0},
     options={"qk_norm": "head", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
     derive=_dense_layers,
     write=mlp_layer_types,

@@ -51,12 +51,7 @@ FLINT = replace(
     architecture="FlintForCausalLM",
     model_type="flint",
     keys={**QWEN3_MOE.keys, "shared_expert_intermediate_size": "moe.shared_intermediate_size"},
-    defaults={
-        "head_dim": 128,
-        "norm_topk_prob": True,
-        "sliding_window": 513,
-        "shared_expert_intermediate_size": 1024,
-    },
+    defaults={"head_dim": 128, "norm_topk_prob": True, "sliding_window": 513, "shared_expert_intermediate_size": 1024},
     options={
         "norm_type": "rms_norm_wide",
         "qk_norm": "head",

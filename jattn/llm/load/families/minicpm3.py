@@ -32,11 +32,7 @@ MINICPM3 = Family(
     architecture="MiniCPM3ForCausalLM",
     model_type="minicpm3",
     keys=LATENT_KEYS
-    | {
-        "attention_bias": BOTH_BIASES,
-        "mlp_bias": "mlp_bias",
-        "scale_emb": Key("embedding_multiplier", default=12),
-    },
+    | {"attention_bias": BOTH_BIASES, "mlp_bias": "mlp_bias", "scale_emb": Key("embedding_multiplier", default=12)},
     defaults={
         "kv_lora_rank": 256,
         "q_lora_rank": 768,

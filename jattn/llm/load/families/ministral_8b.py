@@ -7,9 +7,5 @@ from dataclasses import replace
 from jattn.llm.load.families.llama import MISTRAL
 
 MINISTRAL = replace(
-    MISTRAL,
-    architecture="MinistralForCausalLM",
-    model_type="ministral",
-    windows=lambda layer, raw: True,
-    whole=None,
+    MISTRAL, architecture="MinistralForCausalLM", model_type="ministral", windows=lambda layer, raw: True, whole=None
 )

@@ -10,12 +10,7 @@ NANOCHAT = Family(
     model_type="nanochat",
     keys={"attention_bias": BOTH_BIASES, "final_logit_softcapping": "final_logit_softcapping"},
     defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
-    options={
-        "gated_mlp": False,
-        "embedding_norm": True,
-        "qk_norm": "unweighted",
-        "qk_norm_after_rotation": True,
-    },
+    options={"gated_mlp": False, "embedding_norm": True, "qk_norm": "unweighted", "qk_norm_after_rotation": True},
     absent=("head_dim",),
     aliases={"logits_soft_cap": "final_logit_softcapping", "logits_softcap": "final_logit_softcapping"},
     names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},

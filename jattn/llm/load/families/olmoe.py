@@ -67,10 +67,7 @@ MINIMAX_M2 = Family(
         "shared_intermediate_size": 0,
     },
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},
-    names={
-        **MIXTRAL.names,
-        "moe.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-    },
+    names={**MIXTRAL.names, "moe.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"},
     # transformers' module.
     also_spelled={".block_sparse_moe.": ".mlp."},
     brings_code=True,

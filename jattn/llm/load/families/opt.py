@@ -32,11 +32,7 @@ OPT = Family(
         ),
         "_remove_final_layer_norm": Key("final_norm", lambda removed: not removed, lambda kept: not kept),
     },
-    defaults={
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "tie_word_embeddings": True,
-    },
+    defaults={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "tie_word_embeddings": True},
     options={"norm_type": "layer_norm", "gated_mlp": False, "rms_norm_eps": 1e-5}
     | {"position_embedding": "learned", "position_offset": 2},
     derive=_norms,

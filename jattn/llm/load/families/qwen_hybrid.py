@@ -59,9 +59,7 @@ QWEN3_5 = replace(
     derive=None,
     inert={"attn_output_gate": True},
     ignored=("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    names={
-        "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
-    },
+    names={"linear_attn.in_proj": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))},
     whole=Whole(architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
 )
 

@@ -15,10 +15,7 @@ STABLELM = Family(
         "qk_layernorm": Key("qk_norm", lambda used: "per_head" if used else None, bool, default=False),
         "use_parallel_residual": Key("parallel_block", lambda used: "shared_norm" if used else None, bool),
     },
-    defaults={
-        "use_parallel_residual": False,
-        "partial_rotary_factor": 0.25,
-    },
+    defaults={"use_parallel_residual": False, "partial_rotary_factor": 0.25},
     options={"norm_type": "layer_norm", "norm_bias": True},
     absent=("head_dim",),
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},

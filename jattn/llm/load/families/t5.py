@@ -48,12 +48,7 @@ T5 = Family(
         "scale_decoder_outputs": Key("logits_scale", write=lambda scale: scale != 1),
     }
     | {name: name for name in ("decoder_start_token_id", "forced_bos_token_id", *_DISTANCES)},
-    defaults={
-        "feed_forward_proj": "relu",
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-    },
+    defaults={"feed_forward_proj": "relu", "tie_word_embeddings": True, "eos_token_id": 1, "decoder_start_token_id": 0},
     options={"position_embedding": "relative", "attention_scale": 1.0},
     derive=_t5,
     absent=("num_key_value_heads",),
