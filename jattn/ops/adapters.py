@@ -89,10 +89,6 @@ def add_lora_linear(
         The new y, in y's memory if y is not used again; or the result of `activation`. To write products alone (y=None)
         and have XLA's product of 16-bit numbers add them reads and writes less memory than to add them afterwards.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also starts that fall, or a row that occurs twice.
-        Unsupported: the implementation cannot run here.
-
     Example:
         >>> x, y, rows = jnp.ones((2, 3)), jnp.zeros((2, 4)), AdapterRows.of(jnp.array([-1, 0]), 1)
         >>> add_lora_linear(x, y, jnp.ones((1, 1, 3)), jnp.ones((1, 4, 1)), *rows).tolist()

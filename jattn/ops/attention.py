@@ -76,10 +76,6 @@ def _paged(
         denominator, sinks included; -inf for rows that see nothing; float64 for a float64 query. `merge_states` joins
         two such results.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here or does not serve the combination.
-
     Example:
         >>> import jax.numpy as jnp
         >>> cache = jnp.ones((2, 2, 4, 1, 8))  # 2 blocks of 4 tokens, of which a sequence has the second
@@ -132,10 +128,6 @@ def _dense(
     Returns:
         float[num_tokens, num_heads, value_head_size]; padded rows and rows that see nothing are 0. The function with
         "lse" in its name also returns the natural-log LSE, float32[num_tokens, num_heads].
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here or does not serve the combination.
 
     Example:
         >>> import jax.numpy as jnp

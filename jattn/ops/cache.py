@@ -46,10 +46,6 @@ def write_kv_cache(
     Returns:
         The cache with the new tokens in it; a pair for a pair.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
-
     Example:
         >>> import jax.numpy as jnp
         >>> key, cache = jnp.ones((2, 1, 8)), jnp.zeros((3, 2, 4, 1, 8))  # 3 blocks of 4 tokens

@@ -45,11 +45,6 @@ def causal_conv1d(
         The results, float[num_tokens, num_channels], 0 in rows of padding, or a tuple of arrays of `out_sizes`; and the
         states with the new ones in them, None without states.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
-            a slot of two sequences with tokens.
-        Unsupported: the implementation cannot run here.
-
     Example:
         >>> import jax.numpy as jnp
         >>> x, weight, starts = jnp.array([[3.0], [4.0]]), jnp.array([[10.0, 1.0]]), jnp.array([0, 2])

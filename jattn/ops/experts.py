@@ -48,10 +48,6 @@ def fused_experts(
 
     Returns:
         [num_tokens, hidden_size].
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
     """
     wide = jnp.float64 if hidden_states.dtype == jnp.float64 else jnp.float32
     call = ExpertsCall(
@@ -99,10 +95,6 @@ def route_experts(
 
     Returns:
         Weights float32[num_tokens, top_k] and experts int32[num_tokens, top_k], the best expert first.
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit, or there are fewer experts than to choose.
-        Unsupported: the implementation cannot run here.
     """
     call = RouteCall(
         hidden_states=hidden_states,

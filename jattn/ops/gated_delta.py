@@ -54,11 +54,6 @@ def gated_delta_rule(
         The results, float[num_tokens, num_heads, value_size], 0 in rows of padding; and the states with the new ones
         in them, None without states.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; outside jit also offsets that fall, slots out of range, and
-            a slot of two sequences with tokens.
-        Unsupported: the implementation cannot run here.
-
     Example:
         >>> import jax.numpy as jnp
         >>> one, starts, states = jnp.ones((1, 1, 1)), jnp.array([0, 1]), jnp.ones((1, 1, 1, 1))

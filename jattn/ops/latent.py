@@ -52,10 +52,6 @@ def latent_request(
         float[num_tokens, num_heads, kv_lora_rank]; padded rows and rows that see nothing are 0. The function with "lse"
         in its name also returns the natural-log LSE, float32[num_tokens, num_heads].
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here or does not serve the combination.
-
     Example:
         >>> import jax.numpy as jnp
         >>> cache = jnp.ones((2, 4, 8 + 2))  # 2 blocks of 4 tokens, of which a sequence has the second
@@ -100,10 +96,6 @@ def write_latent_cache(
 
     Returns:
         The cache with the new tokens in it.
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
 
     Example:
         >>> import jax.numpy as jnp

@@ -24,10 +24,6 @@ def merge_states(
     Returns:
         The joined output in the dtype of out_a, and its LSE; zeros and -inf if both sides are empty.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit.
-        Unsupported: a dtype without an implementation, or an implementation that cannot run here.
-
     Example:
         >>> import jax.numpy as jnp
         >>> ones, lse = jnp.ones((1, 1, 2)), jnp.zeros((1, 1))

@@ -38,10 +38,6 @@ def rotate_and_write(
 
     Returns:
         The rotated queries, float[num_tokens, num_heads, head_size], and the cache with the new tokens in it.
-
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here, or the heads are split.
     """
     call = RotaryWriteCall(
         qkv=qkv,

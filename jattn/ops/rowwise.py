@@ -37,10 +37,6 @@ def row_product(
 
     Returns:
         [num_rows, out].
-
-    Raises:
-        InvalidInput: shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
     """
     call = RowProductCall(x=x, kernel=kernel, transposed=transposed, out_dtype=out_dtype)
     return run(call, implementation)["out"]
@@ -60,10 +56,6 @@ def row_norm(
 
     Returns:
         [num_rows, features], in the dtype of `x`.
-
-    Raises:
-        InvalidInput: shapes, dtypes or options do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
     """
     call = RowNormCall(x=x, weight=weight, bias=bias, epsilon=epsilon, norm_type=norm_type)
     return run(call, implementation)["out"]
@@ -71,12 +63,7 @@ def row_norm(
 
 @documented(RowLogSumExpCall)
 def row_logsumexp(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """Returns float32[num_rows], the log-sum-exp of each row; its bits do not depend on the number of rows.
-
-    Raises:
-        InvalidInput: a shape or dtype does not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
-    """
+    """Returns float32[num_rows], the log-sum-exp of each row; its bits do not depend on the number of rows."""
     return run(RowLogSumExpCall(x=x), implementation)["out"]
 
 
@@ -114,10 +101,6 @@ def row_quantize(
 
     Returns:
         The rows, and `residual` plus the rows; None without a residual.
-
-    Raises:
-        InvalidInput: shapes, dtypes or options do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here, or rows are wider than its limit.
     """
     call = RowQuantizeCall(
         x=x,

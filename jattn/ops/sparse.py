@@ -46,10 +46,6 @@ def indexer_topk(
     Returns:
         int32[num_tokens, topk], the highest first; -1 after the last one if there are fewer.
 
-    Raises:
-        InvalidInput: ranks, shapes or dtypes do not fit; the message names the argument and the fix.
-        Unsupported: the implementation cannot run here.
-
     Example:
         >>> import jax.numpy as jnp
         >>> keys = jnp.array([[0.0, 0.0], [3.0, 1.0]])[..., None]  # 2 blocks of 2 tokens, keys of one element

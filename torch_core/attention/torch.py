@@ -187,10 +187,6 @@ def merge_states(
     Returns:
         The merged output and the merged lse.
 
-    Raises:
-        InvalidInput: ranks, shapes, dtypes or devices that do not fit.
-        Unsupported: a device without an implementation.
-
     Example:
         >>> import torch
         >>> one, two, lse = torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)

@@ -30,10 +30,6 @@ def write_kv_cache(
     The exact semantics are those of `torch_core.reference.write_kv_cache`: token t goes to slot `slot_mapping[t]`
     (block * block_size + offset), a negative slot writes nothing, fp8 and int8 caches saturate.
 
-    Raises:
-        InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit; both kinds of scale.
-        Unsupported: a device without an implementation.
-
     Example:
         >>> import torch
         >>> cache = torch.zeros(2, 2, 4, 1, 1)
@@ -73,10 +69,6 @@ def rotate_and_write(
 
     Returns:
         `[num_tokens, num_heads, head_size]`, rotated; those of tokens without a slot too.
-
-    Raises:
-        InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit.
-        Unsupported: a device without an implementation.
 
     Example:
         >>> import torch

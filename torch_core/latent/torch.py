@@ -84,10 +84,6 @@ def write_latent_cache(
 ) -> None:
     """Stores new latents and rotary keys in the cache, in place (vLLM: concat_and_cache_mla).
 
-    Raises:
-        InvalidInput: ranks, shapes, dtypes, devices or, on the CPU, slots that do not fit.
-        Unsupported: a device without an implementation.
-
     Example:
         >>> import torch
         >>> latents = torch.zeros(2, 1, 3)
@@ -136,9 +132,6 @@ def indexer_topk(
 
     Returns:
         int32 `[num_tokens, topk]`, the highest first; -1 after the last one if there are fewer.
-
-    Raises:
-        InvalidInput: shapes, dtypes or (on the CPU) values that do not fit.
 
     Example:
         >>> keys = torch.tensor([[[0.0]] * 2, [[2.0], [3.0]]])

@@ -24,6 +24,12 @@ class Call(Generic[A]):
     Subclasses are frozen dataclasses. A field whose annotation is a jaxtyping one holds an array: the annotation is
     the only place where its shape and dtypes are, and `check`, `map` and `arrays` read it there. Array fields may be
     optional, and a scale may be a number. Every other field is an option.
+
+    Raises:
+        InvalidInput: ranks, shapes, dtypes, devices or options do not fit; the message names the argument and the fix.
+            Where values are checked, outside jit or on the CPU, offsets, lengths, blocks or slots are out of range, or
+            one is written twice.
+        Unsupported: no implementation serves the call here, or not the one that was asked for.
     """
 
     #: The operation's name in errors, plans and profiles.

@@ -2,8 +2,8 @@
 
 A public function names its positional arguments and takes the others as `**options: Unpack[SomeOptions[Array]]`, a
 TypedDict. Type checkers and editors read that. For `help()` and `inspect.signature`, `documented` writes out the
-options with the call's defaults, and adds an argument's meaning, shape and dtype from the call's own docstring and
-annotations wherever the function's "Args" do not describe it.
+options with the call's defaults, adds an argument's meaning, shape and dtype from the call's own docstring and
+annotations wherever the function's "Args" do not describe it, and the "Raises" of `Call` if the function has none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _C = TypeVar("_C")
 _F = TypeVar("_F", bound=Callable[..., Any])
+_ORDER = ("Args", "Returns", "Raises", "Example")
 # Columns of a docstring's text.
 _WIDTH = 116
 
@@ -113,7 +114,8 @@ def _full_doc(doc: str, signature: inspect.Signature, call_class: type[Call[Any]
     own = {**also, **_entries(sections.pop("Args", ""))}
     meanings = {name: own.get(name) or _meaning(call_class, name) for name in signature.parameters}
     args = "\n".join(_wrapped(name, meaning) for name, meaning in meanings.items() if meaning)
-    return "\n\n".join([before, *(f"{name}:\n{text}" for name, text in {"Args": args, **sections}.items())])
+    sections = {"Raises": _sections(inspect.cleandoc(Call.__doc__ or ""))[1]["Raises"], **sections, "Args": args}
+    return "\n\n".join([before, *(f"{name}:\n{sections[name]}" for name in sorted(sections, key=_ORDER.index))])
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str]]:
