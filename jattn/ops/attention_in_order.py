@@ -18,7 +18,7 @@ from jattn.bridge.calls import empty_outputs
 from jattn.ops import softmax
 from jattn.ops.batch import one_by_one
 from jattn.ops.quantise import quantised, scaled
-from torch_core.attention.call import AttentionCall, DenseCall, TableCall
+from torch_core.attention.call import AttentionCall, TableCall
 
 _C = TypeVar("_C", bound=AttentionCall[Any])
 #: Keys and values at positions int32[keys] of a sequence, float[keys, num_kv_heads, size] in the dtype of the
@@ -68,7 +68,7 @@ def attend_in_order(call: _C, read: Read, *, plain: Callable[[_C], dict[str, jax
 
 def _attend(call: AttentionCall[jax.Array], read: Read) -> dict[str, jax.Array]:
     dtype, starts = softmax.compute_dtype(call), call.query_start_loc
-    key_lens = call.seq_lens if isinstance(call, TableCall) else jnp.diff(_key_starts(call))
+    key_lens = call.seq_lens if isinstance(call, TableCall) else jnp.diff(call.key_start_loc)  # type: ignore[attr-defined]
     query_lens = jnp.diff(starts)
     tile_ends = jnp.cumsum(-(-query_lens // _QUERIES), dtype=jnp.int32)
     query = scaled(call.query.astype(dtype), getattr(call, "q_scale", None))
@@ -133,17 +133,9 @@ def _attend_tile(
 
 def _of_one_sequence(call: AttentionCall[jax.Array], seq: jax.Array) -> Any:
     """Returns the call of one tile of a sequence, for its masks and its state; its queries are not read."""
-    own = {name: getattr(call, name)[seq][None] for name in ("seq_causal", "mm_prefix_range") if _has(call, name)}
+    whole = {name: getattr(call, name) for name in ("seq_causal", "mm_prefix_range")}
+    own = {name: array[seq][None] for name, array in whole.items() if array is not None}
     return _changed(call, **own, query_start_loc=call.query_start_loc[:2], max_query_len=_QUERIES)
-
-
-def _has(call: AttentionCall[jax.Array], name: str) -> bool:
-    return getattr(call, name) is not None
-
-
-def _key_starts(call: Any) -> jax.Array:
-    dense: DenseCall[jax.Array] = call
-    return dense.key_start_loc
 
 
 def _changed(call: Any, **values: Any) -> Any:

@@ -21,7 +21,7 @@ from jattn.ops.attention_in_order import attend_in_order
 from jattn.ops.gathered import gathered, gathered_with_pullback
 from jattn.ops.quantise import quantised, scaled
 from jattn.ops.softmax import compute_dtype
-from jattn.ops.xla import Backward, JaxOp, Pullback, register
+from jattn.ops.xla import Backward, JaxOp, register
 from torch_core.attention.backward_call import DenseBackwardCall, forward_of
 from torch_core.attention.call import BIAS_FIELDS, AttentionCall, DenseCall, PagedCall, TableCall
 from torch_core.attention.dropout import keep_factor, keep_mask
@@ -222,20 +222,10 @@ def _by_operand(gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name.removeprefix("d_"): x for name, x in gradients.items()}
 
 
-def _itself(call: DenseCall[jax.Array]) -> DenseCall[jax.Array]:
-    return call
-
-
-def _itself_with_pullback(call: DenseCall[jax.Array]) -> tuple[DenseCall[jax.Array], Pullback]:
-    return call, _by_operand
-
-
+# A dense call has the derivative of a dense call.
+_ITSELF = Backward(lambda call: call, lambda call: (call, _by_operand))
 register(
     JaxOp(call=PagedCall, jnp=_paged_attention, backward=Backward(gathered, gathered_with_pullback), narrowed=NARROWED)
 )
-register(
-    JaxOp(
-        call=DenseCall, jnp=_attention, backward=Backward(_itself, _itself_with_pullback), folds=True, narrowed=NARROWED
-    )
-)
+register(JaxOp(call=DenseCall, jnp=_attention, backward=_ITSELF, folds=True, narrowed=NARROWED))
 register(JaxOp(call=DenseBackwardCall, jnp=_attention_backward, folds=True))

@@ -226,7 +226,7 @@ class Weights:
             raise InvalidInput("scales", value=scales, wanted="it must be KVCacheScales")
         if dtype not in LARGEST_CODE:
             raise InvalidInput(f"the cache is {dtype}, which has no scales; EngineConfig(kv_cache_dtype='fp8') has.")
-        own, values = {name for name in self._places if _is_scale(name)}, scales.values(dtype)
+        own, values = {name for name in self._places if ".kv_scales." in name}, scales.values(dtype)
         if wrong := own.symmetric_difference(values):
             raise InvalidInput(f"scales must be of the model's {len(own) // 2} layers; {min(wrong)} is of one alone.")
         places = {self._places[name]: scale for name, scale in values.items()}
@@ -306,10 +306,6 @@ def _all_finite(arrays: list[jax.Array], before: jax.Array) -> jax.Array:
     for array in arrays:
         before &= jnp.isfinite(array.astype(jnp.float32) if array.dtype.itemsize == 1 else array).all()
     return before
-
-
-def _is_scale(name: str) -> bool:
-    return ".kv_scales." in name
 
 
 def _name(path: Any) -> str:

@@ -21,10 +21,6 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _no(config: ModelConfig) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of config.json.
@@ -190,7 +186,7 @@ class Family:
     unread: str = ""
     respelled: Callable[[Raw], Raw] | None = None
     computed: Mapping[str, Callable[[ModelConfig, int], np.ndarray]] = field(default_factory=dict)
-    norms_without_weights: Callable[[ModelConfig], bool] = _no
+    norms_without_weights: Callable[[ModelConfig], bool] = lambda config: False
     gguf: Gguf | None = None
 
     @property

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jattn.llm.load.families.deepseek_v2 import KEYS, LATENT_KEYS, NAMES
 from jattn.llm.load.families.deepseek_v3 import DEEPSEEK_V3
-from jattn.llm.load.families.family import Family, Key, Raw, mlp_layer_types
+from jattn.llm.load.families.family import Family, Key, mlp_layer_types
 
 EXPERT_KEYS = {name: key for name, key in KEYS.items() if name not in (*LATENT_KEYS, "attention_bias")}
 #: The layer that predicts a second token.
@@ -39,11 +38,6 @@ GLM4_MOE = Family(
 )
 
 
-def _dense_layers(raw: Raw) -> dict[str, Any]:
-    """Returns the first layer as the only dense one, unless mlp_layer_types says otherwise."""
-    return {"moe.dense_layers": (0,)}
-
-
 GLM4_MOE_LITE = dataclasses.replace(
     DEEPSEEK_V3,
     architecture="Glm4MoeLiteForCausalLM",
@@ -63,7 +57,8 @@ GLM4_MOE_LITE = dataclasses.replace(
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
     },
-    derive=_dense_layers,
+    # Unless mlp_layer_types says otherwise.
+    derive=lambda raw: {"moe.dense_layers": (0,)},
     write=mlp_layer_types,
     ignored=("first_k_dense_replace", "partial_rotary_factor"),
     brings_code=False,

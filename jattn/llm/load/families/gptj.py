@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from jattn.llm.load.families.family import Family, Raw, attention_names, check_rotary_dim
 from jattn.llm.load.families.gpt2 import GPT2
-from jattn.llm.models.config import ModelConfig
 
 
 def _share(raw: Raw) -> float:
     head_dim = raw["n_embd"] // raw["n_head"]
     return (raw["rotary_dim"] or head_dim) / head_dim
-
-
-def _rotary_dim(config: ModelConfig) -> Raw:
-    return {"rotary_dim": config.rotary_dim, "partial_rotary_factor": None}
 
 
 GPTJ = Family(
@@ -28,7 +23,7 @@ GPTJ = Family(
     },
     derive=lambda raw: check_rotary_dim(raw) or {},
     derived={"rotary_dim": None},
-    write=_rotary_dim,
+    write=lambda config: {"rotary_dim": config.rotary_dim, "partial_rotary_factor": None},
     absent=GPT2.absent,
     ignored=("rotary", "scale_attn_weights"),
     rope_keys={"partial_rotary_factor": "partial_rotary_factor"},

@@ -24,10 +24,6 @@ def _thetas(raw: Raw) -> list[Any]:
     return thetas
 
 
-def _without_rope(raw: Raw) -> dict[str, Any]:
-    return {"nope_layers": tuple(layer for layer, theta in enumerate(_thetas(raw)) if theta == 0)}
-
-
 def _written(config: ModelConfig) -> Raw:
     layers = range(config.num_hidden_layers)
     return {"layer_rope_theta": [0 if layer in config.nope_layers else config.rope_theta for layer in layers]}
@@ -41,7 +37,7 @@ def _with_sinks(family: Family, architecture: str, model_type: str) -> Family:
         model_type=model_type,
         defaults={**family.all_defaults, "sliding_window": 128, "rope_theta": 10000.0},
         options={**family.options, "attention_sinks": True},
-        derive=_without_rope,
+        derive=lambda raw: {"nope_layers": tuple(layer for layer, theta in enumerate(_thetas(raw)) if theta == 0)},
         write=_written,
         derived={"layer_rope_theta": None},
         windows=lambda layer, raw: bool(layer % 4),

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw, expert_names
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, expert_names
 
 
 def _one(value: Any) -> Any:
     """Returns the number of a list with the same one for each layer."""
     return value[0] if isinstance(value, list) and value and value == value[:1] * len(value) else value
-
-
-def _experts(raw: Raw) -> dict[str, Any]:
-    return {"moe.intermediate_size": raw["intermediate_size"], "moe.n_shared_experts": 1}
 
 
 _NORMS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
@@ -50,7 +46,7 @@ HUNYUAN_MOE = Family(
     },
     defaults={"rms_norm_eps": 1e-5},
     options=HUNYUAN_DENSE.options,
-    derive=_experts,
+    derive=lambda raw: {"moe.intermediate_size": raw["intermediate_size"], "moe.n_shared_experts": 1},
     aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
     ignored=HUNYUAN_DENSE.ignored,
     inert={"use_qk_norm": True},

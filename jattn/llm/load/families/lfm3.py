@@ -13,10 +13,6 @@ def _layer_types(raw: Raw) -> list[str]:
     return [kinds.get(layer % 4, "conv") if layer else "conv" for layer in range(raw["num_hidden_layers"])]
 
 
-def _slides(layer: int, raw: Raw) -> bool:
-    return _layer_types(raw)[layer] == "sliding_attention"
-
-
 LFM3 = replace(
     LFM2,
     architecture="Lfm3ForCausalLM",
@@ -44,7 +40,7 @@ LFM3 = replace(
     aliases={"rms_norm_eps": "norm_eps"},
     inert={},
     default_types=_layer_types,
-    windows=_slides,
+    windows=lambda layer, raw: _layer_types(raw)[layer] == "sliding_attention",
     rope_keys={"rope_local_base_freq": "rope_parameters"},
     names={
         **{name: file for name, file in LFM2.names.items() if not name.startswith("self_attn.")},
