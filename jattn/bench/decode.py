@@ -28,7 +28,7 @@ from jattn.bench.batch import (
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
-from jattn.bench.session import Column, Session, in_graph
+from jattn.bench.session import Column, Session, in_graph, with_ours
 from torch_core.metadata import prefix_piece_tokens, use_cascade_attention
 from torch_core.vllm import AttentionScales, PagedAttentionMetadata, TritonAttentionImpl
 
@@ -66,8 +66,7 @@ def run(
             cold_batches(((num_seqs, 1, tokens - 1),), cache_dtype=cache_dtype),
             required=(OURS, _OURS_IN_JAX),
         )
-    name = f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache"
-    return session.report(name, compared=lambda name: None if name == OURS else OURS)
+    return session.report(f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache", compared=with_ours)
 
 
 def _columns(found: Any, fp8: bool, jax_columns: bool, num_tokens: int) -> dict[str, Column]:

@@ -14,7 +14,7 @@ from jattn.bench.batch import dense_fa3, dense_fa4, dense_in_jax, dense_ours, de
 from jattn.bench.pictures import draw_fractions
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, Mode, sizes
-from jattn.bench.session import Column, Session, in_graph
+from jattn.bench.session import Column, Session, in_graph, with_ours
 from torch_core.attention.call import DenseCall
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec, packed_latent_bytes
@@ -71,11 +71,7 @@ def run(
                 [first, *(_latents(num_seqs, tokens, num_heads, cache) for _ in others)],
                 required=(OURS,),
             )
-    return session.report(f"latent attention, decode, {cache} cache", compared=_compared)
-
-
-def _compared(name: str) -> str | None:
-    return None if name == OURS else OURS
+    return session.report(f"latent attention, decode, {cache} cache", compared=with_ours)
 
 
 def _latents(num_seqs: int, tokens: int, num_heads: int, cache: str) -> LatentCall[torch.Tensor]:
@@ -158,7 +154,7 @@ def run_prefill(*, lengths: Sequence[int] = LENGTHS, peers: Path | None = None, 
         operations = float(TOTAL_TOKENS * length * PROMPT_HEADS * (KEY_SIZE + VALUE_SIZE))
         row, calls = session.rate_row(str(length), operations), [prompt_call(length) for _ in range(2)]
         session.add(row, columns, calls, required=(OURS,))
-    return session.report("latent attention, prompts, heads of 192 and values of 128, TFLOP/s", compared=_compared)
+    return session.report("latent attention, prompts, heads of 192 and values of 128, TFLOP/s", compared=with_ours)
 
 
 def prompt_call(length: int) -> DenseCall[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from jattn.bench import measure, peers
-from jattn.bench.report import BenchReport, Row, package_versions
+from jattn.bench.report import OURS, BenchReport, Row, package_versions
 
 #: Microseconds of one implementation's call on batches of one shape, each in memory of its own.
 Column: TypeAlias = Callable[[list[Any]], float]
@@ -90,6 +90,11 @@ class Session:
         )
         pairs = {name: ours for name in report.columns if (ours := compared(name))}
         return replace(report, summary=tuple(report.comparisons(pairs, pairs.__getitem__)))
+
+
+def with_ours(column: str) -> str | None:
+    """Returns the column that each other one is compared with: ours."""
+    return None if column == OURS else OURS
 
 
 def in_graph(call: Callable[[Any], Callable[[], Any]]) -> Column:

@@ -14,7 +14,7 @@ import torch
 from jattn.bench import measure
 from jattn.bench.report import OURS, BenchReport, Row
 from jattn.bench.runner import Benchmark, sizes
-from jattn.bench.session import Column, Session, in_graph
+from jattn.bench.session import Column, Session, in_graph, with_ours
 from torch_core.base.errors import InvalidInput
 from torch_core.launch.run import run as run_call
 from torch_core.state.backward_call import GatedDeltaBackwardCall, MambaChunkScanBackwardCall
@@ -68,11 +68,7 @@ def run(
                 calls += [made() for _ in range(1, measure.num_pools(least))]
             row = Row(f"{operation} {num_seqs} x {tokens}", least / session.copy * 1e6, {})
             session.add(row, _columns(operation, backward=backward), calls, required=(OURS,))
-    return session.report(f"layers with a state{', gradients' if backward else ''}", compared=_compared)
-
-
-def _compared(name: str) -> str | None:
-    return None if name == OURS else OURS
+    return session.report(f"layers with a state{', gradients' if backward else ''}", compared=with_ours)
 
 
 def _columns(operation: str, *, backward: bool) -> dict[str, Column]:

@@ -22,11 +22,36 @@ _ROW_MULTIPLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowProductCall(Call[A]):
-    """A matrix product whose sums over the inputs have one order for any number of rows.
+class _RowCall(Call[A]):
+    """An op on rows.
 
     Attributes:
         x: the rows.
+    """
+
+    x: Float[A, "num_rows features"]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the result."""
+        return self.x.shape[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.num_rows == 0
+
+    @property
+    def work(self) -> int:
+        """Elements."""
+        return self.x.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowProductCall(_RowCall[A]):
+    """A matrix product whose sums over the inputs have one order for any number of rows.
+
+    Attributes:
         kernel: the weights, `[in, out]`.
         transposed: the weights are `[out, in]`, as an embedding is.
         out_dtype: "float32", or None for that of `x`; sums are float32 in both.
@@ -43,11 +68,6 @@ class RowProductCall(Call[A]):
     def out_features(self) -> int:
         """Elements of a row of the result."""
         return self.kernel.shape[0 if self.transposed else 1]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no row."""
-        return self.x.shape[0] == 0
 
     @property
     def work(self) -> int:
@@ -76,11 +96,10 @@ class RowProductCall(Call[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowNormCall(Call[A]):
+class RowNormCall(_RowCall[A]):
     """A norm over the last axis, in float32; root mean square (arXiv:1910.07467) or layer norm (arXiv:1607.06450).
 
     Attributes:
-        x: the rows.
         weight: row `r` has the weights `r % num_weights`.
         bias: of a layer norm, or None.
         epsilon: added to the mean square, or to the variance.
@@ -90,21 +109,10 @@ class RowNormCall(Call[A]):
 
     name: ClassVar[str] = "row_norm"
 
-    x: Float[A, "num_rows features"]
     weight: Float[A, "num_weights features"]
     bias: Float[A, "num_weights features"] | None = None
     epsilon: float
     norm_type: str = "rms_norm"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no row."""
-        return self.x.shape[0] == 0
-
-    @property
-    def work(self) -> int:
-        """Elements."""
-        return self.x.size
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`."""
@@ -124,26 +132,12 @@ class RowNormCall(Call[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowLogSumExpCall(Call[A]):
-    """The natural logarithm of the sum of exponentials of each row.
-
-    Attributes:
-        x: the rows, such as logits.
-    """
+class RowLogSumExpCall(_RowCall[A]):
+    """The natural logarithm of the sum of exponentials of each row."""
 
     name: ClassVar[str] = "row_logsumexp"
 
     x: Float32[A, "num_rows features"]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no row."""
-        return self.x.shape[0] == 0
-
-    @property
-    def work(self) -> int:
-        """Elements."""
-        return self.x.size
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `out`."""
@@ -156,7 +150,7 @@ class RowLogSumExpCall(Call[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowQuantizeCall(Call[A]):
+class RowQuantizeCall(_RowCall[A]):
     """Rows as e4m3 numbers with a float32 scale each, after an activation, or a sum and a norm, of the same rows.
 
     `values * scale` is about the row; the scale is the row's largest magnitude / 448. A row with a value that is not
@@ -199,16 +193,6 @@ class RowQuantizeCall(Call[A]):
     def rounded_dtype(self) -> str:
         """Element type that steps round to."""
         return dtype_name(self.x if self.residual is None else self.residual)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no row."""
-        return self.num_rows == 0
-
-    @property
-    def work(self) -> int:
-        """Elements."""
-        return self.x.size
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `values`, with undefined rows up to a multiple of 16, `scale`, and `stream` of a residual."""

@@ -17,37 +17,26 @@ from torch_core.state.reference import initial_state, kept_tokens
 
 
 def gated_delta_backward(
-    call: GatedDeltaBackwardCall[Tensor], *, compute_dtype: torch.dtype = torch.float64
+    call: StateBackwardCall[Tensor], *, compute_dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
     """Returns the gradients by name, in `compute_dtype`.
 
     Raises:
         InvalidInput: the call is inconsistent, or a slot is beyond the states or belongs to two sequences.
     """
-    return _checked_gradients(call, compute_dtype)
+    call.check()
+    call.check_values()
+    return _gradients(call, compute_dtype)
 
 
-def mamba_chunk_scan_backward(
-    call: MambaChunkScanBackwardCall[Tensor], *, compute_dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Returns the gradients by name, in `compute_dtype`.
-
-    Raises:
-        InvalidInput: the call is inconsistent, or a slot is beyond the states or belongs to two sequences.
-    """
-    return _checked_gradients(call, compute_dtype)
+# The rule that is differentiated is the call's.
+mamba_chunk_scan_backward = gated_delta_backward
 
 
 def on_cpu(call: StateBackwardCall[Tensor]) -> dict[str, Tensor]:
     """Returns the gradients by name, computed in float32. Nothing is checked."""
     found = _gradients(call, torch.float32)
     return {name: found[name].to(torch_dtype(spec.dtype)) for name, spec in call.outputs().items()}
-
-
-def _checked_gradients(call: StateBackwardCall[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    call.check()
-    call.check_values()
-    return _gradients(call, dtype)
 
 
 def _gradients(call: Any, dtype: torch.dtype) -> dict[str, Tensor]:
