@@ -179,7 +179,7 @@ class LoraCall(Call[A]):
             wanted = f"it takes a result that is not added to y, {dtype}{list(self.result.shape)}"
             raise InvalidInput("out", problem, wanted)
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks the starts of slots, and that every row occurs once at most."""
         num_rows = self.num_rows
         rows_in = "token_indices_sorted_by_lora_ids"

@@ -312,7 +312,7 @@ class TableCall(AttentionCall[A]):
         """Every query with every slot of a table's row."""
         return self.query.size * self.table_tokens
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks offsets, lengths and block ids."""
         lens = check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
         check_tables(
@@ -320,7 +320,7 @@ class TableCall(AttentionCall[A]):
             self.seq_lens,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            query_lens=lens if self.spec.causal and not more_queries else None,
+            query_lens=lens if self.spec.causal else None,
         )
 
     def check_statics(self) -> None:
@@ -452,11 +452,11 @@ class DenseCall(SegmentFields[A], AttentionCall[A]):
         """Returns their names."""
         return "key", "value"
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks offsets, then segments."""
         check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
         check_starts("key_start_loc", self.key_start_loc, self.key.shape[0], self.max_key_len)
-        super().check_values(more_queries=more_queries)
+        super().check_values()
 
     def check_statics(self) -> None:
         """Checks that the bounds on the lengths are ints, the rate of dropout a number, `deterministic` a bool."""

@@ -75,9 +75,9 @@ class SegmentFields(Call[A]):
         """Returns the call with its segments as sequences."""
         return self if self.segment_ids is None or self.is_empty else by_offsets(self, library)
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks that each segment is one run of tokens, and that segments are within their bounds."""
-        super().check_values(more_queries=more_queries)
+        super().check_values()
         if self.segment_ids is not None:
             _check_values(self)
 

@@ -85,7 +85,7 @@ class WriteCall(Call[A]):
         """The elements of the keys."""
         return self.key.size
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks slots."""
         check_slots(self.slot_mapping, self.num_blocks, self.block_size)
 
@@ -142,7 +142,7 @@ class CopyCall(Call[A]):
         """The cache."""
         return ("kv_cache",)
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks block ids, and that no block is written that another pair reads or writes."""
         pairs = [(at, *pair) for at, pair in enumerate(self.block_mapping.tolist()) if min(pair) >= 0]
         num_blocks = self.kv_cache.shape[0]

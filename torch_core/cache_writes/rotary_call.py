@@ -89,7 +89,7 @@ class RotaryWriteCall(Call[A]):
             return {}
         return {"out": ArraySpec((self.num_tokens, self.num_heads, self.qkv.shape[2]), self.result_dtype)}
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks slots."""
         check_slots(self.slot_mapping, self.kv_cache.shape[0], self.kv_cache.shape[2])
 

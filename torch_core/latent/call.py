@@ -170,7 +170,7 @@ class LatentWriteCall(Call[A]):
         """Returns the element types that kernels load and store; packed rows hold e4m3."""
         return super().element_types() | ({"latent_cache": "float8_e4m3fn"} if self.is_packed else {})
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks slots, and positions of tokens that have one."""
         check_slots(self.slot_mapping, *self.latent_cache.shape[:2])
         if self.positions is None or self.cos_sin_cache is None:

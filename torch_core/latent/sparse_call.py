@@ -74,7 +74,7 @@ class IndexerCall(Call[A]):
         """There is no score."""
         return self.num_tokens == 0 or self.table_tokens == 0
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks offsets, lengths and block ids."""
         lens = check_starts("query_start_loc", self.query_start_loc, self.num_tokens, self.max_query_len)
         check_tables(

@@ -136,13 +136,10 @@ class Call(Generic[A]):
         """
         return self
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks the values of index arrays, once shapes and dtypes are checked; the arrays are in the host's memory.
 
         On a device those values are out of reach: there they are checked when metadata is built.
-
-        Args:
-            more_queries: under a causal mask a sequence may have more query rows than keys; the first ones see nothing.
 
         Raises:
             InvalidInput: offsets that fall or exceed their array, a length that its table row cannot hold, a block or

@@ -67,7 +67,7 @@ class StateCall(Call[A]):
         is_even = longest * self.num_seqs == self.num_tokens and getattr(self, "max_query_len", longest) == longest
         return {"num_tokens": longest} if is_even else {}
 
-    def check_values(self, *, more_queries: bool = False) -> None:
+    def check_values(self) -> None:
         """Checks offsets, slots and kept tokens."""
         lens = check_starts(
             "query_start_loc",

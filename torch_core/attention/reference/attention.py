@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -49,8 +51,8 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
             f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
             "num_seqs and num_seqs + 1."
         )
-    # The specification defines the result of more queries than keys; the operations refuse them.
-    call.check_values(more_queries=True)
+    # The specification defines the result of more queries than keys under a causal mask; the operations refuse them.
+    call.of({**call.__dict__, "spec": replace(call.spec, causal=False)}).check_values()
     key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
     starts = call.query_start_loc.tolist()
     output, lse, compute_dtype = empty_results(call, compute_dtype)
