@@ -78,6 +78,16 @@ def test_vectors_are_the_base_models(server, folder):
     assert found["error"]["message"] == "model 'tuned' is an adapter; vectors are of its base, 'embedded'."
 
 
-def test_modules_of_the_command_line_are_names_and_folders():
-    with pytest.raises(ValueError, match="lora_modules is 'folder'; it must be NAME=PATH"):
-        main(["--lora-modules", "folder", "--port", "0"])
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ("--enable-lora --lora-modules folder", "lora_modules is 'folder'; it must be NAME=PATH"),
+        ("--enable-lora --lora-modules a=x a=y", "lora_modules 'a' is there twice, or a model's name"),
+        ("--enable-lora --lora-modules jattn=x", "lora_modules 'jattn' is there twice, or a model's name"),
+        ("--lora-modules a=x", "lora_modules is given; it needs --enable-lora"),
+    ],
+)
+def test_modules_of_the_command_line_are_names_and_folders(arguments, refused, monkeypatch):
+    monkeypatch.setattr("jattn.llm.serve.server.LLM", lambda *_, **__: pytest.fail("a model is loaded first"))
+    with pytest.raises(ValueError, match=refused):
+        main([*arguments.split(), "--port", "0"])

@@ -9,7 +9,7 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,15 @@ def main(argv: Sequence[str]) -> int:
         template = read_given("chat_template", arguments.chat_template)
         ChatTemplate(template)  # Refused before anything is loaded.
     folders = _folders(arguments)
-    named = [named_path(text, "lora_modules") for text in arguments.lora_modules]
-    loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(named, 1)]
     named_alike = ServeConfig.__dataclass_fields__.keys() & vars(arguments).keys()
     given: dict[str, Any] = {name: getattr(arguments, name) for name in named_alike}
     limits = TimeLimits(**{name: getattr(arguments, name) for name in _TIME_LIMITS})
     given |= {"model_name": next(iter(folders)), "api_keys": keys, "time_limits": limits, "chat_template": template}
     config = ServeConfig(**given)
     engine = engine_config(arguments, **serving_sizes())
+    if arguments.lora_modules and not engine.enable_lora:
+        raise InvalidInput("lora_modules", "is given", "it needs --enable-lora")
+    loras = _loras(arguments.lora_modules, folders)
     # The host also writes a stream for each sequence, for a model of any size.
     engine = dataclasses.replace(engine, num_scheduler_steps=engine.most_scheduler_steps)
     options: dict[str, Any] = {"config": engine, "use_generation_config": not arguments.ignore_generation_config}
@@ -158,6 +159,16 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
     if len(found) > 1 and arguments.num_processes is not None:
         raise Unsupported("num_processes", "is given", "several processes hold one model")
     return found
+
+
+def _loras(given: Sequence[str], models: Container[str]) -> list[LoRARequest]:
+    """Returns the adapters of the first model; no name, theirs or a model's, is there twice."""
+    found: dict[str, LoRARequest] = {}
+    for name, path in (named_path(text, "lora_modules") for text in given):
+        if name in found or name in models:
+            raise InvalidInput("lora_modules", f"{name!r} is there twice, or a model's name", "names differ")
+        found[name] = LoRARequest(name, len(found) + 1, path)
+    return list(found.values())
 
 
 def _name_of(model: Path) -> str:
