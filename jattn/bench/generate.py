@@ -109,9 +109,8 @@ def _transformers(folder: str) -> Generate:
     try:
         import transformers
     except ImportError:
-        raise Unsupported(
-            "peer", "'transformers' is not installed", "pip install 'jattn[crosscheck]', or leave --peer out"
-        ) from None
+        wanted = "pip install 'jattn[crosscheck]', or leave --peer out"
+        raise Unsupported("peer", "'transformers' is not installed", wanted) from None
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()

@@ -47,9 +47,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     if not isinstance(array, jax.Array):
         raise InvalidInput("array", f"is a {type(array).__name__}", "to_torch needs a jax.Array")
     if array.is_deleted():
-        raise InvalidInput(
-            "array", "was deleted (its buffer was donated to a jitted call)", "use the array that the call returned"
-        )
+        wanted = "use the array that the call returned"
+        raise InvalidInput("array", "was deleted (its buffer was donated to a jitted call)", wanted)
     device, *others = array.devices()
     if others:
         raise InvalidInput(
@@ -58,9 +57,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         )
     _check_dtype("array", array.dtype.name)
     if device.platform not in ("cpu", "gpu"):
-        raise Unsupported(
-            "array", f"is on platform {device.platform!r}", "torch shares memory with 'cpu' and 'gpu' (CUDA) only"
-        )
+        wanted = "torch shares memory with 'cpu' and 'gpu' (CUDA) only"
+        raise Unsupported("array", f"is on platform {device.platform!r}", wanted)
     if array.size == 0:
         torch_device = "cpu" if device.platform == "cpu" else f"cuda:{device.local_hardware_id}"
         return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=torch_device)

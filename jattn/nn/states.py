@@ -76,9 +76,8 @@ class GatedDeltaNet(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         if num_heads % num_kv_heads:
-            raise InvalidInput(
-                "num_heads", value=num_heads, wanted=f"it must be a multiple of num_kv_heads {num_kv_heads}"
-            )
+            wanted = f"it must be a multiple of num_kv_heads {num_kv_heads}"
+            raise InvalidInput("num_heads", value=num_heads, wanted=wanted)
         self.num_heads, self.num_kv_heads, self.in_features = num_heads, num_kv_heads, in_features
         self.key_dim, self.value_dim, self.epsilon = key_dim, value_dim, epsilon
         self.allow_neg_eigval = allow_neg_eigval

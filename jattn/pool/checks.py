@@ -102,9 +102,8 @@ def refuse_repeated(name: str, written: np.ndarray, *, noun: str = "block") -> N
     if times.size and times.max() > 1:
         block = int(times.argmax())
         first, second = np.flatnonzero(written == block)[:2].tolist()
-        raise InvalidInput(
-            f"{name}[{first}]", f"and {name}[{second}] both write {noun} {block}", f"name each {noun} once"
-        )
+        wanted = f"name each {noun} once"
+        raise InvalidInput(f"{name}[{first}]", f"and {name}[{second}] both write {noun} {block}", wanted)
 
 
 def check_donation() -> None:

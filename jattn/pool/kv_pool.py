@@ -427,9 +427,8 @@ class KVPool(Owner):
         if found != needed:
             kinds = Counter(f"{shape} {dtype.name}" for shape, dtype in needed)
             wanted = " and ".join(f"{count} arrays of {kind}" for kind, count in kinds.items())
-            raise InvalidInput(
-                "contents", f"are {[(shape, dtype.name) for shape, dtype in found]}", f"{wanted} are required"
-            )
+            wanted = f"{wanted} are required"
+            raise InvalidInput("contents", f"are {[(shape, dtype.name) for shape, dtype in found]}", wanted)
 
     def as_torch(self) -> tuple[torch.Tensor, ...]:
         """Views every layer as a torch tensor over the same memory, for torch to read and write in place.

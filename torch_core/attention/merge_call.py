@@ -74,9 +74,8 @@ class MergeCall(Call[A]):
         """Checks the dtypes that go together."""
         dtype = dtype_name(self.out_a)
         if dtype not in (*QUERY_DTYPES, "float64") or dtype_name(self.out_b) != dtype:
-            raise InvalidInput(
-                "out_a", f"is {dtype} and out_b {dtype_name(self.out_b)}", "both must be float32, bfloat16 or float16"
-            )
+            wanted = "both must be float32, bfloat16 or float16"
+            raise InvalidInput("out_a", f"is {dtype} and out_b {dtype_name(self.out_b)}", wanted)
         wanted = "float64" if dtype == "float64" else "float32"
         for name, lse in (("lse_a", self.lse_a), ("lse_b", self.lse_b)):
             if dtype_name(lse) != wanted:

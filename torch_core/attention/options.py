@@ -149,11 +149,8 @@ def _window(sliding_window: Any, causal: bool) -> tuple[int | None, int | None]:
             raise InvalidInput("sliding_window", value=sliding_window, wanted=wanted)
         return sides
     if not _is_int(sliding_window, 1):
-        raise InvalidInput(
-            "sliding_window",
-            value=sliding_window,
-            wanted=f"it must be an int from 1 (the query's own token) to {INT32_MAX}, a tuple (left, right), or None",
-        )
+        wanted = f"it must be an int from 1 (the query's own token) to {INT32_MAX}, a tuple (left, right), or None"
+        raise InvalidInput("sliding_window", value=sliding_window, wanted=wanted)
     return sliding_window - 1, None if causal else sliding_window - 1
 
 

@@ -64,9 +64,8 @@ def commit_plan(state: CacheState, plan: StepPlan) -> CommittedStep:
     if not isinstance(plan, StepPlan) or plan.owner is not state:
         raise InvalidInput("plan", "was not made by this cache manager", "commit what its own plan() returned")
     if plan.version != state.version:
-        raise InvalidInput(
-            "plan", f"was made on state {plan.version} of the cache, which is now at {state.version}", "plan again"
-        )
+        problem = f"was made on state {plan.version} of the cache, which is now at {state.version}"
+        raise InvalidInput("plan", problem, "plan again")
     fresh = iter(state.pool.take(plan.blocks_needed) if plan.blocks_needed else ())
     step_id, record = state.open_step()
     record.tables, record.ends, record.counts = plan.tables, plan.ends, plan.counts

@@ -23,9 +23,8 @@ def check_starts(
     lens = [end - start for start, end in pairwise(starts)]
     if lens and min(lens) < 0:
         first = next(seq for seq, length in enumerate(lens) if length < 0)
-        raise InvalidInput(
-            f"{name}[{first + 1}]", f"is {starts[first + 1]}, less than {starts[first]} before it", "offsets never fall"
-        )
+        problem = f"is {starts[first + 1]}, less than {starts[first]} before it"
+        raise InvalidInput(f"{name}[{first + 1}]", problem, "offsets never fall")
     if starts[-1] > num_rows:
         rows_in = rows_in or name.partition("_")[0]
         raise InvalidInput(f"{name}[-1]", f"is {starts[-1]}", f"{rows_in} has only {num_rows} rows")

@@ -298,11 +298,8 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0)
     if twice.any():
         index, column = np.argwhere(twice)[0].tolist()
-        raise InvalidInput(
-            f"block_tables[{index}]",
-            f"holds block {ordered[index, column]} twice ({row_name(index, seq_ids)})",
-            "a sequence has each block once",
-        )
+        problem = f"holds block {ordered[index, column]} twice ({row_name(index, seq_ids)})"
+        raise InvalidInput(f"block_tables[{index}]", problem, "a sequence has each block once")
 
 
 def _explain_written_blocks(slots: np.ndarray, query_lens: np.ndarray, block_size: int, seq_ids: SeqIds) -> None:
@@ -319,9 +316,6 @@ def _explain_written_blocks(slots: np.ndarray, query_lens: np.ndarray, block_siz
             problem = f"is in block {block}, which {both} would write in one step"
             raise InvalidInput(f"slot_mapping[{token}]", problem, "copy the tail before a fork writes it")
         if slot in seen:
-            raise InvalidInput(
-                f"slot_mapping[{seen[slot]}]",
-                f"and slot_mapping[{token}] are both {slot} ({row_name(owner[token], seq_ids)})",
-                f"its table holds block {block} twice",
-            )
+            problem = f"and slot_mapping[{token}] are both {slot} ({row_name(owner[token], seq_ids)})"
+            raise InvalidInput(f"slot_mapping[{seen[slot]}]", problem, f"its table holds block {block} twice")
         seen[slot] = token

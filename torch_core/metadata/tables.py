@@ -220,6 +220,5 @@ def _first_ids(
     try:
         return array("i", ids[:needed])
     except (TypeError, OverflowError) as error:
-        raise InvalidInput(
-            "block_ids", f"of {row_name(index, seq_ids())} holds something that is not an int32 block id ({error})"
-        ) from None
+        problem = f"of {row_name(index, seq_ids())} holds something that is not an int32 block id ({error})"
+        raise InvalidInput("block_ids", problem) from None

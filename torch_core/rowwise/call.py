@@ -212,9 +212,8 @@ class RowQuantizeCall(_RowCall[A]):
             raise InvalidInput("x", f"has {self.x.shape[0]} rows", f"there are {self.num_rows} scales of rows")
         if self.activation is not None:
             if self.activation not in GATE_ACTIVATIONS:
-                raise InvalidInput(
-                    "activation", value=self.activation, wanted=f"use None or one of {', '.join(GATE_ACTIVATIONS)}"
-                )
+                wanted = f"use None or one of {', '.join(GATE_ACTIVATIONS)}"
+                raise InvalidInput("activation", value=self.activation, wanted=wanted)
             if self.x.shape[1] % 2:
                 raise InvalidInput("x", f"has {self.x.shape[1]} features", "with an activation they are two halves")
         if self.features == 0:

@@ -87,13 +87,11 @@ class StateCall(Call[A]):
         num_states, owners = states.shape[0], {}
         for seq, slot in enumerate(self.cache_indices.tolist()):
             if slot >= num_states:
-                raise InvalidInput(
-                    f"cache_indices[{seq}]", value=slot, wanted=f"{self.states_in} has slots 0 to {num_states - 1}"
-                )
+                wanted = f"{self.states_in} has slots 0 to {num_states - 1}"
+                raise InvalidInput(f"cache_indices[{seq}]", value=slot, wanted=wanted)
             if slot >= 0 and lens[seq] > 0 and owners.setdefault(slot, seq) != seq:
-                raise InvalidInput(
-                    f"cache_indices[{seq}]", f"is {slot}, the slot of sequence {owners[slot]} too", "give each its own"
-                )
+                problem = f"is {slot}, the slot of sequence {owners[slot]} too"
+                raise InvalidInput(f"cache_indices[{seq}]", problem, "give each its own")
 
     def check_states(self) -> None:
         """Checks that slots and states are given together, and that there is a slot for each sequence."""
@@ -103,9 +101,8 @@ class StateCall(Call[A]):
                 if getattr(self, name) is not None:
                     raise InvalidInput(name, f"is given without {self.states_in}", "give both or neither")
         elif self.cache_indices is None and states.shape[0] < self.num_seqs:
-            raise InvalidInput(
-                self.states_in, f"has {states.shape[0]} slots for {self.num_seqs} sequences", "give cache_indices"
-            )
+            wanted = "give cache_indices"
+            raise InvalidInput(self.states_in, f"has {states.shape[0]} slots for {self.num_seqs} sequences", wanted)
 
     def check_dtypes(self, *names: str) -> None:
         """Checks that arrays are of 16 or 32 bits, or of 64 with tokens of 64."""

@@ -219,11 +219,8 @@ def _first_of_another_kind(raw: Raw, family: Family) -> str | None:
 def _derived_head_dim(options: Mapping[str, Any]) -> int:
     hidden_size, num_heads = options["hidden_size"], options["num_attention_heads"]
     if hidden_size % num_heads:
-        raise InvalidInput(
-            "hidden_size",
-            f"is {hidden_size}, not a multiple of num_attention_heads ({num_heads})",
-            "give head_dim explicitly",
-        )
+        problem = f"is {hidden_size}, not a multiple of num_attention_heads ({num_heads})"
+        raise InvalidInput("hidden_size", problem, "give head_dim explicitly")
     return hidden_size // num_heads
 
 

@@ -143,9 +143,8 @@ class _Matrix:
         if form.shape:
             stored, (inputs, outputs) = self._read(form.shape), self._size
             if stored.tolist() != [outputs, inputs]:
-                raise InvalidInput(
-                    self._module + form.shape, value=stored.tolist(), wanted=f"it must be {[outputs, inputs]}"
-                )
+                wanted = f"it must be {[outputs, inputs]}"
+                raise InvalidInput(self._module + form.shape, value=stored.tolist(), wanted=wanted)
         return self._unpacked(form.values, self._size, form.values_axis)
 
     def _scales(self) -> np.ndarray:

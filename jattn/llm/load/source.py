@@ -133,9 +133,8 @@ class _FolderSource:
     def raw_config(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
         files = [] if (self.path / "config.json").exists() else sorted(self.path.glob("*.gguf"))
         if files:
-            raise InvalidInput(
-                "folder", "has GGUF files and no config.json", f"name one of them, as in {files[0].name}"
-            )
+            wanted = f"name one of them, as in {files[0].name}"
+            raise InvalidInput("folder", "has GGUF files and no config.json", wanted)
         return read_config(self.path, overrides)
 
     def parse(self, raw: dict[str, Any]) -> ModelConfig:

@@ -468,9 +468,8 @@ def _params_of(
     elif not isinstance(params, Sequence) or isinstance(params, str):
         raise InvalidInput("sampling_params", f"is a {type(params).__name__}", "pass SamplingParams or a list of them")
     elif len(params) != count:
-        raise InvalidInput(
-            "sampling_params", f"has {len(params)} entries and there are {count} prompts", f"pass one or {count}"
-        )
+        wanted = f"pass one or {count}"
+        raise InvalidInput("sampling_params", f"has {len(params)} entries and there are {count} prompts", wanted)
     else:
         listed = list(params)
     return listed if rng is None else _seeded([each or SamplingParams() for each in listed], rng)
@@ -481,9 +480,8 @@ def _seeded(params: list[SamplingParams], rng: Any) -> list[SamplingParams | Non
         try:
             seeds = np.asarray(jax.random.bits(rng, (len(params),), "uint32")).tolist()
         except (TypeError, ValueError):
-            raise InvalidInput(
-                "rng", f"is an array of {rng.dtype}{list(rng.shape)}", "pass an int or one jax key"
-            ) from None
+            wanted = "pass an int or one jax key"
+            raise InvalidInput("rng", f"is an array of {rng.dtype}{list(rng.shape)}", wanted) from None
     else:
         check_int("rng", rng, 0, (1 << 32) - 1, also=", or a jax key")
         seeds = [(rng + index) & 0xFFFFFFFF for index in range(len(params))]

@@ -68,11 +68,8 @@ def _check(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -
                 )
             parts *= mesh.shape[axis]
         if shape[index] % parts:
-            raise InvalidInput(
-                name,
-                f"has shape {shape} and {annotation}",
-                f"{parts} devices must divide axis {index} ({shape[index]})",
-            )
+            wanted = f"{parts} devices must divide axis {index} ({shape[index]})"
+            raise InvalidInput(name, f"has shape {shape} and {annotation}", wanted)
 
 
 def _is_variable(value: object) -> bool:

@@ -116,8 +116,6 @@ def check_routes(model: object) -> None:
     """
     config = getattr(model, "config", None)
     if not callable(getattr(model, "with_routed_experts", None)) or getattr(config, "moe", True) is None:
-        raise InvalidInput(
-            "enable_return_routed_experts",
-            f"is True and model is a {type(model).__name__} without routed experts",
-            "give a Decoder with ModelConfig(moe=...), or a jattn.llm.models.RoutedModel",
-        )
+        problem = f"is True and model is a {type(model).__name__} without routed experts"
+        wanted = "give a Decoder with ModelConfig(moe=...), or a jattn.llm.models.RoutedModel"
+        raise InvalidInput("enable_return_routed_experts", problem, wanted)

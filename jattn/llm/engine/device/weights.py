@@ -139,9 +139,8 @@ class Weights:
             nested = state if isinstance(state, nnx.State | nnx.FlatState) else nnx.State(dict(state))
             flat = nested if isinstance(nested, nnx.FlatState) else nnx.to_flat_state(nested)
         except TypeError as error:
-            raise InvalidInput(
-                "state", f"has keys of several types on one level ({error})", "name layers by int and all else by str"
-            ) from None
+            wanted = "name layers by int and all else by str"
+            raise InvalidInput("state", f"has keys of several types on one level ({error})", wanted) from None
         above = tuple(prefix.split(".")) if prefix else ()
         if prefix and not any(name.startswith(f"{prefix}.") for name in self._places):
             raise InvalidInput("prefix", value=prefix, wanted=f"no parameter has it; one is {min(self._places)}")

@@ -176,23 +176,18 @@ class EngineConfig:
         check_fields(self)
         tokens = self.max_num_batched_tokens
         if self.steps_in_flight > 2:
-            raise InvalidInput(
-                "steps_in_flight",
-                value=self.steps_in_flight,
-                wanted="a step reads the tokens of the one before it on the device, so at most 2 can be in flight",
-            )
+            wanted = "a step reads the tokens of the one before it on the device, so at most 2 can be in flight"
+            raise InvalidInput("steps_in_flight", value=self.steps_in_flight, wanted=wanted)
         of_one = f"max_num_batched_tokens ({tokens}), the tokens that a sequence may get in one step"
         if (self.num_scheduler_steps or 1) > tokens:
-            raise InvalidInput(
-                "num_scheduler_steps", value=self.num_scheduler_steps, wanted=f"it must not be above {of_one}"
-            )
+            wanted = f"it must not be above {of_one}"
+            raise InvalidInput("num_scheduler_steps", value=self.num_scheduler_steps, wanted=wanted)
         if self.enable_lora and self.batch_invariant:
             wanted = "the bits of adapters' products depend on the program of a step: leave one of the two out"
             raise Unsupported("batch_invariant", "is True and so is enable_lora", wanted)
         if self.num_speculative_tokens >= tokens:
-            raise InvalidInput(
-                "num_speculative_tokens", value=self.num_speculative_tokens, wanted=f"it must be below {of_one}"
-            )
+            wanted = f"it must be below {of_one}"
+            raise InvalidInput("num_speculative_tokens", value=self.num_speculative_tokens, wanted=wanted)
         if tokens < self.max_num_seqs:
             raise InvalidInput(
                 "max_num_batched_tokens",
@@ -240,17 +235,13 @@ class EngineConfig:
         axes = dict(self.mesh.shape) if isinstance(self.mesh, Mesh) else {}
         if "tp" not in axes or not axes.keys() <= sizes.keys():
             found = ", ".join(f"{name} ({size})" for name, size in axes.items()) or shown(self.mesh)
-            raise InvalidInput(
-                "mesh",
-                f"has the axes {found}",
-                "an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), ('dp', 'tp'))",
-            )
+            wanted = "an engine's has 'tp' and may have 'dp', as in jax.make_mesh((1, 2), ('dp', 'tp'))"
+            raise InvalidInput("mesh", f"has the axes {found}", wanted)
         for axis, name in sizes.items():
             size = axes.get(axis, 1)
             if getattr(self, name) not in (1, size):
-                raise InvalidInput(
-                    name, value=getattr(self, name), wanted=f"axis {axis!r} of the mesh has {size} devices"
-                )
+                wanted = f"axis {axis!r} of the mesh has {size} devices"
+                raise InvalidInput(name, value=getattr(self, name), wanted=wanted)
             object.__setattr__(self, name, size)
 
 

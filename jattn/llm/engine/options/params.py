@@ -94,15 +94,13 @@ class StructuredOutputsParams:
         }
         for name, text in texts.items():
             if text is not None and len(text) > _MAX_GRAMMAR_CHARACTERS:
-                raise InvalidInput(
-                    name, f"has {len(text)} characters", f"it must have {_MAX_GRAMMAR_CHARACTERS} at most"
-                )
+                wanted = f"it must have {_MAX_GRAMMAR_CHARACTERS} at most"
+                raise InvalidInput(name, f"has {len(text)} characters", wanted)
         given = self.constraints()
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
-            raise InvalidInput(
-                "structured_outputs", f"has {what}", "give one of json, regex, choice, grammar, json_object"
-            )
+            wanted = "give one of json, regex, choice, grammar, json_object"
+            raise InvalidInput("structured_outputs", f"has {what}", wanted)
 
     def constraints(self) -> dict[str, Any]:
         """Returns the given field, by name."""
@@ -216,9 +214,8 @@ class SamplingParams:
         self._convert_collections()
         check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidInput(
-                "min_tokens", value=self.min_tokens, wanted=f"it must not be above max_tokens ({self.max_tokens})"
-            )
+            wanted = f"it must not be above max_tokens ({self.max_tokens})"
+            raise InvalidInput("min_tokens", value=self.min_tokens, wanted=wanted)
         if self.truncate_prompt_tokens == 0:
             raise InvalidInput("truncate_prompt_tokens", value=0, wanted="it must be -1, at least 1, or None")
         if self.stop and not self.detokenize:

@@ -134,9 +134,8 @@ class GrammarCompiler:
         try:
             library = importlib.import_module("llguidance")
         except ImportError:
-            raise Unsupported(
-                "structured_outputs", "needs llguidance, which is not installed", "pip install 'jattn[structured]'"
-            ) from None
+            wanted = "pip install 'jattn[structured]'"
+            raise Unsupported("structured_outputs", "needs llguidance, which is not installed", wanted) from None
         ((name, value),) = params.constraints().items()
         if name == "json":
             value = params.schema()

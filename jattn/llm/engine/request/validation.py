@@ -47,9 +47,8 @@ class Validator:
     def __init__(self, model: PagedSpec, config: EngineConfig, tokenizer: TextTokenizer | None) -> None:
         longest, max_model_len = model.max_model_len, config.max_model_len
         if max_model_len is not None and max_model_len > longest:
-            raise InvalidInput(
-                "max_model_len", value=max_model_len, wanted=f"the model was made for {longest} tokens at most"
-            )
+            wanted = f"the model was made for {longest} tokens at most"
+            raise InvalidInput("max_model_len", value=max_model_len, wanted=wanted)
         self.max_model_len = longest if max_model_len is None else max_model_len
         self._vocab_size, self._inputs = model.vocab_size, model.inputs
         self._max_encoder_len = model.max_encoder_len
@@ -191,9 +190,8 @@ class Validator:
             Unsupported: probabilities of a prompt that nothing predicts.
         """
         if params.prompt_logprobs is not None:
-            raise Unsupported(
-                "prompt_logprobs", "is given", "the prompt is read by this model's encoder, which predicts none of it"
-            )
+            wanted = "the prompt is read by this model's encoder, which predicts none of it"
+            raise Unsupported("prompt_logprobs", "is given", wanted)
         if num_tokens > self._max_encoder_len:
             raise RequestTooLong(
                 f"the prompt{whose} has {num_tokens} tokens; the model's encoder was made for "
@@ -248,19 +246,13 @@ class Validator:
                     argument=name,
                 )
         if len(params.stop_token_ids) + len(self._eos_token_ids) > LIMITS.stop_tokens:
-            raise InvalidInput(
-                "stop_token_ids",
-                f"has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of its own",
-                f"together they must be {LIMITS.stop_tokens} at most",
-            )
+            problem = f"has {len(params.stop_token_ids)} entries and the model {len(self._eos_token_ids)} of its own"
+            raise InvalidInput("stop_token_ids", problem, f"together they must be {LIMITS.stop_tokens} at most")
         known = self._config.logits_processors or {}
         for name in params.logits_processors or ():
             if name not in known:
-                raise InvalidInput(
-                    "logits_processors",
-                    f"names {shown(name)}",
-                    f"this engine has {', '.join(known) or 'none'} (EngineConfig.logits_processors)",
-                )
+                wanted = f"this engine has {', '.join(known) or 'none'} (EngineConfig.logits_processors)"
+                raise InvalidInput("logits_processors", f"names {shown(name)}", wanted)
 
     def _bad_words(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words:
@@ -321,6 +313,5 @@ def _check_id(request_id: object) -> None:
     if not isinstance(request_id, str) or not 1 <= len(request_id) <= _MAX_REQUEST_ID:
         raise InvalidInput("request_id", f"must be a string of 1 to {_MAX_REQUEST_ID} characters")
     if request_id.startswith(AUTOMATIC):
-        raise InvalidInput(
-            "request_id", value=request_id, wanted=f"ids that begin with {AUTOMATIC!r} are the engine's own numbers"
-        )
+        wanted = f"ids that begin with {AUTOMATIC!r} are the engine's own numbers"
+        raise InvalidInput("request_id", value=request_id, wanted=wanted)
