@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from docs.scripts import records, reference
-from jattn.llm.load.families.table import families_table
+from docs.scripts.architectures import families_table
 from torch_core.serves import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import jattn
+from docs.scripts.architectures import families_table
 from jattn.llm.load import known_families
-from jattn.llm.load.families.table import families_table
 from torch_core.serves import serves_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -168,11 +168,6 @@ class Request:
         return [*self.encoder_token_ids, *[0] * padding, *self.token_ids(0, self.num_known_tokens)]
 
     @property
-    def num_sampled_tokens(self) -> int:
-        """Generated tokens, those still on the device included."""
-        return len(self.output_token_ids) + self.num_pending_tokens
-
-    @property
     def num_wanted_tokens(self) -> int:
         """Tokens that may still be sampled for it now: with a mask one, when all before it are known."""
         wanted = self.max_tokens - len(self.output_token_ids) - self.num_pending_tokens
