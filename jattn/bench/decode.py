@@ -41,7 +41,7 @@ _SIZE = 128
 _MAX_COPIED_TOKENS = 1 << 18
 _OURS_IN_JAX = f"{OURS} in JAX"
 _PLAIN, _CASCADE = f"{OURS} plain", f"{OURS} cascade"
-# Tokens that a sequence has for itself behind a shared prefix.
+# Tokens that a sequence has for itself after a shared prefix.
 _OWN = 64
 
 

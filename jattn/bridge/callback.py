@@ -100,7 +100,7 @@ class _TorchCallback:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Makes notes of the tracebacks of an error and of those behind it.
+    """Makes notes of the tracebacks of an error and of its causes.
 
     Their frames hold views of buffers that XLA takes back now and, through their callers, all that those hold.
     """

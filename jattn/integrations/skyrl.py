@@ -1,4 +1,4 @@
-"""SkyRL-tx: `dot_product_attention` for its layers, and `Generator` in the place of its models' `generate`."""
+"""SkyRL-tx: `dot_product_attention` for its layers, and `Generator` instead of its models' `generate`."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class KimiDeltaAttention(nnx.Module):
         size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
         ends = np.cumsum((3 * size, inner, inner, self.num_heads))
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
-        # A device's part of a model may have unused columns behind.
+        # A device's part of a model may have unused columns at the end.
         _, forget, gate, beta, _ = jnp.split(projected, ends, axis=-1)
         mixed, conv_states = self.conv1d(
             projected,

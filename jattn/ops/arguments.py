@@ -42,7 +42,7 @@ def dtype_name(out_dtype: jax.typing.DTypeLike | None) -> str | None:
 
 
 def refuse_traced(options: Mapping[str, object]) -> None:
-    """Raises InvalidInput for a tracer in the place of a static number or choice."""
+    """Raises InvalidInput for a tracer in place of a static number or choice."""
     kinds = {
         "scale": "float (mark it static, or multiply query by it)",
         "logits_soft_cap": "float (mark it static, or multiply query by it)",

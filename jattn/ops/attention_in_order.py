@@ -120,7 +120,7 @@ def _attend_tile(
         scores = softmax.modified_scores(call, scores, positions, key_positions, mask, bias)
         return run + 1, softmax.update(softmax_state, scores, "shgqk,skhd->shgqd", values)
 
-    # By the mask alone: keys behind the queries' own change no bit, but cost time.
+    # By the mask alone: keys after the queries' own change no bit, but cost time.
     spec = call.spec
     ends_with_queries = spec.causal and call.seq_causal is None and call.mm_prefix_range is None
     end = jnp.minimum(key_lens[0], positions[0, -1] + 1) if ends_with_queries else key_lens[0]

@@ -29,7 +29,7 @@ from torch_core.attention.segments import marked_sinks, segment_offsets
 
 #: Scores are float32, and tiles of float64 biases need more memory than a kernel has.
 NARROWED = (*BIAS_FIELDS, "sinks")
-# Longer runs read more behind the ends of short sequences; shorter ones cost long sequences more than they save.
+# Longer runs read more past the ends of short sequences; shorter ones cost long sequences more than they save.
 _TOKENS_PER_RUN = 64
 _WEIGHTED_VALUES = "shgqk,skhd->shgqd"
 

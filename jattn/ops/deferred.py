@@ -15,7 +15,7 @@ from torch_core.state.call import StateCall
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredStates:
-    """The states of an op before its tokens, and the op's inputs: a pytree, in the place of the states after them.
+    """The states of an op before its tokens, and the op's inputs: a pytree, in place of the states after them.
 
     An op reads a state for its results, and once more to replace it. A second state for each proposed token, as vLLM
     has it, would be written instead.

@@ -121,7 +121,7 @@ def quantizes_rows(*widths: int, activation: str | None = None, implementation: 
 
     Args:
         *widths: features of rows in bfloat16.
-        activation, implementation: as in `row_quantize`; an activation that it does not know is none of a launch.
+        activation, implementation: as in `row_quantize`; with an activation that it does not know it is not.
     """
     if activation not in (None, *GATE_ACTIVATIONS) or not launches_kernels(implementation):
         return False

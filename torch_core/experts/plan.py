@@ -191,7 +191,7 @@ def _between(call: ExpertsCall[ArraySpec], *, is_sorted: bool) -> str:
 
 
 def _copied_weights(call: ExpertsCall[ArraySpec], tile: Tile) -> Descriptor:
-    """Returns the first product's kernel as the copy engine sees it, the rows of all experts behind one another."""
+    """Returns the first product's kernel as the copy engine sees it, the rows of all experts one after the other."""
     experts, rows, columns = call.gate_up_kernel.shape
     strides = (call.gate_up_kernel.element_strides[1], 1)
     return Descriptor("gate_up_kernel", (experts * rows, columns), strides, (tile.steps, tile.columns))

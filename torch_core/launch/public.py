@@ -71,7 +71,7 @@ def operation(make_call: Callable[_P, _C], finish: Callable[[_C], _R], name: str
 
     public.__name__ = public.__qualname__ = name
     public.__annotations__ = {**public.__annotations__, "return": returns}
-    # help() and editors would go on to the function behind, which returns a call.
+    # help() and editors would go on to the wrapped function, which returns a call.
     public.__signature__ = signature.replace(return_annotation=returns)  # pyright: ignore[reportAttributeAccessIssue]
     return public
 

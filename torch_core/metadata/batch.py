@@ -232,7 +232,7 @@ def make_local_attention_virtual_batches(
 
 
 def _boundary(flags: np.ndarray) -> tuple[int, int | None]:
-    """Returns where the flags begin to be set (their number, if nowhere), and where one behind that is not."""
+    """Returns where the flags begin to be set (their number, if nowhere), and where they end; None for at the end."""
     start = first_true(flags)
     if start is None:
         return len(flags), None

@@ -44,7 +44,7 @@ class EngineThread(Owner):
 
     Callers wait for the thread, and the thread waits for no caller. A caller may hold locks meanwhile, in this order:
     that of its `Follower`, of the router of several copies, of the adapters. The thread takes none of these, and what
-    it calls (listeners, replies) must not block. Every command has an answer, also behind the end of the thread.
+    it calls (listeners, replies) must not block. Every command has an answer, also after the end of the thread.
 
     Args:
         build: returns the core; runs on the thread.

@@ -54,7 +54,7 @@ def qkv_order(config: ModelConfig, family: Family, num_kv_heads: int) -> np.ndar
     if gate_apart and not family.rotates_neighbours and not swaps:
         return None
     if not gate_apart:
-        # Each head's gate lies behind its query.
+        # Each head's gate comes after its query.
         queries, rest = columns[: 2 * heads].reshape(heads, 2, size), columns[2 * heads :]
         columns = np.concatenate([queries[:, 0], rest, queries[:, 1]])
     if family.rotates_neighbours or swaps:

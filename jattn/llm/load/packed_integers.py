@@ -40,7 +40,7 @@ def named_tensors(tensors: Tensors, packing: Packing) -> set[str]:
 
 
 def unpacked_tensors(tensors: Tensors, plan: tuple[ParameterPlan, ...], packing: Packing) -> Tensors:
-    """Returns the tensors with those of packed weights in the place of their parts.
+    """Returns the tensors with those of packed weights in place of their parts.
 
     Weights of 4 bits whose groups are in order become the two tensors that `parts_of` in plan.py names; the others are
     float32. Biases of zeros that some writers of GPTQ add are left out.

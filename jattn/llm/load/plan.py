@@ -70,7 +70,7 @@ class ParameterPlan:
         is_conv: the model holds the transpose of what is described here; and the file each piece as [channels, 1,
             width].
         order: place in the joined pieces of each element of the parameter's last axis; None if it is its own.
-        num_unused: zeros behind the joined pieces of a matrix, along its last axis.
+        num_unused: zeros after the joined pieces of a matrix, along its last axis.
     """
 
     path: ParameterPath

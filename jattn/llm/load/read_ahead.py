@@ -51,7 +51,7 @@ def read_ahead(items: Sequence[Sequence[FileRange]]) -> Iterator[None]:
         for _ in items:
             for chunk in started.popleft()[1]:
                 chunk.result()
-            # Before this one is used: the disk would stand still meanwhile behind one larger than the bound.
+            # Before this one is used: the disk would stand still while one larger than the bound is used.
             read_more()
             yield
 

@@ -53,7 +53,7 @@ def save_model(
         defaults: settings of sampling to write to generation_config.json.
 
     Raises:
-        InvalidInput: dtype is not float32, bfloat16 or float16, or an argument is in the place of another.
+        InvalidInput: dtype is not float32, bfloat16 or float16, or two arguments are swapped.
         Unsupported: no supported architecture stores this config.
 
     Example:

@@ -173,7 +173,7 @@ class SparseMLP(nnx.Module):
         return out.reshape(len(rows), -1, rows.shape[-1]).sum(1)
 
     def _own(self, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the routing by this device's ids: experts of others are below 0 or behind the last."""
+        """Returns the routing by this device's ids: experts of others are below 0 or past the last."""
         count, parallel = self.num_local_experts, self.parallel
         if count == self.moe.num_experts or parallel is None:
             return weights, experts

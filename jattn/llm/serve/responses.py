@@ -63,8 +63,8 @@ class Sample:
 class Answer:
     """The frame of one HTTP answer, created at seconds of Unix time; the tokenizer is for prompts and single tokens.
 
-    A chat is read by `reading`. The id comes behind a prefix of each form. The numbers of the prompts' tokens are for
-    the counts within a stream.
+    A chat is read by `reading`. The id follows the prefix of its form. The numbers of the prompts' tokens are for the
+    counts within a stream.
     """
 
     request: Generation
@@ -303,7 +303,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def _of_no_tokens(output: RequestOutput) -> RequestOutput:
-    """Returns an output as if nothing had been generated behind the prompt."""
+    """Returns an output as if nothing had been generated after the prompt."""
     nothing: dict[str, Any] = {"text": "", "token_ids": (), "finish_reason": "length", "stop_reason": None}
     completions = (replace(each, **nothing, logprobs=None if each.logprobs is None else ()) for each in output.outputs)
     return replace(output, outputs=tuple(completions))

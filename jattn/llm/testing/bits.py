@@ -30,7 +30,7 @@ _OF_ROWS = ("input_layernorm", "self_attn.qkv_proj", "post_attention_layernorm",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartBits:
-    """The hidden states behind one part of the model, by one path, against the training pass.
+    """The hidden states after one part of the model, by one path, against the training pass.
 
     Attributes:
         path: "prefill" or "decode".
@@ -101,7 +101,7 @@ def compare_bits(
     """Compares generation with the training pass of the same model, bit by bit.
 
     An engine generates for all prompts at once; `forward_dense` then recomputes the log-probabilities of its tokens.
-    The hidden states behind each layer are compared too, of prompts and of tokens that are decoded one by one.
+    The hidden states after each layer are compared too, of prompts and of tokens that are decoded one by one.
 
     Args:
         model: a folder, a GGUF file, a Decoder, which is switched, or None for the embedded model.

@@ -110,7 +110,7 @@ def layer_rows(
     """
     count = len(exact[0])
     names = ["embedding", *(f"layers.{index}" for index in range(count - 2)), "norm"]
-    # transformers gives the last layer's state behind the norm alone.
+    # transformers gives the last layer's state only after the norm.
     places = [*range(count - 1), -1]
     for state, (name, place) in enumerate(zip(names, places, strict=True)):
         truth = [each[state] for each in exact]

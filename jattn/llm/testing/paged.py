@@ -181,7 +181,7 @@ def _step(
     graph: nnx.GraphDef,
     part: Literal["logits", "layers", "encoder"],
 ) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
-    """Returns the logits, the hidden states behind every layer, or nothing of an encoder; and the caches."""
+    """Returns the logits, the hidden states after every layer, or nothing of an encoder; and the caches."""
     model = nnx.merge(graph, state)
     if part == "encoder":
         return None, model.encode(token_ids, positions, kv_caches, metadata)

@@ -123,7 +123,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._unread, skip_special_tokens=skip)[len(known) :]
 
     def _cut(self, searched: int) -> bool:
-        """Cuts the text at the first stop string that ends behind the characters that were searched before, if any."""
+        """Cuts the text at the first stop string that ends after the characters that were searched before, if any."""
         if self.num_tokens <= self._min_tokens:
             return False
         places = [(self.text.find(stop, max(searched + 1 - len(stop), 0)), stop) for stop in self._stop]

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as token ids with special tokens, cut to a length behind which a model reads nothing."""
+"""Texts and pairs of texts as token ids with special tokens, cut to the length that a model reads."""
 
 from __future__ import annotations
 

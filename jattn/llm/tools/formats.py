@@ -19,7 +19,7 @@ class ToolFormat:
             and the JSON object of its arguments; "xml" has a tag for each argument; "python" is a list of Python calls;
             "channels" is Harmony.
         begin: markers in front of calls.
-        end: markers behind them; an answer may end before them.
+        end: markers after them; an answer may end before them.
         dropped: further markers around calls.
         bare: calls may also begin with the first character of an answer, without a marker. Such a call must name a
             tool of the request: any JSON could be meant for the reader.

@@ -290,7 +290,7 @@ class AnswerParser:
         yield from self._end(form)
 
     def _end(self, form: ToolFormat) -> Wait[None]:
-        """Passes over the marker behind a call, and what is in front of it."""
+        """Skips the marker after a call, and the space before it."""
         source = self._source
         self._mark = source.at
         yield from source.space()

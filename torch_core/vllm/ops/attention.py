@@ -152,7 +152,7 @@ def context_attention_fwd(
         sinks_bias_key0: must be False.
 
     Raises:
-        InvalidInput: on a CPU, a sequence that begins before the first row, ends behind the last one, or is longer than
+        InvalidInput: on a CPU, a sequence that begins before the first row, ends after the last one, or is longer than
             max_input_len.
         Unsupported: sinks_bias_key0.
     """

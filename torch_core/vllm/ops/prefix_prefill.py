@@ -154,7 +154,7 @@ def _as_blocks(
 
 
 def _context(cache: Tensor, tables: Tensor, lens: Tensor, room: int, scale: Scale, dtype: torch.dtype) -> Tensor:
-    """Copies the blocks of each sequence one after the other, as real values, with room for more behind them."""
+    """Copies the blocks of each sequence one after the other, as real values, with room for more after them."""
     num_seqs, width = tables.shape
     block_size = cache.shape[1]
     used = torch.arange(width, device=tables.device) * block_size < lens[:, None]

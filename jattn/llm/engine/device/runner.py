@@ -274,7 +274,7 @@ class ModelRunner:
         self._predicted(self._hidden, rows, token_ids, num_logprobs)
 
     def _run(self, bucket: Bucket, state: SamplerState, buffer: np.ndarray) -> Sampled:
-        # Compiled behind the pool's checks of JAX's settings.
+        # Compiled after the pool's checks of JAX's settings.
         programs = self.programs
         programs.last.append(bucket)
         sampled, self._last_tokens, state = self._pool.run(

@@ -157,7 +157,7 @@ class SamplingParams:
         logit_bias: mapping from token id to a number that is added to its logit.
         allowed_token_ids: the only tokens that may be sampled. Stored as a tuple.
         bad_words: texts that the output's text does not contain, whatever tokens they would come by; also not within a
-            word, or behind a space. White space at their beginning does not count (vLLM), upper and lower case do. A
+            word, or after a space. White space at their beginning does not count (vLLM), upper and lower case do. A
             token that would complete one is not sampled. If that leaves none, the request ends with the reason
             "error". Stored as a tuple.
         structured_outputs: required format of the text.

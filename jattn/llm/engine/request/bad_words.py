@@ -113,7 +113,7 @@ class _SortedTokens:
         self._bytes = [b"" if token in left_out else tokens.of(token) for token in range(vocab_size)]
         self._order = sorted(range(vocab_size), key=self._bytes.__getitem__)
         self._sorted = [self._bytes[token] for token in self._order]
-        # A byte that no UTF-8 has lies between two tokens, and behind the last as often as a word has bytes.
+        # A byte that no UTF-8 has lies between two tokens, and after the last as often as a word has bytes.
         self._joined = np.frombuffer(b"\xff".join(self._bytes) + b"\xff" * MAX_BAD_WORD_BYTES, np.uint8)
         self._starts = np.cumsum([0, *(len(own) + 1 for own in self._bytes)])
 

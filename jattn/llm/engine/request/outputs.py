@@ -138,7 +138,7 @@ class SamplingMask:
     bits: np.ndarray
 
     def __add__(self, later: SamplingMask) -> SamplingMask:
-        """Returns the masks of these positions and those behind them."""
+        """Returns the masks of these positions and of the later ones."""
         return SamplingMask(np.concatenate([self.bits, later.bits]))
 
     @property
@@ -183,7 +183,7 @@ class CompletionOutput:
     routed_experts: np.ndarray | None = None
 
     def __add__(self, later: CompletionOutput) -> CompletionOutput:
-        """Returns this part of a sample and the part behind it as one."""
+        """Returns this part of a sample and the next part as one."""
         total, mask, more = self.cumulative_logprob, self.sampling_mask, later.sampling_mask
         if mask is None or more is None:
             # A part without tokens has none.

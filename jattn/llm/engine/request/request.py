@@ -342,7 +342,7 @@ class Request:
         if not self.request_id:
             self.request_id = f"{AUTOMATIC}{number}"
         if self.params.seed is None:
-            # A sum of arrays: it begins again behind the largest uint32.
+            # A sum of arrays: it begins again after the largest uint32.
             seed = self.sampling[PACKED_SEED : PACKED_SEED + 1].view(np.uint32)
             seed += np.uint32(number & 0xFFFFFFFF)
 

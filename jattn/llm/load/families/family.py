@@ -121,7 +121,7 @@ class Family:
         whole: one whose language model is of this family; it is read alone.
         windows: None without windows, "all" for every layer, or a function of a layer's index and the file's values
             that says which layers have the window if no layer_types does.
-        two_sided_window: the file's key of the tokens that a query sees on both sides together, in the place of
+        two_sided_window: the file's key of the tokens that a query sees on both sides together, instead of
             sliding_window.
         layer_types: the files' names of types of layers, and the types of `ModelConfig.layer_types` that they are. The
             first name of a type is written; "full_attention" is always known.
