@@ -10,16 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn import ops
-from jattn.metadata import AttentionMetadata
-from jattn.nn.norms import normalised
 from jattn.nn.options import ConvSize, DType, Epsilon, Implementation, Size
-from jattn.nn.states import ConvWeights, linears, packed_sequences
+from jattn.nn.states import ConvWeights, GatedDeltaNet, linears
 from torch_core.base.limits import Limits, checked
-from torch_core.base.specs import StateCacheSpec
 
 
-class KimiDeltaAttention(nnx.Module):
+class KimiDeltaAttention(GatedDeltaNet):
     """The layer of Kimi Linear (arXiv:2510.26692). Calls are as those of `GatedDeltaNet`.
 
     The products with the input are one: queries, keys, values, the compressed gates of channels and of results, and the
@@ -64,7 +60,9 @@ class KimiDeltaAttention(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.num_heads, self.in_features, self.head_dim = num_heads, in_features, head_dim
+        self.num_heads = self.num_kv_heads = num_heads
+        self.head_dim = self.key_dim = self.value_dim = head_dim
+        self.in_features = in_features
         self.implementation, self.lower_bound = implementation, lower_bound
         size = num_heads * head_dim
         self.gate_size = size if full_rank_gates else head_dim
@@ -78,53 +76,15 @@ class KimiDeltaAttention(nnx.Module):
         self.norm = nnx.RMSNorm(head_dim, epsilon=epsilon, dtype=jnp.float32, param_dtype=param_dtype, rngs=rngs)
         self.out_proj = linear(size, in_features)
 
-    def state_spec(self, dtype: str = "float32") -> StateCacheSpec:
-        """Returns the layout of the layer's states: of the convolution in `dtype`, and matrices in float32."""
-        return self.conv1d.state_spec((self.num_heads, self.head_dim, self.head_dim), dtype=dtype)
-
-    def __call__(
-        self,
-        inputs: jax.Array,
-        *,
-        states: tuple[jax.Array, jax.Array] | None = None,
-        metadata: AttentionMetadata | None = None,
-    ) -> Any:
-        """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
-        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
-        conv_states, matrices = (None, None) if states is None else states
-        size, dim, inner = self.num_heads * self.head_dim, self.head_dim, self.gate_size
-        ends = np.cumsum((3 * size, inner, inner, self.num_heads))
-        projected = self.in_proj(inputs.reshape(-1, self.in_features))
+    def _read(self, projected: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+        inner = self.gate_size
+        ends = np.cumsum((3 * self.num_heads * self.head_dim, inner, inner, self.num_heads))
         # A device's part of a model may have unused columns at the end.
         _, forget, gate, beta, _ = jnp.split(projected, ends, axis=-1)
-        mixed, conv_states = self.conv1d(
-            projected,
-            conv_states,
-            sequences,
-            first_column=0,
-            out_sizes=(size, size, size),
-            activation="silu",
-            implementation=self.implementation,
-        )
-        query, key, value = map(self._heads, mixed)
         forget = forget if self.f_b_proj is None else self.f_b_proj(forget)
-        out, matrices = ops.gated_delta_rule(
-            query,
-            key,
-            value,
-            jax.nn.sigmoid(beta.astype(jnp.float32)),
-            gk=self._decays(self._heads(forget.astype(jnp.float32) + self.dt_bias[...][None])),
-            states=matrices,
-            max_query_len=longest,
-            scale=dim**-0.5,
-            use_qk_l2norm_in_kernel=True,
-            implementation=self.implementation,
-            **sequences,
-        )
-        gate = self._heads(gate if self.g_b_proj is None else self.g_b_proj(gate)).astype(jnp.float32)
-        out = (normalised(self.norm, out) * jax.nn.sigmoid(gate)).astype(projected.dtype)
-        out = self.out_proj(out.reshape(len(out), -1)).reshape(*inputs.shape[:-1], -1)
-        return out if states is None else (out, (conv_states, matrices))
+        gate = gate if self.g_b_proj is None else self.g_b_proj(gate)
+        decays = self._decays(self._heads(forget.astype(jnp.float32) + self.dt_bias[...][None]))
+        return jax.nn.sigmoid(beta.astype(jnp.float32)), {"gk": decays}, jax.nn.sigmoid(gate.astype(jnp.float32))
 
     def _decays(self, x: jax.Array) -> jax.Array:
         """Returns the logarithms of the factors of the state, [tokens, heads, head_dim]."""

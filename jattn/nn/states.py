@@ -125,9 +125,7 @@ class GatedDeltaNet(nnx.Module):
         conv_states, matrices = (None, None) if states is None else states
         keys, values = self.num_kv_heads * self.key_dim, self.num_heads * self.value_dim
         projected = self.in_proj(inputs.reshape(-1, self.in_features))
-        ends = np.cumsum((2 * keys + values, values, 2 * self.num_heads))
-        _, z, steps, _ = jnp.split(projected, ends, axis=-1)
-        steps = steps.reshape(-1, 2, self.num_heads).astype(jnp.float32)
+        beta, gates, factors = self._read(projected)
         mixed, conv_states = self.conv1d(
             projected,
             conv_states,
@@ -143,22 +141,28 @@ class GatedDeltaNet(nnx.Module):
             query,
             key,
             value,
-            jax.nn.sigmoid(steps[:, 0]) * (1 + self.allow_neg_eigval),
-            g=self._gates(steps[:, 1]),
+            beta,
             states=matrices,
             max_query_len=longest,
             scale=self.key_dim**-0.5,
             use_qk_l2norm_in_kernel=True,
             implementation=self.implementation,
+            **gates,
             **sequences,
         )
-        out = normalised(self.norm, out) * jax.nn.silu(z.astype(jnp.float32).reshape(out.shape))
-        out = self.out_proj(out.astype(projected.dtype).reshape(z.shape)).reshape(*inputs.shape[:-1], -1)
+        out = (normalised(self.norm, out) * factors.reshape(out.shape)).astype(projected.dtype)
+        out = self.out_proj(out.reshape(len(out), -1)).reshape(*inputs.shape[:-1], -1)
         return out if states is None else (out, (conv_states, matrices))
 
-    def _gates(self, decay: jax.Array) -> jax.Array:
-        """Returns the logarithms of the factors of the state, [tokens, heads]."""
-        return -jnp.exp(self.A_log[...])[None] * jax.nn.softplus(decay + self.dt_bias[...][None])
+    def _read(self, projected: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+        """Returns step sizes, the logarithms of decays by the rule's keyword, and factors of the normalised results."""
+        keys, values = self.num_kv_heads * self.key_dim, self.num_heads * self.value_dim
+        ends = np.cumsum((2 * keys + values, values, 2 * self.num_heads))
+        _, z, steps, _ = jnp.split(projected, ends, axis=-1)
+        steps = steps.reshape(-1, 2, self.num_heads).astype(jnp.float32)
+        gates = -jnp.exp(self.A_log[...])[None] * jax.nn.softplus(steps[:, 1] + self.dt_bias[...][None])
+        beta = jax.nn.sigmoid(steps[:, 0]) * (1 + self.allow_neg_eigval)
+        return beta, {"g": gates}, jax.nn.silu(z.astype(jnp.float32))
 
 
 class ShortConv(nnx.Module):
