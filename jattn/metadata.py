@@ -285,10 +285,8 @@ class AttentionMetadata:
     def check_blocks(self, name: str, block_size: int) -> None:
         """Refuses a cache, called `name`, whose blocks have not the size that tables and slots were made for."""
         if self.block_size not in (None, block_size):
-            raise InvalidInput(
-                f"metadata is for blocks of {self.block_size} tokens and {name} of {block_size}; build it with the "
-                "cache's block_size."
-            )
+            problem = f"is for blocks of {self.block_size} tokens and {name} of {block_size}"
+            raise InvalidInput("metadata", problem, "build it with the cache's block_size")
 
     def positions(self, num_tokens: int) -> jax.Array:
         """Returns int32[num_tokens], the position of each new token in its sequence; values of padding are undefined.

@@ -51,10 +51,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         raise InvalidInput("array", "was deleted (its buffer was donated to a jitted call)", wanted)
     device, *others = array.devices()
     if others:
-        raise InvalidInput(
-            f"array is spread over {1 + len(others)} devices; a torch tensor lives on one. Pass "
-            "array.addressable_shards[i].data."
-        )
+        wanted = "a torch tensor lives on one. Pass array.addressable_shards[i].data"
+        raise InvalidInput("array", f"is spread over {1 + len(others)} devices", wanted)
     _check_dtype("array", array.dtype.name)
     if device.platform not in ("cpu", "gpu"):
         wanted = "torch shares memory with 'cpu' and 'gpu' (CUDA) only"

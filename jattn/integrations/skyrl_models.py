@@ -29,10 +29,8 @@ def served(model: nnx.Module, *, max_model_len: int) -> Served:
     """
     source: Any = model
     if type(model).__module__.split(".")[-1] not in ("qwen3", "llama3"):
-        raise Unsupported(
-            f"model is a {type(model).__name__}; Qwen 3 and Llama 3 of skyrl.tx.models are served. Give a "
-            "jattn.llm.models.Served of another model."
-        )
+        wanted = "Qwen 3 and Llama 3 of skyrl.tx.models are served. Give a jattn.llm.models.Served of another model"
+        raise Unsupported("model", f"is a {type(model).__name__}", wanted)
     config, first = source.config, source.model.layers[0].self_attn
     spec = PagedSpec(
         vocab_size=config.vocab_size,

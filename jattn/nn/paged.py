@@ -106,10 +106,8 @@ class PagedAttention(nnx.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise InvalidInput(
-                f"num_heads is {num_heads} and num_kv_heads {num_kv_heads}; both must be positive and the first a "
-                "multiple of the second."
-            )
+            wanted = "both must be positive and the first a multiple of the second"
+            raise InvalidInput("num_heads", f"is {num_heads} and num_kv_heads {num_kv_heads}", wanted)
         for name, size in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
             if size < 1:
                 raise InvalidInput(name, f"is {size}", "it must be at least 1")

@@ -239,15 +239,11 @@ class AttentionCall(Call[A]):
         key, value = self._keys_and_values()
         key_name = "the key cache" if self.reads_cache else "key"
         if 0 in (self.num_heads, self.head_size, *key.shape[1:], *value.shape[1:]):
-            raise InvalidInput(
-                f"query has shape {list(self.query.shape)} and {key_name} {list(key.shape)}; there must be at least "
-                "one head, one element and one slot."
-            )
+            wanted = "there must be at least one head, one element and one slot"
+            raise InvalidInput("query", f"has shape {list(self.query.shape)} and {key_name} {list(key.shape)}", wanted)
         if self.num_heads % self.num_kv_heads:
-            raise InvalidInput(
-                f"query has {self.num_heads} heads and {key_name} {self.num_kv_heads}; the first must be a multiple "
-                "of the second."
-            )
+            wanted = "the first must be a multiple of the second"
+            raise InvalidInput("query", f"has {self.num_heads} heads and {key_name} {self.num_kv_heads}", wanted)
         if dtype_name(key) != dtype_name(value):
             raise InvalidInput(f"keys are {dtype_name(key)} and values {dtype_name(value)}; both must be of one dtype.")
         shape = (self.num_tokens, self.num_heads, self.value_head_size)
@@ -472,15 +468,11 @@ class DenseCall(SegmentFields[A], AttentionCall[A]):
         super().check_options()
         if (self.dropout_rate > 0) != self.drops:
             given = "given" if self.drops else "missing"
-            raise InvalidInput(
-                f"dropout_rate is {self.dropout_rate} and dropout_seeds {given}; a rate above 0 needs seeds, and seeds "
-                "need one."
-            )
+            wanted = "a rate above 0 needs seeds, and seeds need one"
+            raise InvalidInput("dropout_rate", f"is {self.dropout_rate} and dropout_seeds {given}", wanted)
         if self.key_dtype != dtype_name(self.query):
-            raise InvalidInput(
-                f"query is {dtype_name(self.query)} and key {self.key_dtype}; they must be equal: 8-bit keys need a "
-                "paged cache."
-            )
+            wanted = "they must be equal: 8-bit keys need a paged cache"
+            raise InvalidInput("query", f"is {dtype_name(self.query)} and key {self.key_dtype}", wanted)
 
     def _keys_and_values(self) -> tuple[A, A]:
         return self.key, self.value

@@ -81,7 +81,5 @@ class MergeCall(Call[A]):
             if dtype_name(lse) != wanted:
                 raise InvalidInput(name, f"is {dtype_name(lse)}", f"it must be {wanted}")
         if self.out_scale is not None and self.result_dtype not in FP8_DTYPES:
-            raise InvalidInput(
-                f"out is {self.result_dtype} and out_scale is given; a scale is for an fp8 output: pass an fp8 out, "
-                "or out_dtype."
-            )
+            wanted = "a scale is for an fp8 output: pass an fp8 out, or out_dtype"
+            raise InvalidInput("out", f"is {self.result_dtype} and out_scale is given", wanted)

@@ -95,19 +95,16 @@ class WriteCall(Call[A]):
         key, value, cache = dtype_name(self.key), dtype_name(self.value), self.cache_dtype
         check_token_scales(self.k_scale_cache, self.v_scale_cache, self.k_scale, self.v_scale, cache)
         if self.kv_cache is not None and self.key.shape[2] != self.value.shape[2]:
-            raise InvalidInput(
-                f"value has head size {self.value.shape[2]} and key {self.key.shape[2]}; in one cache they are equal."
-            )
+            wanted = "in one cache they are equal"
+            raise InvalidInput("value", f"has head size {self.value.shape[2]} and key {self.key.shape[2]}", wanted)
         if self.value_cache is not None and dtype_name(self.value_cache) != cache:
             raise InvalidInput(f"key_cache is {cache} and value_cache {dtype_name(self.value_cache)}; use one dtype.")
         if cache not in (*KV_CACHE_DTYPES, "float64"):
             raise InvalidInput(f"the cache is {cache}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
         for name, array in (("key", self.key), ("value", self.value)):
             if array.shape[0] < self.slot_mapping.shape[0]:
-                raise InvalidInput(
-                    f"slot_mapping has {self.slot_mapping.shape[0]} entries and {name} {array.shape[0]} tokens; give "
-                    "at most one slot for each token."
-                )
+                problem = f"has {self.slot_mapping.shape[0]} entries and {name} {array.shape[0]} tokens"
+                raise InvalidInput("slot_mapping", problem, "give at most one slot for each token")
         wanted = (*QUERY_DTYPES, "float64") if self.k_scale_cache is not None else (*QUERY_DTYPES, "float64", cache)
         for name, dtype in (("key", key), ("value", value)):
             if dtype not in wanted:
@@ -163,6 +160,5 @@ class CopyCall(Call[A]):
     def check_options(self) -> None:
         """Checks the number of axes."""
         if not 1 <= len(self.kv_cache.shape) <= 5:
-            raise InvalidInput(
-                f"kv_cache has shape {list(self.kv_cache.shape)}; it must have 1 to 5 axes, blocks first."
-            )
+            wanted = "it must have 1 to 5 axes, blocks first"
+            raise InvalidInput("kv_cache", f"has shape {list(self.kv_cache.shape)}", wanted)

@@ -96,15 +96,11 @@ class ExpertsCall(Call[A]):
         """Checks sizes and the dtypes that go together."""
         inner, gate_up = self.down_kernel.shape[1], self.gate_up_kernel.shape[2]
         if gate_up not in (inner, 2 * inner):
-            raise InvalidInput(
-                f"gate_up_kernel has {gate_up} columns; they must be gate and up of down_kernel's {inner} rows, "
-                f"{2 * inner}, or up alone."
-            )
+            wanted = f"they must be gate and up of down_kernel's {inner} rows, {2 * inner}, or up alone"
+            raise InvalidInput("gate_up_kernel", f"has {gate_up} columns", wanted)
         if 0 in (*self.gate_up_kernel.shape, *self.down_kernel.shape):
-            raise InvalidInput(
-                f"gate_up_kernel has shape {list(self.gate_up_kernel.shape)}; there must be at least one expert, and "
-                "no size may be 0."
-            )
+            wanted = "there must be at least one expert, and no size may be 0"
+            raise InvalidInput("gate_up_kernel", f"has shape {list(self.gate_up_kernel.shape)}", wanted)
         dtype = dtype_name(self.hidden_states)
         wide = "float64" if dtype == "float64" else "float32"
         if dtype not in (*QUERY_DTYPES, "float64"):

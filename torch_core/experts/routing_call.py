@@ -93,14 +93,11 @@ class RouteCall(Call[A]):
             raise InvalidInput("scoring_func", value=self.scoring_func, wanted=f"use one of {', '.join(SCORING_FUNCS)}")
         size = self.num_experts // self.n_group
         if self.num_experts % self.n_group or size < (2 if self.sums_two else 1):
-            raise InvalidInput(
-                f"n_group is {self.n_group} with {self.num_experts} experts; it must divide them into groups of at "
-                f"least {2 if self.sums_two else 1}."
-            )
+            wanted = f"it must divide them into groups of at least {2 if self.sums_two else 1}"
+            raise InvalidInput("n_group", f"is {self.n_group} with {self.num_experts} experts", wanted)
         if self.top_k > size * self.topk_group:
-            raise InvalidInput(
-                f"top_k is {self.top_k}; {self.topk_group} groups of {size} experts have only {size * self.topk_group}."
-            )
+            wanted = f"{self.topk_group} groups of {size} experts have only {size * self.topk_group}"
+            raise InvalidInput("top_k", f"is {self.top_k}", wanted)
 
     @property
     def sums_two(self) -> bool:

@@ -95,15 +95,11 @@ class LatentCall(TableCall[A]):
         if self.is_packed:
             _check_packed(shape[2], rank, self.head_size - rank, self.k_scale)
         elif shape[2] != self.head_size:
-            raise InvalidInput(
-                f"latent_cache has shape {shape}; it must be [num_blocks, block_size, head_size] with head_size = "
-                f"{self.head_size}, that of query."
-            )
+            wanted = f"it must be [num_blocks, block_size, head_size] with head_size = {self.head_size}, that of query"
+            raise InvalidInput("latent_cache", f"has shape {shape}", wanted)
         if rank > self.head_size:
-            raise InvalidInput(
-                f"kv_lora_rank is {rank} and latent_cache has rows of {self.head_size}; a row is the latent and, after "
-                "it, the rotary key."
-            )
+            wanted = "a row is the latent and, after it, the rotary key"
+            raise InvalidInput("kv_lora_rank", f"is {rank} and latent_cache has rows of {self.head_size}", wanted)
         super().check_options()
 
     def _keys_and_values(self) -> tuple[Any, Any]:
@@ -197,20 +193,16 @@ class LatentWriteCall(Call[A]):
         if self.is_packed:
             _check_packed(size, rank, rope, self.k_scale)
         elif rank + rope != size or 0 in (rank, rope):
-            raise InvalidInput(
-                f"kv_c has {rank} elements, k_pe {rope}, and latent_cache rows of {size}; a row is the first and, "
-                "after it, the second, both of at least one element."
-            )
+            wanted = "a row is the first and, after it, the second, both of at least one element"
+            raise InvalidInput("kv_c", f"has {rank} elements, k_pe {rope}, and latent_cache rows of {size}", wanted)
         self._check_rotation(rope)
         cache = dtype_name(self.latent_cache)
         if not self.is_packed and cache not in (*KV_CACHE_DTYPES, "float64"):
             raise InvalidInput(f"latent_cache is {cache}; it must be one of {', '.join(KV_CACHE_DTYPES)}.")
         for name, array in (("kv_c", self.kv_c), ("k_pe", self.k_pe)):
             if array.shape[0] < self.slot_mapping.shape[0]:
-                raise InvalidInput(
-                    f"slot_mapping has {self.slot_mapping.shape[0]} entries and {name} {array.shape[0]} tokens; give "
-                    "at most one slot for each token."
-                )
+                problem = f"has {self.slot_mapping.shape[0]} entries and {name} {array.shape[0]} tokens"
+                raise InvalidInput("slot_mapping", problem, "give at most one slot for each token")
             if dtype_name(array) not in (*QUERY_DTYPES, "float64", cache):
                 raise InvalidInput(
                     f"{name} is {dtype_name(array)} and latent_cache {cache}; give float32, bfloat16 or float16, or "
@@ -223,15 +215,11 @@ class LatentWriteCall(Call[A]):
         if self.cos_sin_cache is None or self.positions is None:
             return
         if rope % 2 or self.cos_sin_cache.shape[1] != rope:
-            raise InvalidInput(
-                f"k_pe has {rope} elements and cos_sin_cache {self.cos_sin_cache.shape[1]}; each pair of the first has "
-                "a cosine and a sine in the second: they must be equal, and even."
-            )
+            wanted = "each pair of the first has a cosine and a sine in the second: they must be equal, and even"
+            raise InvalidInput("k_pe", f"has {rope} elements and cos_sin_cache {self.cos_sin_cache.shape[1]}", wanted)
         if self.positions.shape[0] < self.slot_mapping.shape[0]:
-            raise InvalidInput(
-                f"slot_mapping has {self.slot_mapping.shape[0]} entries and positions {self.positions.shape[0]}; give "
-                "a position for each."
-            )
+            problem = f"has {self.slot_mapping.shape[0]} entries and positions {self.positions.shape[0]}"
+            raise InvalidInput("slot_mapping", problem, "give a position for each")
 
 
 def _is_packed(latent_cache: Any) -> bool:
@@ -241,10 +229,8 @@ def _is_packed(latent_cache: Any) -> bool:
 def _check_packed(size: int, rank: int, rope: int, scale: object) -> None:
     needed = packed_latent_bytes(rank, rope)
     if size != needed:
-        raise InvalidInput(
-            f"latent_cache is uint8 with rows of {size} bytes; a packed row of a latent of {rank} and a rotary key of "
-            f"{rope} elements has {needed}."
-        )
+        wanted = f"a packed row of a latent of {rank} and a rotary key of {rope} elements has {needed}"
+        raise InvalidInput("latent_cache", f"is uint8 with rows of {size} bytes", wanted)
     if scale is not None:
         raise InvalidInput("k_scale is given and latent_cache packed; packed rows have scales of their own: leave it.")
 

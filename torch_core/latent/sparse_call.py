@@ -89,16 +89,12 @@ class IndexerCall(Call[A]):
     def check_options(self) -> None:
         """Checks sizes and the dtypes that go together."""
         if 0 in (*self.query.shape[1:], *self.key_cache.shape):
-            raise InvalidInput(
-                f"query has shape {list(self.query.shape)} and key_cache {list(self.key_cache.shape)}; there must be "
-                "at least one head, one element and one slot."
-            )
+            problem = f"has shape {list(self.query.shape)} and key_cache {list(self.key_cache.shape)}"
+            raise InvalidInput("query", problem, "there must be at least one head, one element and one slot")
         query, key = dtype_name(self.query), dtype_name(self.key_cache)
         if query not in QUERY_DTYPES or key not in (query, *FP8_DTYPES, "int8"):
-            raise InvalidInput(
-                f"query is {query} and key_cache {key}; give a query of float32, bfloat16 or float16, and keys of the "
-                "same or quantised to 8 bits."
-            )
+            wanted = "give a query of float32, bfloat16 or float16, and keys of the same or quantised to 8 bits"
+            raise InvalidInput("query", f"is {query} and key_cache {key}", wanted)
 
     def outputs(self) -> dict[str, ArraySpec]:
         """Returns `logits`: the score of every place of a table, query by query."""
@@ -185,10 +181,8 @@ def check_choice(call: LatentCall[A], topk_indices: A) -> None:
     """
     shape, spec = tuple(topk_indices.shape), call.spec
     if len(shape) != 2 or shape[0] != call.num_tokens or shape[1] < 1 or dtype_name(topk_indices) != "int32":
-        raise InvalidInput(
-            f"topk_indices is {dtype_name(topk_indices)} of shape {list(shape)}; it must be int32 [{call.num_tokens}, "
-            "topk], positions for each row of query."
-        )
+        wanted = f"it must be int32 [{call.num_tokens}, topk], positions for each row of query"
+        raise InvalidInput("topk_indices", f"is {dtype_name(topk_indices)} of shape {list(shape)}", wanted)
     if (spec.window_left, spec.window_right, spec.attention_chunk) != (None, None, None):
         raise Unsupported("a window or attention_chunk is given; chosen keys are the whole mask: leave it.")
 

@@ -328,10 +328,8 @@ class EngineCore(Owner):
 
         def checked() -> Arrivals:
             if unfinished == "finish" and self.asleep and self.requests:
-                raise InvalidInput(
-                    "unfinished is 'finish' and the engine is asleep; wake() and let its requests end before, or say "
-                    "'restart'."
-                )
+                wanted = "wake() and let its requests end before, or say 'restart'"
+                raise InvalidInput("unfinished", "is 'finish' and the engine is asleep", wanted)
             return check(device.runner.weights)
 
         return device.brought(checked, is_idle=self.asleep)

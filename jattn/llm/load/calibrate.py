@@ -62,10 +62,9 @@ def calibrate_kv_cache(
     """
     spec, parallel = model.paged_spec, getattr(model, "parallel", None)
     if parallel is not None:
-        raise Unsupported(
-            f"model is cut over {parallel.size} devices, of which each would see its own heads alone; measure the "
-            "whole model (jattn.llm.load.load_model) and give EngineConfig(kv_cache_scales=...)."
-        )
+        problem = f"is cut over {parallel.size} devices, of which each would see its own heads alone"
+        wanted = "measure the whole model (jattn.llm.load.load_model) and give EngineConfig(kv_cache_scales=...)"
+        raise Unsupported("model", problem, wanted)
     rows = (
         _random_prompts(spec, seed) if prompts is None else [_checked(i, each, spec) for i, each in enumerate(prompts)]
     )

@@ -102,10 +102,8 @@ def compare_with_torch(
         config = subject.decoder.config
         torch_config = parse_config(read_config(torch_folder, hf_overrides))
         if torch_config.vocab_size != config.vocab_size:
-            raise InvalidInput(
-                f"torch_model has vocab_size {torch_config.vocab_size} and the model {config.vocab_size}; the two "
-                "cannot be compared."
-            )
+            problem = f"has vocab_size {torch_config.vocab_size} and the model {config.vocab_size}"
+            raise InvalidInput("torch_model", problem, "the two cannot be compared")
         shared: dict[str, Any] = {"dtype": config.dtype, "hf_overrides": hf_overrides}
         gguf = None if torch_model else subject.gguf
         side = load_torch_side(torch_folder, torch_config, device=torch_device, gguf=gguf, **shared)

@@ -47,10 +47,8 @@ def paged_attention(call: PagedCall[Tensor], *, compute_dtype: torch.dtype | Non
     """
     call = on_the_host(call)
     if call.seq_lens.shape[0] != call.num_seqs:
-        raise InvalidInput(
-            f"seq_lens has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}; they need "
-            "num_seqs and num_seqs + 1."
-        )
+        problem = f"has {call.seq_lens.shape[0]} entries and query_start_loc {call.num_seqs + 1}"
+        raise InvalidInput("seq_lens", problem, "they need num_seqs and num_seqs + 1")
     # The specification defines the result of more queries than keys under a causal mask; the operations refuse them.
     call.of({**call.__dict__, "spec": replace(call.spec, causal=False)}).check_values()
     key_cache, value_cache = call.kv_cache.unbind(1) if call.kv_cache is not None else call.caches
@@ -100,10 +98,8 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
     call.check_values()
     query_starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
     if len(query_starts) != len(key_starts):
-        raise InvalidInput(
-            f"key_start_loc has {len(key_starts)} entries and query_start_loc {len(query_starts)}; "
-            "both need num_seqs + 1."
-        )
+        problem = f"has {len(key_starts)} entries and query_start_loc {len(query_starts)}"
+        raise InvalidInput("key_start_loc", problem, "both need num_seqs + 1")
     output, lse, compute_dtype = empty_results(call, compute_dtype)
     for seq in range(call.num_seqs):
         every_row, every_key = (torch.arange(*starts[seq : seq + 2]) for starts in (query_starts, key_starts))

@@ -80,10 +80,8 @@ def pool_plan(
             context_parallel_size=config.decode_context_parallel_size,
         )
     if config.num_blocks > most:
-        raise InvalidInput(
-            f"num_blocks is {config.num_blocks}; with blocks of {config.tokens_per_block} tokens it must be at most "
-            f"{most}, because slots are int32."
-        )
+        wanted = f"with blocks of {config.tokens_per_block} tokens it must be at most {most}, because slots are int32"
+        raise InvalidInput("num_blocks", f"is {config.num_blocks}", wanted)
     return PoolPlan(
         spec=spec,
         num_layers=num_layers,

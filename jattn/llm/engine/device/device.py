@@ -440,18 +440,14 @@ def check_types(model: object, config: object) -> None:
         InvalidInput: the message names the missing attribute.
     """
     if not isinstance(model, nnx.Module):
-        raise InvalidInput(
-            f"model is a {type(model).__name__}; it must be an nnx.Module: a jattn.llm.models.PagedModel."
-        )
+        wanted = "it must be an nnx.Module: a jattn.llm.models.PagedModel"
+        raise InvalidInput("model", f"is a {type(model).__name__}", wanted)
     if not isinstance(getattr(model, "paged_spec", None), PagedSpec):
-        raise InvalidInput(
-            f"model is a {type(model).__name__} without a paged_spec; give it one, a jattn.llm.models.PagedSpec, as an "
-            "attribute of its class or its own."
-        )
+        wanted = "give it one, a jattn.llm.models.PagedSpec, as an attribute of its class or its own"
+        raise InvalidInput("model", f"is a {type(model).__name__} without a paged_spec", wanted)
     if not callable(getattr(model, "logits", None)):
-        raise InvalidInput(
-            f"model is a {type(model).__name__} without logits(hidden); see jattn.llm.models.PagedModel."
-        )
+        wanted = "see jattn.llm.models.PagedModel"
+        raise InvalidInput("model", f"is a {type(model).__name__} without logits(hidden)", wanted)
     check_config(config)
 
 

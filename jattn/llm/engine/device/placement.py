@@ -105,9 +105,8 @@ class Placement:
         parallel = getattr(model, "parallel", None)
         if mesh is None:
             if parallel is not None:
-                raise InvalidInput(
-                    f"model is cut over {parallel.size} devices; give the engine its mesh: EngineConfig(mesh=...)."
-                )
+                wanted = "give the engine its mesh: EngineConfig(mesh=...)"
+                raise InvalidInput("model", f"is cut over {parallel.size} devices", wanted)
             return cls(), _on_one_device(model)
         size = mesh.shape["tp"]
         if parallel is None and isinstance(model, Decoder) and size > 1:
@@ -127,9 +126,8 @@ class Placement:
             )
         found: TensorParallel = cast(Any, model).parallel if size > 1 else TensorParallel(size=1)
         if found.size != size or found.axis != "tp":
-            raise InvalidInput(
-                f"model is cut over {found.size} devices of axis {found.axis!r}; the engine's mesh has {size} of 'tp'."
-            )
+            wanted = f"the engine's mesh has {size} of 'tp'"
+            raise InvalidInput("model", f"is cut over {found.size} devices of axis {found.axis!r}", wanted)
         if found.context_size != context_size:
             raise InvalidInput(
                 f"model is cut with context_size {found.context_size}; decode_context_parallel_size is {context_size}. "
@@ -145,10 +143,8 @@ class Placement:
     ) -> tuple[Placement, PagedModel]:
         spec, size = model.paged_spec, mesh.shape["tp"]
         if context_size > 1:
-            raise Unsupported(
-                f"decode_context_parallel_size is {context_size} and the model is cut by its annotations, which "
-                "split a cache by heads alone; leave it at 1."
-            )
+            problem = f"is {context_size} and the model is cut by its annotations, which split a cache by heads alone"
+            raise Unsupported("decode_context_parallel_size", problem, "leave it at 1")
         splits_heads = spec.kv_lora_rank is None
         if splits_heads and spec.num_kv_heads % size:
             wanted = f"{size} devices split the cache by heads, so that they must divide them"
@@ -167,10 +163,8 @@ def replica_meshes(config: EngineConfig) -> list[Mesh | None]:
         return [None]
     devices = jax.devices() if config.mesh is None else config.mesh.devices.ravel()
     if len(devices) < tensor * data:
-        raise InvalidInput(
-            f"tensor_parallel_size is {tensor} and data_parallel_size {data}, {tensor * data} devices in all; there "
-            f"are {len(devices)}."
-        )
+        problem = f"is {tensor} and data_parallel_size {data}, {tensor * data} devices in all"
+        raise InvalidInput("tensor_parallel_size", problem, f"there are {len(devices)}")
     chosen = np.asarray(devices[: tensor * data], object).reshape(data, tensor)
     if config.mesh is not None and config.mesh.axis_names[0] == "tp":
         chosen = np.asarray(devices, object).reshape(tensor, data).T
