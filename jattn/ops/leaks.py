@@ -28,10 +28,8 @@ def refuse_leaked(**given: Any) -> None:
     tracers = {name: [x for x in jax.tree.leaves(tree) if isinstance(x, Tracer)] for name, tree in given.items()}
     name = next((name for name, found in tracers.items() if found), None)
     if name is not None and _nothing_is_traced():
-        raise InvalidInput(
-            f"{name} is a tracer of a function that JAX traced and left (jit, grad, scan or another one); return the "
-            "array from that function, and pass on what it returned."
-        )
+        problem = "is a tracer of a function that JAX traced and left (jit, grad, scan or another one)"
+        raise InvalidInput(name, problem, "return the array from that function, and pass on what it returned")
 
 
 def _nothing_is_traced() -> bool:

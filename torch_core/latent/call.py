@@ -204,10 +204,8 @@ class LatentWriteCall(Call[A]):
                 problem = f"has {self.slot_mapping.shape[0]} entries and {name} {array.shape[0]} tokens"
                 raise InvalidInput("slot_mapping", problem, "give at most one slot for each token")
             if dtype_name(array) not in (*QUERY_DTYPES, "float64", cache):
-                raise InvalidInput(
-                    f"{name} is {dtype_name(array)} and latent_cache {cache}; give float32, bfloat16 or float16, or "
-                    "the cache's own dtype."
-                )
+                wanted = "give float32, bfloat16 or float16, or the cache's own dtype"
+                raise InvalidInput(name, f"is {dtype_name(array)} and latent_cache {cache}", wanted)
 
     def _check_rotation(self, rope: int) -> None:
         if (self.cos_sin_cache is None) != (self.positions is None):
