@@ -114,5 +114,5 @@ def test_asking_for_the_lse_does_not_change_the_output():
 def test_groups_that_exceed_the_bound_on_memory_are_split_without_a_trace(monkeypatch):
     case = paged_case(5, seq_lens=[90] * 7, query_lens=[1] * 7)
     expected = case.run(ops.paged_attention)
-    monkeypatch.setattr("torch_core.attention.cpu.paged._MAX_GROUP_ELEMENTS", 128 * 2 * 32 * 3)
+    monkeypatch.setattr("torch_core.attention.cpu.attention._MAX_GROUP_ELEMENTS", 128 * 2 * 32 * 3)
     assert torch.equal(case.run(ops.paged_attention), expected)

@@ -26,7 +26,7 @@ register(
     Op(
         call=PagedCall,
         reference="torch_core.attention.reference.attention:paged_attention",
-        cpu="torch_core.attention.cpu.paged:paged_attention",
+        cpu="torch_core.attention.cpu.attention:paged_attention",
         plan="torch_core.attention.choose:plan_attention",
         serves=(
             compute_dtype("query", (*QUERY_DTYPES, *FP8_DTYPES)),
@@ -41,13 +41,13 @@ register(
     Op(
         call=DenseCall,
         reference="torch_core.attention.reference.attention:attention",
-        cpu="torch_core.attention.cpu.dense:attention",
+        cpu="torch_core.attention.cpu.attention:attention",
         plan="torch_core.attention.choose:plan_attention",
         serves=(compute_dtype("query"), HEAD_SIZE, strides(contiguous=CONTIGUOUS), BATCH_INVARIANT),
     ),
     Op(
         call=DenseBackwardCall,
-        reference="torch_core.attention.reference.backward:attention_backward",
+        reference="torch_core.attention.reference.attention:attention_backward",
         cpu="torch_core.attention.cpu.backward:attention_backward",
         plan="torch_core.attention.choose:plan_attention_backward",
         serves=(compute_dtype("query"), HEAD_SIZE, strides(contiguous=CONTIGUOUS, free=("lse",)), DERIVATIVE),

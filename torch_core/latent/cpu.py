@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_core.attention.cpu.attention import paged_attention
 from torch_core.attention.cpu.gather import raw_array
-from torch_core.attention.cpu.paged import paged_attention
 from torch_core.cache_writes.cpu import rotate, write_kv_cache
 from torch_core.latent.call import LatentCall, LatentWriteCall, as_paged, as_write
 from torch_core.latent.packed import pack_latents, unpack_latents

@@ -1,4 +1,4 @@
-"""Attention of whole batches: over the blocks of a cache, and over keys and values that lie packed in memory."""
+"""Attention of whole batches, over the blocks of a cache and over packed keys and values, and its derivative."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torch_core.attention.backward_call import DenseBackwardCall, forward_of
 from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.reference.sequence import attend, empty_results, on_the_host, store_output
 from torch_core.base.errors import InvalidInput
@@ -110,6 +111,31 @@ def attention(call: DenseCall[Tensor], *, compute_dtype: torch.dtype | None = No
             found, sums = attend(call, seq, query, key, value)
             output[rows], lse[rows] = found.to(output.dtype), sums.to(lse.dtype)
     return store_output(call, output), lse.to(call.query.device)
+
+
+def attention_backward(
+    call: DenseBackwardCall[Tensor], *, compute_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Returns the gradients by name (`DenseBackwardCall.outputs`), in `compute_dtype` (the query's when None).
+
+    The forward pass is computed again: `out` and `lse` are not read.
+
+    Raises:
+        InvalidInput: as `attention`.
+    """
+    compute_dtype = compute_dtype or call.query.dtype
+    names = [name.removeprefix("d_") for name in call.outputs()]
+    leaves = {name: getattr(call, name).detach().cpu().to(compute_dtype, copy=True).requires_grad_() for name in names}
+    real = torch.arange(call.num_tokens) < call.query_start_loc[-1].item()
+    d_out = call.d_out.cpu().to(compute_dtype).masked_fill(~real[:, None, None], 0)
+    with torch.enable_grad():
+        out, lse = attention(forward_of(call).with_arrays(leaves), compute_dtype=compute_dtype)
+        loss = (out * d_out).sum()
+        if call.d_lse is not None:
+            seen = lse > -torch.inf
+            loss = loss + (lse.masked_fill(~seen, 0) * call.d_lse.cpu().to(lse.dtype).masked_fill(~seen, 0)).sum()
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {f"d_{name}": gradient for name, gradient in zip(names, found, strict=True)}
 
 
 def _segments(call: DenseCall[Tensor], rows: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Paged attention for CPU tensors: splits a batch into groups of decode rows and single longer sequences."""
+"""Attention for CPU tensors: over a paged cache, in groups of decode rows and single sequences, and packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_core.attention.call import PagedCall
+from torch_core.attention.call import DenseCall, PagedCall
 from torch_core.attention.cpu.core import fused_applies
 from torch_core.attention.cpu.decode import decode_group, padded_blocks
 from torch_core.attention.cpu.gather import gather_blocks, scale_value
@@ -54,6 +54,32 @@ def paged_attention(call: PagedCall[Tensor]) -> dict[str, Tensor]:
     for seq in single:
         rows = slice(starts[seq], starts[seq + 1])
         results.store(rows, *_attend_single(call, query[rows], scale, extras.of_sequence(call, seq), seq))
+    return found
+
+
+def attention(call: DenseCall[Tensor]) -> dict[str, Tensor]:
+    """Attends packed sequences one by one in float32. Nothing is checked."""
+    query_starts, key_starts = call.query_start_loc.tolist(), call.key_start_loc.tolist()
+    seqs = [
+        seq
+        for seq in range(call.num_seqs)
+        if query_starts[seq + 1] > query_starts[seq] and key_starts[seq + 1] > key_starts[seq]
+    ]
+    found, results = open_results(call)
+    query = _as_heads(call.query, call.num_kv_heads)
+    key, value = (x.float() if x.stride(2) == 1 else x.float().contiguous() for x in (call.key, call.value))
+    all_extras = Extras.of(call)
+    for seq in seqs:
+        extras = all_extras.of_sequence(call, seq)
+        rows = slice(query_starts[seq], query_starts[seq + 1])
+        key_len = key_starts[seq + 1] - key_starts[seq]
+        first = 0 if extras.mm_ranges is not None else first_key(key_len - rows.stop + rows.start, key_len, call.spec)
+        keys = slice(key_starts[seq] + first, key_starts[seq + 1])
+        near = (x[keys].transpose(0, 1) for x in (key, value))
+        attended = attend_rows(
+            query[rows], *near, first_key=first, key_len=key_len, scale=call.spec.scale, spec=call.spec, extras=extras
+        )
+        results.store(rows, *attended)
     return found
 
 
