@@ -43,13 +43,7 @@ class LoRA(nnx.Module):
     """
 
     def __init__(
-        self,
-        base_module: nnx.Module,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        param_dtype: Any = None,
-        rngs: nnx.Rngs,
+        self, base_module: nnx.Module, *, rank: int, alpha: float | None = None, param_dtype: Any = None, rngs: nnx.Rngs
     ) -> None:
         if not isinstance(base_module, nnx.Linear | nnx.LinearGeneral):
             wanted = "it must be an nnx.Linear or nnx.LinearGeneral"

@@ -125,8 +125,7 @@ EVERYWHERE = (
     Served("log-sum-exp output, float32, natural logarithm", ALL),
     Served("output dtype: the query's, bfloat16 for an fp8 query, another one, scaled fp8", ALL),
     Served(
-        "kv_chunk_size",
-        {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"},
+        "kv_chunk_size", {"triton": "fixes the chunks of keys", "torch": "changes nothing", "xla": "changes nothing"}
     ),
     Served("vmap", {"triton": "dense in one call, others one after the other", "torch": "the same", "xla": "yes"}),
 )

@@ -305,9 +305,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         return self.generate(prompts, sampling_params, rng=rng, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def verify(
-        self,
-        outputs: Sequence[RequestOutput],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, outputs: Sequence[RequestOutput], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Verification:
         """Compares log-probabilities of generated tokens with those of a training pass over each text, bit by bit.
 
@@ -340,10 +338,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         self.engine.update_weights(state, **options)
 
     def calibrate_kv_cache(
-        self,
-        prompts: Prompt | Sequence[Prompt] | None = None,
-        *,
-        inputs: Inputs | Sequence[Inputs] | None = None,
+        self, prompts: Prompt | Sequence[Prompt] | None = None, *, inputs: Inputs | Sequence[Inputs] | None = None
     ) -> KVCacheScales:
         """Measures the scales of an 8-bit cache, and uses them from then on if the engine has such a cache.
 

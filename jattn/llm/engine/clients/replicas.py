@@ -56,12 +56,7 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
     """
 
     def __init__(
-        self,
-        model: PagedModel,
-        config: EngineConfig,
-        *,
-        tokenizer: TextTokenizer | None = None,
-        follow: bool = True,
+        self, model: PagedModel, config: EngineConfig, *, tokenizer: TextTokenizer | None = None, follow: bool = True
     ) -> None:
         # Their threads share one interpreter.
         steps = config.most_scheduler_steps

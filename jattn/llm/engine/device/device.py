@@ -183,12 +183,7 @@ class Device:
 
 
 def open_device(
-    model: PagedModel,
-    config: EngineConfig,
-    *,
-    mesh: Mesh | None = None,
-    max_model_len: int,
-    model_fingerprint: bytes,
+    model: PagedModel, config: EngineConfig, *, mesh: Mesh | None = None, max_model_len: int, model_fingerprint: bytes
 ) -> tuple[Device, CacheConfig, PoolPlan]:
     """Allocates an engine's device side; returns it with the allocator's sizes and the pool's plan.
 

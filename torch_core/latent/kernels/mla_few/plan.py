@@ -40,10 +40,7 @@ def few_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKerne
             "TERMS": 2 if call.query.dtype == "bfloat16" else 4,
             "SLOTS": _PACKED_SLOTS if call.is_packed else _SLOTS,
         },
-        arguments={
-            **arguments,
-            "packed": Pointer("latent_cache") if call.is_packed else ABSENT,
-        },
+        arguments={**arguments, "packed": Pointer("latent_cache") if call.is_packed else ABSENT},
     )
 
 
