@@ -143,14 +143,8 @@ class CommittedStep:
     @property
     def moves_memory(self) -> bool:
         """Whether the device has blocks or slots to scrub, swap or copy before the rows."""
-        return bool(
-            self.copies
-            or self.swaps
-            or self.blocks_to_scrub
-            or self.state_copies
-            or self.state_swaps
-            or self.slots_to_scrub
-        )
+        blocks = self.copies or self.swaps or self.blocks_to_scrub
+        return bool(blocks or self.state_copies or self.state_swaps or self.slots_to_scrub)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
