@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jattn.llm.engine import CompletionOutput, RequestOutput
 from jattn.llm.serve.errors import RequestError
-from jattn.llm.serve.messages import message_of, new_call_id
+from jattn.llm.serve.messages import message_of, new_call_id, object_of
 from jattn.llm.serve.responses import Answer, Sample, usage
 from jattn.llm.tools.parser import Part
 
@@ -54,7 +53,7 @@ class MessageAnswer:
             content.append(_block("reasoning", found.reasoning))
         if found.text:
             content.append(_block("text", found.text))
-        content += [_call(each.call_id, each.name, _object(each.arguments)) for each in found.calls]
+        content += [_call(each.call_id, each.name, object_of(each.arguments) or {}) for each in found.calls]
         self._num_calls = len(found.calls)
         return self._message(content, _usage(outputs)) | self._end(completion)
 
@@ -119,15 +118,6 @@ def _block(kind: str, text: str) -> dict[str, Any]:
 
 def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call; none of a call that was cut."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jattn.llm.serve.bodies import GenerationBody, read_body
+from jattn.llm.serve.bodies import GenerationBody, List, Object, Text, Whole, read_body
 from jattn.llm.serve.protocol import Generation, parse_as_chat
 from jattn.llm.text.messages import as_message
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
-from torch_core.base.limits import Limits
 
 #: Fields of a chat, by their names in the client's body.
 _NAMES = {
@@ -45,17 +44,17 @@ def _check_edits(name: str, value: Any) -> None:
 class MessagesBody(GenerationBody):
     """The body of `/v1/messages`; the parameters of sampling are a chat's."""
 
-    messages: Annotated[list[Any], Limits(wanted="a list")]
-    max_tokens: Annotated[int, Limits(wanted="a whole number")]  # type: ignore[misc]
+    messages: List
+    max_tokens: Whole  # type: ignore[misc]
     system: Annotated[Any, _check_system] = None
-    stop_sequences: Annotated[list[Any] | None, Limits(wanted="a list")] = None
-    tools: Annotated[list[Any] | None, Limits(wanted="a list")] = None
-    tool_choice: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
-    thinking: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
-    output_config: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
+    stop_sequences: List | None = None
+    tools: List | None = None
+    tool_choice: Object | None = None
+    thinking: Object | None = None
+    output_config: Object | None = None
     context_management: Annotated[Any, _check_edits] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
-    chat_template: Annotated[str | None, Limits(wanted="a string")] = None
+    chat_template_kwargs: Object | None = None
+    chat_template: Text | None = None
     #: Changes no answer: the cache is automatic.
     cache_control: Any = None
 

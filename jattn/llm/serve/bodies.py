@@ -93,11 +93,12 @@ def _check_tool_choice(name: str, value: Any) -> None:
         raise InvalidInput(name, value=value, wanted="it must be none, auto, required, or the function to call")
 
 
-_Flag = Annotated[bool, Limits(wanted="true or false")]
-_Whole = Annotated[int, Limits(wanted="a whole number")]
-_Text = Annotated[str, Limits(wanted="a string")]
-_List = Annotated[list[Any], Limits(wanted="a list")]
-_Object = Annotated[dict[str, Any], Limits(wanted="an object")]
+#: Types of fields, with the words of errors.
+Flag = Annotated[bool, Limits(wanted="true or false")]
+Whole = Annotated[int, Limits(wanted="a whole number")]
+Text = Annotated[str, Limits(wanted="a string")]
+List = Annotated[list[Any], Limits(wanted="a list")]
+Object = Annotated[dict[str, Any], Limits(wanted="an object")]
 #: Conditions of fields in addition to their type, with the text of the error.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tokens": (
@@ -114,7 +115,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 class Body:
     """The fields of every body; a field that is null counts as missing."""
 
-    model: _Text | None = None
+    model: Text | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,17 +129,17 @@ class Body:
 class LoadLoraBody(Body):
     """The fields of `/v1/load_lora_adapter`, vLLM's: the name of an adapter and its folder on the server."""
 
-    lora_name: _Text | None = None
-    lora_path: _Text | None = None
-    load_inplace: _Flag = False
+    lora_name: Text | None = None
+    lora_path: Text | None = None
+    load_inplace: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadLoraBody(Body):
     """The fields of `/v1/unload_lora_adapter`, vLLM's."""
 
-    lora_name: _Text | None = None
-    lora_int_id: _Whole | None = None
+    lora_name: Text | None = None
+    lora_int_id: Whole | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +153,16 @@ class GenerationBody(Body):
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    max_tokens: _Whole | None = None
-    seed: _Whole | None = None
-    logit_bias: _Object | None = None
-    structured_outputs: _Object | None = None
-    response_format: _Object | None = None
-    stream: _Flag = False
-    stream_options: _Object | None = None
-    cache_salt: _Text | None = None
-    priority: _Whole = 0
-    vllm_xargs: _Object | None = None
+    max_tokens: Whole | None = None
+    seed: Whole | None = None
+    logit_bias: Object | None = None
+    structured_outputs: Object | None = None
+    response_format: Object | None = None
+    stream: Flag = False
+    stream_options: Object | None = None
+    cache_salt: Text | None = None
+    priority: Whole = 0
+    vllm_xargs: Object | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +170,11 @@ class CompletionBody(GenerationBody):
     """The body of `/v1/completions`: of `best_of` samples the best `n` are returned, after the prompt with `echo`."""
 
     prompt: Annotated[Any, _check_texts]
-    max_tokens: _Whole | None = 16
-    logprobs: _Whole | None = None
-    best_of: _Whole | None = None
-    echo: _Flag = False
-    return_token_ids: _Flag = False
+    max_tokens: Whole | None = 16
+    logprobs: Whole | None = None
+    best_of: Whole | None = None
+    echo: Flag = False
+    return_token_ids: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,34 +185,34 @@ class ChatBody(GenerationBody):
     reasoning out.
     """
 
-    messages: _List
-    max_completion_tokens: _Whole | None = None
-    logprobs: _Flag = False
+    messages: List
+    max_completion_tokens: Whole | None = None
+    logprobs: Flag = False
     top_logprobs: Annotated[int | None, Limits(0, 20, also="")] = None
-    tools: _List | None = None
+    tools: List | None = None
     tool_choice: Annotated[Any, _check_tool_choice] = None
-    parallel_tool_calls: _Flag = True
-    include_reasoning: _Flag = True
+    parallel_tool_calls: Flag = True
+    include_reasoning: Flag = True
     reasoning_effort: Annotated[str | None, Choices(*_EFFORTS)] = None
-    chat_template: _Text | None = None
-    chat_template_kwargs: _Object = field(default_factory=dict)
-    add_generation_prompt: _Flag = True
-    return_token_ids: _Flag = False
+    chat_template: Text | None = None
+    chat_template_kwargs: Object = field(default_factory=dict)
+    add_generation_prompt: Flag = True
+    return_token_ids: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody(Body):
     """The body of `/tokenize` with a prompt."""
 
-    prompt: _Text
-    add_special_tokens: _Flag = True
+    prompt: Text
+    add_special_tokens: Flag = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetokenizeBody(Body):
     """The body of `/detokenize`."""
 
-    tokens: _List
+    tokens: List
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,9 +240,9 @@ class EmbeddingsBody(VectorsBody):
 
     input: Annotated[Any, _check_texts]
     encoding_format: Annotated[str, Choices("float", "base64")] = "float"
-    normalize: _Flag = True
+    normalize: Flag = True
     dimensions: Annotated[int | None, Limits(1, also="")] = None
-    prompt_name: _Text | None = None
+    prompt_name: Text | None = None
 
     texts_field = "input"
 
@@ -269,7 +270,7 @@ class ScoreBody(VectorsBody):
     documents: Annotated[Any, _check_strings] = None
     data_1: Annotated[Any, _check_strings] = None
     data_2: Annotated[Any, _check_strings] = None
-    use_activation: _Flag = True
+    use_activation: Flag = True
 
     texts_field = "text_2"
 
@@ -298,11 +299,11 @@ class ScoreBody(VectorsBody):
 class RerankBody(VectorsBody):
     """The body of `/v1/rerank`: the `top_n` documents that fit best, or all (0), as texts or as objects with text."""
 
-    query: _Text
-    documents: _List
+    query: Text
+    documents: List
     top_n: Annotated[int, Limits(0)] = 0
-    return_documents: _Flag = True
-    use_activation: _Flag = True
+    return_documents: Flag = True
+    use_activation: Flag = True
 
     texts_field = "documents"
 

@@ -96,7 +96,7 @@ def message_of(reading: Reading | None, text: str, *, cut: bool, includes_reason
             said.append(part.text)
         elif part.kind == "name":
             is_last = part.call == len(arguments) - 1
-            if _is_object(arguments[part.call]) or (cut and is_last):
+            if object_of(arguments[part.call]) is not None or (cut and is_last):
                 calls.append(CalledTool(new_call_id(reading), part.text, arguments[part.call]))
             else:
                 begin, end = parser.spans[part.call]
@@ -107,12 +107,14 @@ def message_of(reading: Reading | None, text: str, *, cut: bool, includes_reason
     return ChatMessage(None if is_empty else found, reasoning if includes_reasoning else None, calls)
 
 
+def object_of(text: str) -> dict[str, Any] | None:
+    """Returns a JSON object; None of another text, such as the arguments of a call that was cut."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _joined(parts: Iterable[Part], kind: str, call: int = 0) -> str:
     return "".join(part.text for part in parts if part.kind == kind and part.call == call)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

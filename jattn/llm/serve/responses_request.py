@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jattn.llm.serve.bodies import GenerationBody, read_body
+from jattn.llm.serve.bodies import Flag, GenerationBody, List, Object, Text, Whole, read_body
 from jattn.llm.serve.protocol import Generation, parse_as_chat
 from jattn.llm.text.messages import as_message
 from torch_core.base.checks import shown
@@ -59,19 +59,19 @@ class ResponsesBody(GenerationBody):
     """The body of `/v1/responses`; the parameters of sampling are a chat's."""
 
     input: Annotated[Any, _check_input]
-    instructions: Annotated[str | None, Limits(wanted="a string")] = None
-    max_output_tokens: Annotated[int | None, Limits(wanted="a whole number")] = None
-    tools: Annotated[list[Any] | None, Limits(wanted="a list")] = None
+    instructions: Text | None = None
+    max_output_tokens: Whole | None = None
+    tools: List | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Annotated[bool, Limits(wanted="true or false")] = True
-    text: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
-    reasoning: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
+    parallel_tool_calls: Flag = True
+    text: Object | None = None
+    reasoning: Object | None = None
     top_logprobs: Annotated[int | None, Limits(0, 20, also="")] = None
     include: Annotated[list[Any], _check_include] = field(default_factory=list)
     truncation: Annotated[str, _check_truncation] = "disabled"
     max_tool_calls: Any = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Limits(wanted="an object")] = None
-    chat_template: Annotated[str | None, Limits(wanted="a string")] = None
+    chat_template_kwargs: Object | None = None
+    chat_template: Text | None = None
     previous_response_id: _refused(_NOTHING_STORED) = None  # type: ignore[valid-type]
     conversation: _refused(_NOTHING_STORED) = None  # type: ignore[valid-type]
     background: _refused("this server answers a request while it is open: leave it out") = None  # type: ignore[valid-type]
