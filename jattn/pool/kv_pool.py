@@ -309,12 +309,10 @@ class KVPool(Owner):
         part = pairs // self._blocks_of_a_part
         apart = np.flatnonzero(part[:, 0] != part[:, 1])
         if apart.size:
-            raise InvalidInput(
-                f"copies[{int(apart[0])}]",
-                f"is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices",
-                f"a block is copied among the {self._blocks_of_a_part} of one. Read it and write it, "
-                "or compute it again",
-            )
+            problem = f"is {tuple(pairs[apart[0]].tolist())}, two blocks of different devices"
+            wanted = f"a block is copied among the {self._blocks_of_a_part} of one"
+            fix = "Read it and write it, or compute it again"
+            raise InvalidInput(f"copies[{int(apart[0])}]", problem, f"{wanted}. {fix}")
         program, padded = programs.copy_program(self._first_device(), pairs)
         self._run(self._blocks, self._on_parts(program), padded)
 

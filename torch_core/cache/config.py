@@ -152,11 +152,9 @@ class CacheGroup:
             if value is not None:
                 check_int(f"{field} of cache group {self.name!r}", value, 1, INT32_MAX)
         if self.sliding_window is not None and self.attention_chunk is not None:
-            raise InvalidInput(
-                "sliding_window",
-                f"of cache group {self.name!r} is {self.sliding_window} and attention_chunk {self.attention_chunk}",
-                "a layer has one of them. Set the other to None",
-            )
+            both = f"is {self.sliding_window} and attention_chunk {self.attention_chunk}"
+            wanted = "a layer has one of them. Set the other to None"
+            raise InvalidInput("sliding_window", f"of cache group {self.name!r} {both}", wanted)
 
 
 class GroupLayout:

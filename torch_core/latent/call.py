@@ -76,12 +76,8 @@ class LatentCall(TableCall[A]):
         """Makes the spec, unless it is given, and checks the options that are numbers."""
         if self.spec is None and scale is None:
             # A default would be of the absorbed head, which is wider than the one that the model was trained with.
-            raise InvalidInput(
-                "scale",
-                value=None,
-                wanted="give that of the plain form, (nope_dim + rope_dim) ** -0.5 for most models: latents do not "
-                "say it",
-            )
+            wanted = "give that of the plain form, (nope_dim + rope_dim) ** -0.5 for most models: latents do not say it"
+            raise InvalidInput("scale", value=None, wanted=wanted)
         super().__post_init__(scale, *mask)
 
     def check_statics(self) -> None:

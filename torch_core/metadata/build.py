@@ -122,12 +122,9 @@ def build_common_metadata(
         layout.check_buffer(buffer)
     query_start_loc, seq_lens, tables, slot_mapping, positions = views = layout.views(buffer, _ARRAYS)
     if (seq_lens.size, slot_mapping.size, tables.shape[1]) != (num_seqs, num_tokens, width):
-        raise InvalidInput(
-            "layout",
-            f"is for {seq_lens.size} sequences, {slot_mapping.size} tokens and {tables.shape[1]} blocks",
-            f"the step is padded to {num_seqs}, {num_tokens} and {width}. Pass its sizes as num_seqs, num_tokens and "
-            "max_blocks",
-        )
+        problem = f"is for {seq_lens.size} sequences, {slot_mapping.size} tokens and {tables.shape[1]} blocks"
+        padded = f"the step is padded to {num_seqs}, {num_tokens} and {width}"
+        raise InvalidInput("layout", problem, f"{padded}. Pass its sizes as num_seqs, num_tokens and max_blocks")
 
     if uniform:
         query_start_loc[: num_reqs + 1] = _multiples(uniform, num_reqs + 1)

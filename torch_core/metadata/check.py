@@ -87,12 +87,9 @@ def check_query_start_loc(
             "Leave it out of the step, or make it a padding row",
         )
     if (index := first_true(steps != 0, reqs)) is not None:
-        raise InvalidInput(
-            f"query_start_loc[{index + 1}]",
-            f"is {query_start_loc[index + 1]} after {query_start_loc[index]}, but row {index} is padding "
-            f"(num_reqs is {reqs})",
-            "padding rows repeat the last sum",
-        )
+        sums = f"is {query_start_loc[index + 1]} after {query_start_loc[index]}"
+        problem = f"{sums}, but row {index} is padding (num_reqs is {reqs})"
+        raise InvalidInput(f"query_start_loc[{index + 1}]", problem, "padding rows repeat the last sum")
     if query_start_loc[-1] != num_tokens:
         wanted = f"it must equal the number of new tokens, {num_tokens}"
         raise InvalidInput(f"query_start_loc[{rows}]", value=query_start_loc[-1], wanted=wanted)
@@ -243,12 +240,9 @@ def _check_arrays(metadata: CommonAttentionMetadata) -> None:
         if value.shape != shape:
             raise InvalidInput(name, f"has shape {value.shape}", f"{shape} is required")
     if metadata.num_reqs > metadata.num_seqs or metadata.num_actual_tokens > metadata.num_tokens:
-        raise InvalidInput(
-            "num_reqs",
-            f"is {metadata.num_reqs} of {metadata.num_seqs} rows and num_actual_tokens is {metadata.num_actual_tokens} "
-            f"of {metadata.num_tokens} tokens",
-            "the arrays must hold them all",
-        )
+        rows = f"{metadata.num_reqs} of {metadata.num_seqs} rows"
+        tokens = f"num_actual_tokens is {metadata.num_actual_tokens} of {metadata.num_tokens} tokens"
+        raise InvalidInput("num_reqs", f"is {rows} and {tokens}", "the arrays must hold them all")
 
 
 def _check_bound(name: str, bound: int, lengths: np.ndarray) -> None:
@@ -278,12 +272,9 @@ def _check_sharing(metadata: CommonAttentionMetadata, seq_ids: SeqIds, ref_count
         counts = np.asarray(ref_counts)[blocks]
         if (index := first_true(counts != 1)) is not None:
             token = int(np.flatnonzero(written)[index])
-            raise InvalidInput(
-                f"slot_mapping[{token}]",
-                f"is {slots[token]} in block {blocks[index]}, which has {counts[index]} holders ("
-                f"{row_name(int(row[token]), seq_ids)} writes it)",
-                "copy the block first",
-            )
+            problem = f"is {slots[token]} in block {blocks[index]}, which has {counts[index]} holders"
+            writer = row_name(int(row[token]), seq_ids)
+            raise InvalidInput(f"slot_mapping[{token}]", f"{problem} ({writer} writes it)", "copy the block first")
     owner = np.full(metadata.num_blocks, -1)
     owner[blocks] = row[written]
     tables = metadata.block_tables[:reqs]

@@ -136,19 +136,14 @@ def writing_8_bits(
     copy = nnx.merge(*nnx.split(cast(nnx.Module, model)))
     layers, count = list(paged_layers(copy)), model.paged_spec.num_layers
     if len(layers) != count:
-        raise Unsupported(
-            "kv_cache_dtype",
-            f"is {dtype}, and {len(layers)} of {count} layers with a cache are a PagedAttention "
-            "or a MultiHeadLatentAttention, which alone know scales. A model that writes 8 bits "
-            "itself says so in its paged_spec",
-        )
+        known = f"{len(layers)} of {count} layers with a cache are a PagedAttention or a MultiHeadLatentAttention"
+        wanted = "A model that writes 8 bits itself says so in its paged_spec"
+        raise Unsupported("kv_cache_dtype", f"is {dtype}, and {known}, which alone know scales. {wanted}")
     scales = scales or KVCacheScales.carried_by(copy)
     if scales is None and dtype == "int8":
-        raise InvalidInput(
-            "kv_cache_dtype",
-            "is int8 and there are no scales, without which it keeps nothing. Measure them: "
-            "EngineConfig(kv_cache_scales=calibrate_kv_cache(model, prompts)), or take 'fp8'",
-        )
+        fix = "Measure them: EngineConfig(kv_cache_scales=calibrate_kv_cache(model, prompts)), or take 'fp8'"
+        problem = "is int8 and there are no scales, without which it keeps nothing"
+        raise InvalidInput("kv_cache_dtype", f"{problem}. {fix}")
     if scales is None:
         event(logging.WARNING, "kv_cache_without_scales", kv_cache_dtype=dtype, scale=1.0)
     for path, layer in layers:

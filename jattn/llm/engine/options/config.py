@@ -189,19 +189,13 @@ class EngineConfig:
             wanted = f"it must be below {of_one}"
             raise InvalidInput("num_speculative_tokens", value=self.num_speculative_tokens, wanted=wanted)
         if tokens < self.max_num_seqs:
-            raise InvalidInput(
-                "max_num_batched_tokens",
-                value=tokens,
-                wanted=f"it must be at least max_num_seqs ({self.max_num_seqs}), one token for each sequence of a "
-                "decode step",
-            )
+            least = f"max_num_seqs ({self.max_num_seqs}), one token for each sequence of a decode step"
+            raise InvalidInput("max_num_batched_tokens", value=tokens, wanted=f"it must be at least {least}")
         if self.tensor_parallel_size % self.decode_context_parallel_size:
-            raise InvalidInput(
-                "decode_context_parallel_size",
-                value=self.decode_context_parallel_size,
-                wanted=f"it must divide tensor_parallel_size ({self.tensor_parallel_size}), whose devices share the "
-                "sequences",
-            )
+            size = f"tensor_parallel_size ({self.tensor_parallel_size})"
+            wanted = f"it must divide {size}, whose devices share the sequences"
+            value = self.decode_context_parallel_size
+            raise InvalidInput("decode_context_parallel_size", value=value, wanted=wanted)
         if self.num_speculative_tokens:
             object.__setattr__(self, "steps_in_flight", 1)
             object.__setattr__(self, "num_scheduler_steps", 1)

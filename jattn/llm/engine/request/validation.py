@@ -167,12 +167,9 @@ class Validator:
         max_tokens = max(self.max_model_len - num_tokens, 1) if params.max_tokens is None else params.max_tokens
         total = num_tokens + max_tokens
         if max_tokens >= self.max_model_len > num_tokens:
-            raise RequestTooLong(
-                "max_tokens",
-                value=max_tokens,
-                wanted=f"this engine's max_model_len is {self.max_model_len}, and the prompt has "
-                f"{num_tokens} of it. Lower it, or pass None for as many as there is room for",
-            )
+            room = f"this engine's max_model_len is {self.max_model_len}, and the prompt has {num_tokens} of it"
+            wanted = f"{room}. Lower it, or pass None for as many as there is room for"
+            raise RequestTooLong("max_tokens", value=max_tokens, wanted=wanted)
         if total > self.max_model_len:
             name = "the request" if request_id is None else repr(request_id)
             raise RequestTooLong(
@@ -229,12 +226,9 @@ class Validator:
         }
         for name, count in wanted.items():
             if (count or 0) > most:
-                raise InvalidInput(
-                    name,
-                    value=getattr(params, name),
-                    wanted=f"this engine's max_logprobs is {most}. Ask for fewer, or set "
-                    "EngineConfig(max_logprobs=...), which may be -1",
-                )
+                fix = "Ask for fewer, or set EngineConfig(max_logprobs=...), which may be -1"
+                reason = f"this engine's max_logprobs is {most}. {fix}"
+                raise InvalidInput(name, value=getattr(params, name), wanted=reason)
         if (count := len(params.allowed_token_ids or ())) > self._vocab_size:
             wanted = f"the vocabulary has {self._vocab_size} tokens; name each once"
             raise InvalidInput("allowed_token_ids", f"has {count} entries", wanted)
