@@ -161,3 +161,19 @@ def test_partial_results_are_planned_and_nothing_else_is_made():
 def test_long_queries_keep_their_sums_to_themselves():
     plan = _plan(num_heads=16, query_len=9)
     assert (len(plan.launches), plan.scratch) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "early"),
+    [
+        ({"num_seqs": 1}, True),
+        ({"num_seqs": 1, "num_heads": 128}, False),
+        ({"num_seqs": 1, "arch": 80}, False),
+        ({"num_seqs": 8}, False),
+        ({"num_seqs": 4, "table_tokens": 2048}, True),
+    ],
+)
+def test_a_merge_begins_early_where_half_of_the_device_is_free(changes, early):
+    launch, merge = _plan(**changes).launches
+    assert merge.dependent == early
+    assert dict(launch.constexprs)["MERGED"] == early

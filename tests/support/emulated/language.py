@@ -33,6 +33,7 @@ class Language:
                 mbarrier_arrive=lambda memory, increment_count: machine.arrive_after_gathers(memory),
             ),
             "fence_async_shared": lambda: None,
+            "let_next_begin": lambda: None,
             "warpgroup_mma": machine.multiply,
             "warpgroup_mma_init": lambda sums: sums,
             "warpgroup_mma_wait": lambda running=0, deps=(): machine.finish_products(running, deps),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.dependent import let_next_begin
 from torch_core.device.mask import Bounds, Scoring, tile_scores, visible_keys
 from torch_core.device.quantize import packed_rotary, unpacked_latents
 from torch_core.device.softmax import finish_rows, softmax_step
@@ -61,6 +62,7 @@ def latent_attention_kernel(
     NEGATE: tl.constexpr,
     EXACT: tl.constexpr,
     PACKED: tl.constexpr,
+    MERGED: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
@@ -71,8 +73,10 @@ def latent_attention_kernel(
 
     Grid: ((chunks of the batch by a static bound, plus padding) * ROW_TILES,). A sequence with one chunk is finished
     here; the others leave their running softmax as attention_split_kernel does, for attention_combine_kernel. Programs
-    past the last chunk zero the rows of padded tokens.
+    past the last chunk zero the rows of padded tokens. With MERGED the merge may begin, and waits.
     """
+    if MERGED:
+        let_next_begin()
     item = tl.program_id(0) // ROW_TILES
     rows = tl.program_id(0) % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = rows // NUM_HEADS

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.dependent import let_next_begin
 from torch_core.device.hopper_latents import BLOCK_N, ROPE, Results, Sizes, find_row, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.latent.kernels.mla_few.loads import COLUMNS, GROUP, GROUPS, Room, Source
@@ -48,6 +49,7 @@ def few_latent_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
+    MERGED: gl.constexpr,
     QUERY_STRIDES: gl.constexpr,
     OUT_STRIDES: gl.constexpr,
     TERMS: gl.constexpr,
@@ -59,6 +61,8 @@ def few_latent_kernel(
     are those of mla.kernel. The copy engine sees the cache as rows of BLOCK_ROWS from block to block;
     with a BOX of 0 blocks have one token, and threads gather their packed rows.
     """
+    if MERGED:
+        let_next_begin()
     SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
     e4m3: gl.constexpr = gl.float8e4nv
     # Rotary keys of packed rows are bfloat16.

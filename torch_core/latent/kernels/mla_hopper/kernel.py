@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_core.device.dependent import let_next_begin
 from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE, Results, Sizes, find_row, find_work, zero_padding
 from torch_core.device.hopper_rows import Output
 from torch_core.device.hopper_turns import Ring, make_barriers, make_ring, open_slot
@@ -45,6 +46,7 @@ def hopper_latent_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
+    MERGED: gl.constexpr,
     PACKED: gl.constexpr,
     OUT_STRIDES: gl.constexpr,
     SUM_REGISTERS: gl.constexpr,
@@ -66,6 +68,8 @@ def hopper_latent_kernel(
     Grid and results are those of mla.kernel. The copy engine sees the query as rows (token, head) and the cache as rows
     of BLOCK_ROWS from block to block.
     """
+    if MERGED:
+        let_next_begin()
     SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
