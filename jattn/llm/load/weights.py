@@ -281,8 +281,8 @@ def _pieces(
             block = block.swapaxes(-1, -2) if transposed else block
             block, scale = block.reshape(-1) if len(parameter.shape) == 1 else block, None
         if parameter.num_unused and piece is parameter.pieces[-1]:
-            behind = ((0, 0), (0, parameter.num_unused))
-            block, scale = (None if each is None else home.pad(each, behind) for each in (block, scale))
+            unused = ((0, 0), (0, parameter.num_unused))
+            block, scale = (None if each is None else home.pad(each, unused) for each in (block, scale))
         yield block, scale
 
 

@@ -24,7 +24,7 @@ from jattn.llm.engine.device.weights import check_version
 from jattn.llm.engine.options.config import EngineConfig, check_config
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.options.speculation import SpeculationStats
-from jattn.llm.engine.request.outputs import Outbox, TokenDelta
+from jattn.llm.engine.request.outputs import Outbox, TokenDelta, checked_outbox
 from jattn.llm.engine.request.request import Request
 from jattn.llm.engine.request.validation import taken
 from jattn.llm.engine.thread import Listener, Outcome
@@ -32,7 +32,6 @@ from jattn.llm.load import TextTokenizer
 from jattn.llm.load.kv_scales import KVCacheScales
 from jattn.llm.models import PagedModel
 from jattn.pool import PoolPlan
-from torch_core.base.errors import InvalidInput
 from torch_core.base.owners import ClosingOwner
 from torch_core.cache import CacheStats
 
@@ -230,9 +229,7 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
 
     def wait(self, outbox: Outbox) -> list[TokenDelta]:
         """Runs steps until an outbox has deltas; see `Engine.wait`. The copies run their steps at the same time."""
-        if not isinstance(outbox, Outbox):
-            raise InvalidInput("outbox", value=outbox, wanted="it must be an Outbox")
-        while not outbox:
+        while not checked_outbox(outbox):
             self.check_model()
             running = [engine for engine in self.engines if engine.runs_for(outbox)]
             if not running:

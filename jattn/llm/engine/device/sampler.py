@@ -305,10 +305,10 @@ def token_logprobs(
     """
     if batch_invariant and shards is not None:
         logits, shards = shards.gathered(logits), None
-    largest, places = jnp.max(logits, axis=-1), tokens
+    largest = jnp.max(logits, axis=-1)
     total = lambda x: jnp.sum(x, axis=-1)  # noqa: E731
     if shards is None:
-        chosen = jnp.take_along_axis(logits, places[:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     else:
         largest = jax.lax.pmax(largest, shards.axis)
         total = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), shards.axis)  # noqa: E731
