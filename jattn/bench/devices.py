@@ -66,10 +66,13 @@ def run(
     for text in sums:
         xla, ours = _sums(mesh, *sizes(text), rounds=rounds)
         yield DevicesRow(f"sum {text}", count, xla, ours, xla / ours)
-    for name, lengths, measured in (("decode", decode, _decode), ("prompt", prompt, _prompt)):
-        for length in lengths:
-            one, every = measured(mesh, length, rounds)
-            yield DevicesRow(f"{name} {length}", count, one, every, one / every / count)
+    for length in decode:
+        one, every = _decode(mesh, length, rounds)
+        yield DevicesRow(f"decode {length}", count, one, every, one / every / count)
+    for length in prompt:
+        one, *others = _prompt(mesh, length, rounds)
+        for way, every in zip(("ring", "gathered"), others, strict=True):
+            yield DevicesRow(f"prompt {length}, {way}", count, one, every, one / every / count)
 
 
 def _sums(mesh: Mesh, rows: int, width: int, *, rounds: int) -> tuple[float, float]:
@@ -136,22 +139,28 @@ def _decode(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
     return one, measured(mesh.size, partial(zeros, sharding=NamedSharding(mesh, parts)), spread)
 
 
-def _prompt(mesh: Mesh, length: int, rounds: int) -> tuple[float, float]:
+def _prompt(mesh: Mesh, length: int, rounds: int) -> tuple[float, ...]:
+    """Returns the microseconds of one device, of the ring, and of gathered keys, measured in turns.
+
+    Devices get warm and their clocks fall: what is measured first would be the fastest.
+    """
     tokens = PartitionSpec(None, _AXIS)
     shapes = [(1, length, heads, _HEAD_SIZE) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)]
     # Not ones: their products take less power, and so the clock is higher.
     arrays = [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed, shape in enumerate(shapes)]
     starts = jnp.array([0, length], jnp.int32)
     whole = jax.jit(lambda query, key, value: ops.attention(query[0], key[0], value[0], starts, max_query_len=length))
-    options: dict[str, Any] = {"mesh": mesh, "in_specs": tokens, "out_specs": tokens, "check_vma": False}
-    ring = jax.jit(jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, _AXIS), **options))
+    mapped = partial(jax.shard_map, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    ring = jax.jit(mapped(lambda q, k, v: parallel.ring_attention(q, k, v, _AXIS, max_gathered_bytes=0)))
+    gathered = jax.jit(mapped(lambda q, k, v: parallel.all_gather_attention(q, k, v, _AXIS)))
+    spread = [_placed(mesh, each, tokens) for each in arrays]
 
-    def measured(program: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> float:
-        return _us_of_one(
-            lambda calls: lambda *arrays: [program(*arrays) for _ in range(calls)], arrays, rounds, _PROMPTS
-        )
+    def us(program: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> float:
+        return _us_of_one(lambda calls: lambda *x: [program(*x) for _ in range(calls)], arrays, 1, _PROMPTS)
 
-    return measured(whole, arrays), measured(ring, [_placed(mesh, each, tokens) for each in arrays])
+    loads = (whole, arrays), (ring, spread), (gathered, spread)
+    times = [[us(*load) for load in loads] for _ in range(rounds)]
+    return tuple(map(statistics.median, zip(*times, strict=True)))
 
 
 def _placed(mesh: Mesh, array: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -111,6 +111,8 @@ def assert_like_whole(attend: Any, given: tuple[jax.Array, ...], eps: float = 2e
     found, pull_split = jax.vjp(jax.jit(attend), *given)
 
     assert_near(found, exact, eps)
+    # What is not derived may be computed in another way.
+    assert_near(jax.jit(attend)(*given), exact, eps)
     for mine, theirs in zip(pull_split(d_out), pull(d_out), strict=True):
         assert_near(mine, theirs, eps)
 
@@ -160,7 +162,8 @@ def test_in_bfloat16_the_ring_rounds_as_one_device_does(causal: bool) -> None:
 @on_four_devices
 def test_a_step_of_the_ring_copies_no_rows() -> None:
     on: dict[str, Any] = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
-    ring = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", implementation="torch"), **on)
+    options: dict[str, Any] = {"max_gathered_bytes": 0, "implementation": "torch"}
+    ring = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", **options), **on)
     # Of the starts of sequences alone.
     joined = re.findall(r"(\w+)\[[\d,]*\] = concatenate", str(jax.make_jaxpr(ring)(*arrays("bfloat16"))))
 
@@ -171,15 +174,24 @@ def test_a_step_of_the_ring_copies_no_rows() -> None:
 def test_the_ring_passes_keys_on_and_gathers_nothing() -> None:
     given = tuple(x[:, ORDER] for x in arrays())
     on: dict[str, Any] = {"mesh": mesh("auto", cp=4), "in_specs": TOKENS, "out_specs": TOKENS, "check_vma": False}
-    forward = jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", implementation="torch"), **on)
+    all_bytes = sum(x.nbytes for x in given[1:])
+
+    def ring(most: int) -> Any:
+        options: dict[str, Any] = {"max_gathered_bytes": most, "implementation": "torch"}
+        return jax.shard_map(lambda q, k, v: parallel.ring_attention(q, k, v, "cp", **options), **on)
+
+    forward = ring(all_bytes - 1)
     gathered = jax.shard_map(lambda q, k, v: parallel.all_gather_attention(q, k, v, "cp", implementation="torch"), **on)
 
     # Keys and values, to each of the three others.
     assert collectives(jax.jit(forward), *given) == ["collective-permute"] * 6
     # In the derivative keys and values again, unless XLA keeps them, and their gradients all the way round.
-    both = collectives(jax.jit(lambda *x: jax.vjp(forward, *x)[1](x[0])), *given)
-    assert set(both) == {"collective-permute"}
-    assert len(both) in (6 + 8, 6 + 6 + 8)
+    for each in (forward, ring(all_bytes)):
+        both = collectives(jax.jit(lambda *x, each=each: jax.vjp(each, *x)[1](x[0])), *given)
+        assert set(both) == {"collective-permute"}
+        assert len(both) in (6 + 8, 6 + 6 + 8)
+    # Few keys are gathered where nothing is derived.
+    assert set(collectives(jax.jit(ring(all_bytes)), *given)) == {"all-gather"}
     assert set(collectives(jax.jit(gathered), *given)) == {"all-gather"}
     derived = jax.jit(lambda *x: jax.vjp(gathered, *x)[1](x[0]))
     assert sorted(collectives(derived, *given)) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
@@ -197,6 +209,8 @@ def test_what_is_not_served_is_refused() -> None:
         parallel.ring_attention(query, key, value, "cp")
     with pytest.raises(InvalidInput, match=r"^scale is 0.0; it must be finite and not zero"):
         parallel.ring_attention(given[0], given[1], given[2], "cp", scale=0.0)
+    with pytest.raises(InvalidInput, match=r"^max_gathered_bytes is -1; "):
+        split("ring", max_gathered_bytes=-1)(*given)
     with pytest.raises(
         InvalidInput, match=r"^num_tokens is 12; it must be a multiple of 8, two chunks for each device"
     ):
