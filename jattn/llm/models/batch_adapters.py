@@ -6,7 +6,7 @@ The base model never changes: a batch brings its adapters' matrices, and which r
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +24,15 @@ HEAD = "lm_head"
 
 # The last modules of attention and of a dense feed-forward part.
 _BRANCH_ENDS = ("self_attn.o_proj", "mlp.down_proj")
-# Up to this number of rows XLA (jaxlib 0.11) makes one kernel of a product and the array that is added to it. For more
-# it chooses a product alone by its time, and the sum of 2,048 rows takes longer than adding in place.
-_FUSED_ROWS = 256
+#: Of fewer rows the base's product is an array of its own, to which the next kernel adds the adapters' products: one
+#: device computes both at the same time. cuBLAS's kernels, of 64 rows, leave no room for others.
+APART_ROWS = 32
 # From this number of rows on the product of gate and up is made alone, and the activation adds the adapters' products:
 # with a sum XLA's search (jaxlib 0.11) took on some starts a kernel of 85 us and on others one of 79 us.
 _ALONE_ROWS = 64
+# Up to this number of rows XLA (jaxlib 0.11) makes one kernel of a product and the array that is added to it. For more
+# it chooses a product alone by its time, and the sum of 2,048 rows takes longer than adding in place.
+_FUSED_ROWS = 256
 
 
 class LoraWeights(NamedTuple):
@@ -62,10 +65,11 @@ class AdaptedBranch(NamedTuple):
     def added(self, stream: jax.Array) -> jax.Array:
         """Returns the residual stream and the branch together.
 
-        The adapters' products are added in the stream's memory, so that XLA's product can add itself to it, as it does
-        without adapters. Of three arrays it would sum two before every norm.
+        The adapters' products are added in the stream's memory, so that XLA's product of many rows can add itself to
+        it, as it does without adapters. Of three arrays it would sum two before every norm.
         """
-        return _added(self.x, stream, self.weights, self.adapter_rows) + self.product
+        product = _apart(self.product) if _is_few(self.product) else self.product
+        return _added(self.x, stream, self.weights, self.adapter_rows) + product
 
     def whole(self) -> jax.Array:
         """Returns the branch."""
@@ -116,10 +120,6 @@ class BatchAdapters:
         """Returns the adapters of rows with these slots."""
         return cls(layers, outside, slots, AdapterRows.of(slots, num_slots))
 
-    def of_rows(self, slots: jax.Array) -> BatchAdapters:
-        """Returns the same adapters for other rows, by their slots."""
-        return replace(self, slots=slots, rows=AdapterRows.of(slots, len(self.rows.lora_token_start_loc) - 1))
-
     def of_layer(self, layer: int) -> LayerAdapters | None:
         """Returns a layer's adapters; None if it has none."""
         return LayerAdapters(self.layers[layer], self.slots, self.rows) if self.layers[layer] else None
@@ -155,7 +155,10 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
         else:
             slices = joined_sizes(path, weights.lora_b.shape[1], layer.config)
             ends = path in _BRANCH_ENDS and layer.adds_branches_alone
-            adapted = _Adapted(getattr(parent, name), weights, adapters.rows, slices, ends_branch=ends)
+            is_split = layer.parallel is not None
+            adapted = _Adapted(
+                getattr(parent, name), weights, adapters.rows, slices, is_split=is_split, ends_branch=ends
+            )
             setattr(parent, name, nnx.static(adapted))
             if name == "gate_up_proj" and parent.is_swiglu:
                 parent.gated_product = nnx.static(adapted.gated)
@@ -174,6 +177,7 @@ class _Adapted:
         linear: the module.
         weights, rows: the adapters.
         slices: outputs of each layer that it joins.
+        is_split: several devices have a part each, which compute one kernel after the other.
         ends_branch: the results are an `AdaptedBranch`.
     """
 
@@ -184,10 +188,11 @@ class _Adapted:
         rows: AdapterRows,
         slices: tuple[int, ...],
         *,
+        is_split: bool,
         ends_branch: bool,
     ) -> None:
         self._linear, self._weights, self._rows, self._slices = linear, weights, rows, slices
-        self._ends_branch = ends_branch
+        self._is_split, self._ends_branch = is_split, ends_branch
 
     @property
     def base(self) -> Any:
@@ -199,11 +204,13 @@ class _Adapted:
         x = jax.lax.optimization_barrier(x)
         if self._ends_branch:
             return AdaptedBranch(self._linear(x), x, self._weights, self._rows)
-        rows = x.reshape(-1, x.shape[-1])
-        if not self._adds_products or len(rows) > _FUSED_ROWS:
-            return _added(x, self._linear(x), self._weights, self._rows, self._slices)
+        rows, y = x.reshape(-1, x.shape[-1]), self._linear(x)
+        if _is_few(x) and not self._is_split:
+            y = _apart(y)
+        elif not self._adds_products or len(rows) > _FUSED_ROWS:
+            return _added(x, y, self._weights, self._rows, self._slices)
         products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
-        return self._linear(x) + products.reshape(*x.shape[:-1], -1)
+        return y + products.reshape(y.shape)
 
     def with_queries(self, latents: jax.Array, queries: jax.Array) -> jax.Array:
         """Returns queries over latents, [rows, heads, latent], with the adapters' products of queries' heads.
@@ -232,14 +239,13 @@ class _Adapted:
 
     def gated(self, x: jax.Array) -> jax.Array:
         """Returns `silu(gate) * up` of the layer's results; of many rows, by the kernel that adds the products."""
-        num_rows = x.size // x.shape[-1]
-        if num_rows < _ALONE_ROWS:
+        if x.size // x.shape[-1] < _ALONE_ROWS:
             return gated("silu", self(x))
         x = jax.lax.optimization_barrier(x)
         rows, y = x.reshape(-1, x.shape[-1]), self._linear(x)
-        if num_rows <= _FUSED_ROWS:
+        if len(rows) <= _FUSED_ROWS:
             products = add_lora_linear(rows, None, *self._weights, *self._rows, output_slices=self._slices)
-            return gated("silu", jax.lax.optimization_barrier(y) + products.reshape(y.shape))
+            return gated("silu", _apart(y) + products.reshape(y.shape))
         columns, options = y.reshape(-1, y.shape[-1]), {"output_slices": self._slices, "activation": "silu"}
         out = add_lora_linear(rows, columns, *self._weights, *self._rows, **options)
         return out.reshape(*y.shape[:-1], -1)
@@ -252,6 +258,15 @@ class _Adapted:
         """
         linear = self._linear
         return isinstance(linear, nnx.Linear) and linear.bias is None and linear.preferred_element_type is None
+
+
+def _is_few(x: jax.Array) -> bool:
+    return x.size // x.shape[-1] < APART_ROWS
+
+
+def _apart(product: jax.Array) -> jax.Array:
+    """Returns a product to whose kernel XLA adds nothing."""
+    return jax.lax.optimization_barrier(product)
 
 
 def _added(
