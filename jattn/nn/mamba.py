@@ -96,6 +96,11 @@ class Mamba2(nnx.Module):
         self.out_proj = linear(inner, in_features, use_bias=out_bias)
 
     @property
+    def _first_column(self) -> int:
+        """The column of the first projection that is the gate's first; those before it and behind are not read."""
+        return 0
+
+    @property
     def _sizes(self) -> tuple[int, int]:
         """Channels of the gate and of x, and of the convolution."""
         inner = self.num_heads * self.head_dim
@@ -113,23 +118,27 @@ class Mamba2(nnx.Module):
         metadata: AttentionMetadata | None = None,
     ) -> Any:
         """Computes the layer within each row, or from and to the states of the sequences; see `GatedDeltaNet`."""
-        sequences, longest = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
+        found = packed_sequences(inputs, self.in_features, states, metadata, num_states=2)
+        return self._mixed(self.in_proj(inputs), states, *found)
+
+    def _mixed(self, projected: jax.Array, states: Any, sequences: dict[str, Any], longest: int) -> Any:
+        """Computes the layer from the results [..., columns] of the first projection."""
         conv_states, matrices = (None, None) if states is None else states
-        inner, channels = self._sizes
-        projected = self.in_proj(inputs.reshape(-1, self.in_features))
+        (inner, channels), first, front = self._sizes, self._first_column, projected.shape[:-1]
+        projected = projected.reshape(-1, projected.shape[-1])
         groups = (channels - inner) // 2
         sizes = (inner, groups, groups)
         if self.multipliers is not None and any(factor != 1 for factor in self.multipliers):
             # A device's part of a model may have unused columns behind.
-            unused = projected.shape[1] - inner - channels - self.num_heads
-            counts = (inner, *sizes, self.num_heads, unused)
-            factors = np.repeat(np.array((*self.multipliers, 1.0), projected.dtype), counts)
+            unused = projected.shape[1] - first - inner - channels - self.num_heads
+            counts = (first, inner, *sizes, self.num_heads, unused)
+            factors = np.repeat(np.array((1.0, *self.multipliers, 1.0), projected.dtype), counts)
             projected = projected * factors[None]
         mixed, conv_states = self.conv1d(
             projected,
             conv_states,
             sequences,
-            first_column=inner,
+            first_column=first + inner,
             out_sizes=sizes,
             activation="silu",
             implementation=self.implementation,
@@ -146,7 +155,7 @@ class Mamba2(nnx.Module):
             dt_bias=self.dt_bias[...],
             states=matrices,
             max_query_len=longest,
-            dt_column=inner + channels,
+            dt_column=first + inner + channels,
             log_rates=True,
             dt_softplus=True,
             dt_limit=self.dt_limit,
@@ -155,8 +164,8 @@ class Mamba2(nnx.Module):
         )
         # XLA's GPU compiler (jaxlib 0.10) makes one kernel of gate and norm if it sees no heads in their operand.
         out = jax.lax.optimization_barrier(out.reshape(len(out), -1))
-        out = self._gated(out.astype(jnp.float32), projected[:, :inner].astype(jnp.float32))
-        out = self.out_proj(out.astype(projected.dtype).reshape(*inputs.shape[:-1], -1))
+        out = self._gated(out.astype(jnp.float32), projected[:, first : first + inner].astype(jnp.float32))
+        out = self.out_proj(out.astype(projected.dtype).reshape(*front, -1))
         return out if states is None else (out, (conv_states, matrices))
 
     def _gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:

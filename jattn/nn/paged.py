@@ -250,9 +250,9 @@ class PagedAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Rotates queries and keys and writes keys and values, in one launch; see `jattn.ops.rotate_and_write`.
 
-        `qkv` is float[num_tokens, num_heads + 2 * num_kv_heads, head_dim]. It returns the rotated queries, for a call
-        without key and value and with these options, and the updated cache. Queries are e4m3 where `quantize_query`
-        would round them; the call then needs an `out_dtype`.
+        `qkv` is float[num_tokens, num_heads + 2 * num_kv_heads, head_dim], and more heads behind these are not read.
+        It returns the rotated queries, for a call without key and value and with these options, and the updated cache.
+        Queries are e4m3 where `quantize_query` would round them; the call then needs an `out_dtype`.
         """
         scales, shape = self.scales_of(kv_cache), (len(cos_sin), self.num_heads, self.head_dim)
         further = self._further(metadata, scales, options)
@@ -267,6 +267,7 @@ class PagedAttention(nnx.Module):
             **scales,
             row_scale=row_scale,
             column_scale=column_scale,
+            num_query_heads=self.num_heads,
             out_dtype="float8_e4m3fn" if is_rounded else None,
             implementation=self.implementation,
         )

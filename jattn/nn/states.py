@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -273,13 +274,15 @@ class ConvWeights(nnx.Module):
         )
 
 
-def unused_columns(columns: int) -> int:
+def unused_columns(columns: int, multiple: int = 1) -> int:
     """Returns how many columns of zeros a matrix needs behind its own, to be multiplied where it lies.
+
+    All of them are a multiple of `multiple`, too.
 
     XLA's GPU compiler (jaxlib 0.10) copies a matrix in every step that cuBLAS does not take: columns of 8-bit
     numbers must be a multiple of 16, of 16-bit ones of 8.
     """
-    return -columns % 16
+    return -columns % math.lcm(16, multiple)
 
 
 def packed_sequences(

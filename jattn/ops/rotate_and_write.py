@@ -28,6 +28,7 @@ def rotate_and_write(
     column_scale: jax.Array | None = None,
     is_neox_style: bool = True,
     out_dtype: str | None = None,
+    num_query_heads: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates queries and keys and writes keys and values into their slots: one launch on CUDA.
@@ -50,12 +51,14 @@ def rotate_and_write(
         column_scale=column_scale,
         is_neox_style=is_neox_style,
         out_dtype=out_dtype,
+        num_query_heads=num_query_heads,
     )
     results = run(call, implementation)
     return results["out"], results["kv_cache"]
 
 
 def _rotate_and_write(call: RotaryWriteCall[jax.Array]) -> dict[str, jax.Array]:
+    call = call.of_heads()
     heads = call.qkv[: call.num_tokens]
     if call.row_scale is not None and call.column_scale is not None:
         wide = heads.astype(wide_dtype(heads.dtype)) * call.row_scale[:, None, None]

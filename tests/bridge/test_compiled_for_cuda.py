@@ -18,6 +18,7 @@ from jattn.llm.engine.device.programs import PRODUCT_OPTIONS
 from jattn.llm.models import Decoder, Fp8Linear
 from jattn.llm.models.latent import with_split_expansions
 from jattn.llm.models.layers import dot_general
+from jattn.llm.models.mixers import MambaConfig
 from jattn.llm.models.parts import LatentConfig
 from jattn.llm.models.quantized import round_to_fp8
 from jattn.metadata import AttentionMetadata
@@ -207,6 +208,34 @@ def test_xla_computes_nothing_for_the_kernels_of_mamba_but_the_product() -> None
     before, _ = text[text.index("ENTRY") :].rsplit('custom_call_target="triton_kernel_call_ffi"', 1)
     assert re.findall(r" s32\S* fusion\(", before)
     assert not re.findall(r" b?f(?:16|32)\S* fusion\(", before)
+
+
+def shared_step() -> tuple[Any, ...]:
+    """A decode step of a small model whose attention and Mamba-2 share a product."""
+    sizes = MambaConfig(num_heads=4, head_dim=16, state_size=16)
+    config = tiny_config(layer_types=("attention_mamba",) * 2, mamba=sizes, dtype="bfloat16")
+    model = Decoder(config, rngs=nnx.Rngs(0), implementation="triton")
+    graph, state = nnx.split(model)
+    caches = [np.zeros(CACHE, jnp.bfloat16)] * 2
+    caches += [
+        np.zeros((17, *shape), dtype)
+        for each in model.paged_spec.states
+        for shape, dtype in zip(each.shapes, each.dtypes, strict=True)
+    ]
+    metadata = decoding(8)
+
+    def step(caches: Any, tokens: Any, state: Any) -> Any:
+        return nnx.merge(graph, state)(tokens, tokens, tuple(caches), metadata)
+
+    return step, caches, np.zeros(8, np.int32), state
+
+
+def test_attention_and_mamba_read_their_shared_product_where_it_is() -> None:
+    text = compiled_for_cuda(shared_step, donate=(0,))
+    entry = text[text.index("ENTRY") :]
+    assert "bf16[8,304]" in entry
+    # Queries, keys and values apart.
+    assert "bf16[8,128]" not in entry
 
 
 def odd_layer(is_fp8: bool) -> tuple[Any, ...]:

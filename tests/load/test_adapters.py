@@ -164,6 +164,7 @@ def test_an_adapter_of_each_linear_layer_of_transformers_is_read(architecture, t
         "Lfm2ForCausalLM",
         "MiniMaxForCausalLM",
         "BambaForCausalLM",
+        "FalconH1ForCausalLM",
         "AfmoeForCausalLM",
         "GlmMoeDsaForCausalLM",
         "Gemma4ForCausalLM",

@@ -15,6 +15,7 @@ import jattn
 from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, chosen_targets, quantize_fp8
 from jattn.llm.models.batch_adapters import attached
 from jattn.llm.models.latent import with_split_expansions
+from jattn.llm.models.mixers import MambaConfig
 from jattn.llm.models.quantized import dequantize, quantized_linear
 from jattn.metadata import AttentionMetadata
 from jattn.nn import LoRA
@@ -194,6 +195,15 @@ def test_targets_are_chosen_by_the_last_parts_of_their_names(seed):
 def test_names_of_parts_of_the_delta_rules_input_product_are_those_of_the_product(name):
     config = tiny_config(**GATED)
     assert [target.module for target in chosen_targets(config, (name,))] == ["linear_attn.in_proj"]
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "self_attn.qkv_proj", "mamba.in_proj"])
+def test_queries_keys_and_values_are_a_target_where_they_share_mambas_product(name):
+    sizes = MambaConfig(num_heads=4, head_dim=6, state_size=8)
+    config = tiny_config(layer_types=("attention_mamba",) * 2, mamba=sizes)
+    assert [target.slices for target in chosen_targets(config, (name,))] == [(64, 32, 32, 80)] * 2
+    apart = tiny_config(layer_types=("attention", "mamba"), mamba=sizes)
+    assert len(chosen_targets(apart, (name,))) == 1
 
 
 def test_an_unknown_target_is_refused():

@@ -248,11 +248,14 @@ def test_a_hosts_array_is_copied_by_an_explicit_transfer(spec: tuple[str, ...] |
     assert np.asarray(put).tolist() == list(range(8))
 
 
+_MAMBA = MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2)
 #: By kind of layer: its sizes, the columns of its products with the input, and those of a device's part of 1, 2 and 4.
 INPUTS: dict[str, tuple[Any, int, tuple[int, int, int]]] = {
     "linear_attention": (DeltaNetConfig(num_heads=12, num_kv_heads=4, key_dim=4, value_dim=2), 104, (112, 64, 32)),
     "kimi_delta_attention": (KimiDeltaConfig(num_heads=4, head_dim=6), 88, (96, 64, 32)),
-    "mamba": (MambaConfig(num_heads=8, head_dim=4, state_size=6, num_groups=2), 96, (96, 48, 32)),
+    "mamba": (_MAMBA, 96, (96, 48, 32)),
+    # Queries, keys and values too.
+    "attention_mamba": (_MAMBA, 288, (288, 144, 80)),
 }
 
 
@@ -262,8 +265,9 @@ def test_parts_of_products_with_the_input_have_zeros_behind_up_to_a_multiple_of_
     kind: str, size: int
 ) -> None:
     sizes, used, widths = INPUTS[kind]
-    module = MIXERS[kind][0]
-    config = tiny_config(layer_types=(kind, "attention"), num_key_value_heads=4, **{STATE_CONFIGS[module]: sizes})
+    *_, module = MIXERS[kind]
+    others = kind if kind == "attention_mamba" else "attention"
+    config = tiny_config(layer_types=(kind, others), num_key_value_heads=4, **{STATE_CONFIGS[module]: sizes})
     shards = parameter_shards(config, TensorParallel(size=size))["layers", 0, module, "in_proj", "kernel"]
     width, columns = shards.cut_shape[1] // size, np.zeros((1, shards.shape[1]), int)
     columns[:, :used] = np.arange(1, used + 1)

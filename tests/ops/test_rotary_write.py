@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"heads": (4, 4), "head_size": 8, "is_neox_style": False},
     {"heads": (11, 1), "head_size": 10, "rotated_dim": 6},
-    {"scaled": True, "out_dtype": "float8_e4m3fn"},
+    {"scaled": True, "out_dtype": "float8_e4m3fn", "behind": 2},
+    {"behind": 0},
     {"tokens": 515, "heads": (3, 1), "head_size": 8},
 ]
 
@@ -47,7 +49,7 @@ def _assert_equals_reference(call: Any, found: Any, cache: torch.Tensor) -> None
     assert torch.equal(cache.cpu().view(torch.uint8), expected.kv_cache.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_gives_the_references_bits(dtype, shape, seed):
     call = quarter_turns(seed, dtype, **shape, k_scale=0.5 if dtype == torch.float8_e4m3fn else None)
@@ -66,7 +68,7 @@ def test_a_launch_from_torch_gives_the_references_bits(dtype, shape, seed):
     _assert_equals_reference(call, torch_ops.run(given)["out"], given.kv_cache)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_torch_gives_the_references_bits(dtype, shape, seed):
     call = quarter_turns(seed, dtype, **shape)
@@ -77,11 +79,11 @@ def test_plain_torch_gives_the_references_bits(dtype, shape, seed):
 
 @pytest.mark.parametrize("implementation", ["xla", "torch", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_a_program_gives_the_references_bits(implementation, dtype, shape, seed):
     call = quarter_turns(seed, dtype, **shape)
     given: dict[str, Any] = arrays_of(call)
-    options: dict[str, Any] = {"is_neox_style": call.is_neox_style, "out_dtype": call.out_dtype}
+    options: dict[str, Any] = {name: getattr(call, name) for name in ("is_neox_style", "out_dtype", "num_query_heads")}
     write = jax.jit(
         lambda given: ops.rotate_and_write(**given, **options, implementation=implementation),
         compiler_options=QUICK_COMPILE,
@@ -155,10 +157,11 @@ def test_gradients_flow_through_rotation_and_write(seed):
             {"slot_mapping": torch.tensor([20]).int()},
             "slot_mapping.0. is 20; a cache of 5 blocks of 4 has slots 0 to 19",
         ),
+        ({"num_query_heads": 6}, "num_query_heads is 6; it must be from 1 to 5"),
         ({"out": torch.zeros(5, 4, 12)}, "out is float32.5, 4, 12.; it must be bfloat16.5, 5, 12."),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message, seed):
-    call = quarter_turns(seed).with_arrays(change)
+    call = dataclasses.replace(quarter_turns(seed), **change)
     with pytest.raises(InvalidInput, match=message):
         torch_ops.run(call)

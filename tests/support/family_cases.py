@@ -42,6 +42,7 @@ _DEEPSEEK = {
 }
 _INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 6}
+_SSM_FACTORS = {"ssm_in_multiplier": 1.25, "key_multiplier": 0.4, "ssm_multipliers": [0.5, 0.8, 1.2, 1.5, 0.7]}
 _NEMOTRON = {
     "num_hidden_layers": 4,
     "head_dim": 8,
@@ -470,11 +471,11 @@ CASES |= {
         [
             _MAMBA | {"mamba_d_ssm": 64},
             _MAMBA
+            | _SSM_FACTORS
             | {"mamba_d_ssm": None, "mamba_rms_norm": True, "projectors_bias": True}
-            | {"mamba_norm_before_gate": False, "key_multiplier": 0.4, "lm_head_multiplier": 0.5}
-            | {"embedding_multiplier": 3.0, "mlp_multipliers": [0.7, 1.4], "attention_in_multiplier": 1.5}
-            | {"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
-            | {"ssm_multipliers": [0.5, 0.8, 1.2, 1.5, 0.7]},
+            | {"mamba_norm_before_gate": False, "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0}
+            | {"mlp_multipliers": [0.7, 1.4], "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.8},
+            _MAMBA | _SSM_FACTORS | {"mamba_d_ssm": 64, "head_dim": 12, "ssm_out_multiplier": 0.6},
         ],
     ),
     "NemotronHForCausalLM": (

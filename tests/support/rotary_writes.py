@@ -20,12 +20,13 @@ def quarter_turns(
     tokens: int = 5,
     k_scale: float | None = None,
     scaled: bool = False,
+    behind: int | None = None,
     out_dtype: str | None = None,
 ) -> RotaryWriteCall[torch.Tensor]:
     """Makes a call with a token without a slot and one behind the last slot, whose keys and values are poison.
 
     Angles are quarter turns and elements integers, so that results are exact in any order of sums. Scales are powers of
-    two; there are more rows than tokens then.
+    two; there are more rows than tokens then. `behind` heads of poison follow those of values.
     """
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
@@ -40,8 +41,11 @@ def quarter_turns(
         qkv = torch.cat([qkv, torch.full_like(qkv[:3], torch.nan)])
         sizes = {"row_scale": tokens, "column_scale": qkv[0].numel()}
         scales = {name: 2.0 ** torch.randint(-2, 7, (size,), generator=generator) for name, size in sizes.items()}
+    if behind is not None:
+        qkv = torch.cat([qkv, torch.full_like(qkv[:, :1], torch.nan).repeat(1, behind, 1)], dim=1)
     return RotaryWriteCall(
         qkv=qkv,
+        num_query_heads=None if behind is None else num_heads,
         **scales,
         out_dtype=out_dtype,
         cos_sin=quarters[turns].transpose(1, 2).flatten(1),

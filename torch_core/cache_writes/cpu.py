@@ -85,6 +85,7 @@ def rotate(heads: Tensor, cos_sin: Tensor, *, is_neox_style: bool) -> Tensor:
 
 def rotate_and_write(call: RotaryWriteCall[Tensor]) -> dict[str, Tensor]:
     """Returns the rotated queries, and stores rotated keys and values in place. Nothing but blocks is checked."""
+    call = call.of_heads()
     parts = (call.num_heads + call.num_kv_heads, call.num_kv_heads)
     heads, value = _scaled_heads(call).split(parts, dim=1)
     query, key = rotate(heads, call.cos_sin[:, None], is_neox_style=call.is_neox_style).split(

@@ -117,7 +117,7 @@ def rotate_and_write(call: RotaryWriteCall[Tensor]) -> Tensor:
     call = on_the_host(call)
     call.check()
     call.check_values()
-    heads = _scaled(call)
+    heads = _scaled(call.of_heads())
     rotated = heads.clone()
     for token in range(call.num_tokens):
         for head in range(call.num_heads + call.num_kv_heads):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Float, Float32, Int32, Shaped
 
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import KV_CACHE_DTYPES, QUERY_DTYPES, ArraySpec
 from torch_core.launch.call import A, Call, dtype_name
@@ -22,6 +23,8 @@ class RotaryWriteCall(Call[A]):
 
     Attributes:
         qkv: the heads of queries, of keys and of values, one after the other, the result of one matrix product.
+        num_query_heads: heads of queries; what lies behind the values is not read, and needs no copy. None if nothing
+            does.
         cos_sin: for each token the cosines of all angles and then the sines, for half as many angles as rotated
             elements. Later elements are unchanged. Rotation is in float32.
         slot_mapping: `block * block_size + offset`; a negative slot writes nothing. No slot may occur twice.
@@ -51,7 +54,8 @@ class RotaryWriteCall(Call[A]):
     column_scale: Float32[A, "num_columns"] | None = None
     is_neox_style: bool = True
     out_dtype: str | None = None
-    out: Shaped[A, "num_tokens num_query_heads head_size"] | None = None
+    num_query_heads: int | None = None
+    out: Shaped[A, "num_tokens num_rotated_heads head_size"] | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -61,7 +65,11 @@ class RotaryWriteCall(Call[A]):
     @property
     def num_heads(self) -> int:
         """Heads of queries."""
-        return self.qkv.shape[1] - 2 * self.num_kv_heads
+        return self.qkv.shape[1] - 2 * self.num_kv_heads if self.num_query_heads is None else self.num_query_heads
+
+    def of_heads(self) -> Any:
+        """Returns the call with the heads of queries, keys and values alone."""
+        return self.of({**self.__dict__, "qkv": self.qkv[:, : self.num_heads + 2 * self.num_kv_heads]})
 
     @property
     def num_tokens(self) -> int:
@@ -93,13 +101,21 @@ class RotaryWriteCall(Call[A]):
         """Checks slots."""
         check_slots(self.slot_mapping, self.kv_cache.shape[0], self.kv_cache.shape[2])
 
+    def check_statics(self) -> None:
+        """Checks the number of heads of queries."""
+        if self.num_query_heads is not None:
+            check_int("num_query_heads", self.num_query_heads, 1)
+
     def check_options(self) -> None:
         """Checks heads, rotated elements, rows for slots, and the dtypes that go together."""
         (rows, heads, size), kv_heads, num_tokens = self.qkv.shape, self.num_kv_heads, self.num_tokens
-        if heads <= 2 * kv_heads:
+        if self.num_query_heads is not None:
+            check_int("num_query_heads", self.num_query_heads, 1, max(heads - 2 * kv_heads, 1))
+            heads = self.num_query_heads + 2 * kv_heads
+        if not 2 * kv_heads < heads <= self.qkv.shape[1]:
             raise InvalidInput(
-                f"qkv has {heads} heads and kv_cache {kv_heads}; qkv must have those of keys and of values, and at "
-                "least one of queries before them."
+                f"qkv has {self.qkv.shape[1]} heads and kv_cache {kv_heads}; qkv must have those of keys and of "
+                "values, and at least one of queries before them."
             )
         rotated = self.cos_sin.shape[1]
         if rotated % 2 or not 0 < rotated <= size:

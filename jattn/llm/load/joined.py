@@ -6,7 +6,7 @@ import numpy as np
 
 from jattn.llm.load.families import Family
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import DELTA_IN, QKV, joined_sizes, tensor_layers
+from jattn.llm.models.joined import DELTA_IN, MAMBA_IN, QKV, joined_sizes, shared_sizes, tensor_layers
 from jattn.llm.models.mixers import DeltaNetConfig
 
 _EXPERTS = "moe.gate_up_proj"
@@ -25,6 +25,8 @@ def output_sizes(module: str, total: int, count: int, config: ModelConfig) -> tu
 
 def num_unused(module: str, total: int, config: ModelConfig) -> int:
     """Returns how many of the `total` outputs of a parameter, the last ones, no tensor has: they are zeros."""
+    if module == MAMBA_IN and (shared := shared_sizes(config)) is not None:
+        return shared[-1]
     return total - sum(config.delta_net.input_sizes) if module == DELTA_IN and config.delta_net is not None else 0
 
 

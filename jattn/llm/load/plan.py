@@ -17,7 +17,7 @@ from jattn.llm.load.families import Family
 from jattn.llm.load.joined import num_unused, orders, output_sizes, qkv_order
 from jattn.llm.load.tensor_file import QUANTIZED_DTYPES, Tensors
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import QKV
+from jattn.llm.models.joined import MAMBA_IN, QKV, shared_sizes
 from jattn.llm.models.quantized import group_rows
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.errors import Unsupported
@@ -226,6 +226,8 @@ class _Planner:
         names = (names,) if isinstance(names, str) else names
         order = self._orders.get(module)
         config = self._config if layer is None else self._config.of_layer(int(layer))
+        if module == MAMBA_IN and shared_sizes(config) is not None:
+            names, order = (*family.tensor_name(QKV, config), *names), self._orders.get(QKV)
         if module == QKV and (config.attention_k_eq_v or config.value_head is not None):
             names = names[:2]
         if module == QKV and shape[-1] == config.query_size * (1 + config.attn_output_gate):
@@ -236,7 +238,7 @@ class _Planner:
         transposed = is_conv or (leaf == "kernel" and not (family.in_out and where))
         is_expert, is_head = module in _EXPERTS, "{head}" in names[0]
         unused = num_unused(module, shape[-1], config)
-        if order is not None and unused:
+        if order is not None:
             order = np.append(order, np.arange(len(order), shape[-1]))
         if is_expert and "{expert}" not in names[0]:
             # All experts in one tensor.

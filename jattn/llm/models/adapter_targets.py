@@ -9,7 +9,7 @@ from typing import Any
 
 from jattn.llm.models.batch_adapters import EMBEDDING, HEAD
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.joined import DELTA_IN, joined_sizes
+from jattn.llm.models.joined import DELTA_IN, MAMBA_IN, QKV, joined_sizes
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -133,4 +133,6 @@ def chosen_targets(
 
 def _has_name(target: AdapterTarget, name: str) -> bool:
     known = (target.module, *_ALSO_NAMED.get(target.module, ()))
+    if target.module == MAMBA_IN and target.num_slices > 1:
+        known += (QKV,)
     return any(f".{each}".endswith(f".{name}") for each in known)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.joined import shared_sizes
 from jattn.llm.models.layers import linear, multiplies_rows, norm, scaled, unweighted_norm
 from jattn.llm.models.parts import ValueHeadConfig
 from jattn.llm.models.positions import apply_rotary
@@ -60,7 +61,10 @@ class Attention(nnx.Module):
         without_values = config.attention_k_eq_v or values is not None
         self.num_projected = heads + self.num_kv_heads * (2 - without_values)
         fused = (self.num_projected + heads * config.attn_output_gate) * size
-        self.qkv_proj: Any = linear(config.hidden_size, fused, use_bias=config.attention_bias, **options)
+        # The layer's other mixer computes it where they share a product; attention is called with the results.
+        is_shared = shared_sizes(config) is not None
+        use_bias = config.attention_bias
+        self.qkv_proj: Any = None if is_shared else linear(config.hidden_size, fused, use_bias=use_bias, **options)
         self.gate_proj = linear(config.hidden_size, heads, use_bias=False, **options) if config.attn_head_gate else None
         inner, use_bias = heads * (size if values is None else values.head_dim), config.attention_output_bias
         self.o_proj: Any = linear(inner, config.hidden_size, use_bias=use_bias, **options)
@@ -182,9 +186,10 @@ class Attention(nnx.Module):
     def _heads(self, x: Any) -> tuple[jax.Array, jax.Array | None]:
         """Returns the heads of query, key and value, one after the other, and those of the gate, if there is one.
 
-        A gate of whole heads is `[..., heads, 1]`.
+        Behind values there may be more of a shared product. A gate of whole heads is `[..., heads, 1]`.
         """
-        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
+        product = x if self.qkv_proj is None else self.qkv_proj(x)
+        heads = product.reshape(*x.shape[:-1], -1, self.config.head_dim)
         if self.gate_proj is not None:
             return heads, self.gate_proj(x)[..., None]
         if not self.config.attn_output_gate:
@@ -214,7 +219,7 @@ class Attention(nnx.Module):
         """Returns query, key, value and gate; None for keys and values that are another layer's, and for no gate."""
         config, num_heads, num_kv_heads = self.config, self.config.num_attention_heads, self.num_kv_heads
         heads, gate = self._heads(x)
-        rotated, value = heads[..., : num_heads + num_kv_heads, :], heads[..., num_heads + num_kv_heads :, :]
+        rotated, value = jnp.split(heads[..., : self.num_projected, :], (num_heads + num_kv_heads,), axis=-2)
         if config.value_head is not None:
             value = self._values(x, config.value_head)
         if config.attention_k_eq_v:

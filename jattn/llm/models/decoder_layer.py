@@ -16,6 +16,7 @@ from jattn.llm.models.batch_adapters import AdaptedBranch
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.fp8_rows import QuantizingNorm, UnscaledProduct
+from jattn.llm.models.joined import shared_sizes
 from jattn.llm.models.latent import LatentAttention, SparseAttention
 from jattn.llm.models.layers import MLP, RMSNorm, norm, scaled
 from jattn.llm.models.mixers import STATE_CONFIGS
@@ -104,7 +105,7 @@ class DecoderLayer(nnx.Module):
         after `input_norm`. The caches are attention's, then the states. `following` is the next layer's `input_norm`,
         or the last norm. `layer_input` is one of `PerLayerInputs`, in a model that has them.
         """
-        first = len(caches) - self.num_states
+        first, mixed_rows = len(caches) - self.num_states, self._mixers_input(normed)
         mixed: list[jax.Array] = []
         updated: list[jax.Array] = []
         for (mixer, factors), own in zip(self._mixers, (caches[:first], caches[first:]), strict=True):
@@ -112,7 +113,7 @@ class DecoderLayer(nnx.Module):
                 # One array is given and returned as it is, several as a tuple.
                 given: Any = own if len(own) > 1 else next(iter(own))
                 first_factor, last_factor = factors
-                out, new = mixer.forward_paged(scaled(normed, first_factor), angles, given, metadata)
+                out, new = mixer.forward_paged(scaled(mixed_rows, first_factor), angles, given, metadata)
                 mixed.append(scaled(out, last_factor))
                 updated += new if len(own) > 1 else [new]
         cross = None
@@ -180,11 +181,18 @@ class DecoderLayer(nnx.Module):
         """The mixer with a state between tokens, or None."""
         return next((mixer for name in STATE_CONFIGS if (mixer := getattr(self, name)) is not None), None)
 
+    def _mixers_input(self, normed: Any) -> Any:
+        """Returns what the mixers are called with: the product that they share, or the rows after the norm."""
+        return normed if shared_sizes(self.config) is None else self.recurrent.in_proj(normed)
+
     @property
     def _mixers(self) -> tuple[tuple[Any, tuple[float, float]], tuple[Any, tuple[float, float]]]:
         """Attention and the mixer with a state, each with the factors of its input and output; or None."""
         sizes = self.config.mamba
         of_state = (1.0, 1.0) if sizes is None else (sizes.in_multiplier, sizes.out_multiplier)
+        if shared_sizes(self.config) is not None:
+            # The factor of its inputs is one of its part of the product.
+            of_state = 1.0, of_state[1]
         return (self.self_attn, self.config.attention_multipliers), (self.recurrent, of_state)
 
     @property
@@ -210,9 +218,10 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Maps `[batch, tokens, hidden]` to the same shape; no cache. Experts are as in `SparseMLP.with_experts`."""
         normed = through(self.input_layernorm, x)
+        mixed_rows = self._mixers_input(normed)
         mixed = _sum(
             [
-                scaled(mixer.forward_dense(scaled(normed, first), angles, lengths, shared), last)
+                scaled(mixer.forward_dense(scaled(mixed_rows, first), angles, lengths, shared), last)
                 for mixer, (first, last) in self._mixers
                 if mixer is not None
             ]

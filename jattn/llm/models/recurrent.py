@@ -12,11 +12,13 @@ from flax import nnx
 
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import INITIALIZER, RMSNorm, dot_general
+from jattn.llm.models.joined import shared_sizes
+from jattn.llm.models.layers import INITIALIZER, RMSNorm, dot_general, linear
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
 from jattn.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, ShortConv
+from jattn.nn.states import packed_sequences
 from torch_core.base.errors import InvalidInput
 
 
@@ -77,14 +79,35 @@ class Lightning(_Layer, LightningAttention):
 
 
 class Mamba(_Layer, Mamba2):
-    """Mamba-2 of one layer. If there are more devices than groups, each group has a copy on several devices."""
+    """Mamba-2 of one layer. If there are more devices than groups, each group has a copy on several devices.
+
+    Where its first projection computes queries, keys and values too, it is called with the results; see `shared_sizes`.
+    """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel | None, **options: Any) -> None:
         sizes = _sizes(config, "mamba")
         self.parallel, self.group_parts = parallel, sizes.group_parts
         names = ("head_dim", "state_size", "num_groups", "conv_size", "use_bias", "conv_bias", "out_bias", "norm")
         options |= {name: getattr(sizes, name) for name in (*names, "dt_limit", "multipliers")}
+        self.shared_sizes = shared_sizes(config)
+        if self.shared_sizes is not None and sizes.in_multiplier != 1:
+            options["multipliers"] = tuple(sizes.in_multiplier * each for each in sizes.multipliers or (1.0,) * 5)
         super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **options)
+        if self.shared_sizes is not None:
+            kernel = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
+            self.in_proj = linear(config.hidden_size, sum(self.shared_sizes), use_bias=False, **kernel)
+            *_, unused = self.shared_sizes
+            self.in_proj.kernel[...] = self.in_proj.kernel[...].at[:, sum(self.shared_sizes) - unused :].set(0)
+
+    @property
+    def _first_column(self) -> int:
+        return 0 if self.shared_sizes is None else sum(self.shared_sizes[:3])
+
+    def __call__(self, inputs: jax.Array, *, states: Any = None, metadata: AttentionMetadata | None = None) -> Any:
+        """Computes the layer, of the results of a shared projection where it has one; see `Mamba2`."""
+        if self.shared_sizes is None:
+            return super().__call__(inputs, states=states, metadata=metadata)
+        return self._mixed(inputs, states, *packed_sequences(inputs, inputs.shape[-1], states, metadata, num_states=2))
 
     def _mean_squares(self, groups: jax.Array) -> jax.Array:
         found, parallel, count = super()._mean_squares(groups), self.parallel, self.group_parts

@@ -18,6 +18,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder import Decoder
 from jattn.llm.models.encoder_decoder import build_model
 from jattn.llm.models.invariance import set_batch_invariant
+from jattn.llm.models.joined import shared_sizes
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.quantized import Fp8Kernel, QuantizedExpertLinear, QuantizedLinear, quantized_linear
 from jattn.llm.models.shapes import ParameterPath, parameter_shapes
@@ -325,7 +326,7 @@ class _Cutter:
         is_input, is_conv = module == "in_proj", module == "conv1d"
         if not (is_input or is_conv):
             return None
-        each, everywhere = np.arange(count)[:, None], np.zeros((count, 1), int)
+        each, everywhere, multiple = np.arange(count)[:, None], np.zeros((count, 1), int), 1
         # Sizes of the parts, and the devices' shares of each: an equal one, or all of it.
         parts = [(length // 3, count, each)] * 3
         if (delta := config.delta_net) is not None and mixer == "linear_attn":
@@ -340,12 +341,17 @@ class _Cutter:
             owners = each * groups // count + np.arange(max(groups // count, 1))
             shared = [(groups * mamba.state_size, groups, owners)] * 2
             parts = [(inner, count, each)] * (1 + is_input) + shared + [(mamba.num_heads, count, each)] * is_input
+            if is_input and (shared_with := shared_sizes(config)) is not None:
+                owners = (self._heads, self._kv_heads, self._kv_heads)
+                numbers = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+                parts = [*zip(shared_with[:3], numbers, owners, strict=True), *parts]
+                multiple = config.head_dim
         ends = np.cumsum([size for size, *_ in parts])
         columns = np.split(np.arange(length), ends)[:-1]
         dealt = ((some.reshape(n, -1), owners) for some, (_, n, owners) in zip(columns, parts, strict=True))
         order = _dealt(dealt).reshape(count, -1)
         # Those of a short convolution are split in three.
-        unused = unused_columns(order.shape[1]) if is_input and mixer != "conv" else 0
+        unused = unused_columns(order.shape[1], multiple) if is_input and mixer != "conv" else 0
         return np.pad(order, ((0, 0), (0, unused)), constant_values=_NONE).ravel()
 
 
