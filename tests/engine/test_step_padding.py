@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jattn.llm.engine import scheduler
 from tests.engine.test_scheduler import Bench
 
 
@@ -19,7 +20,9 @@ from tests.engine.test_scheduler import Bench
         ((1000, 1048, 300), [{"a": 1000, "b": 1048}, {"a": 1, "b": 1, "c": 300}]),
     ],
 )
-def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, steps) -> None:
+def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, steps, monkeypatch) -> None:
+    # Not because they are the first of many.
+    monkeypatch.setattr(scheduler, "FIRST_TOKENS", 4096)
     sizes = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
     bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=sizes)
     for name, length in zip("abc", prompts, strict=False):
@@ -48,3 +51,38 @@ def test_a_request_that_came_back_from_the_host_is_not_computed_again_for_less_p
     bench.add("second", 1048, order=2)
 
     assert [bench.step().get("swapped") for _ in range(2)] == [None, 1]
+
+
+@pytest.mark.parametrize(("num_decoding", "prompt"), [(48, 600), (250, 518)])
+def test_the_more_rows_decode_the_less_padding_they_wait_for(num_decoding: int, prompt: int) -> None:
+    sizes = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+    bench = Bench(num_blocks=1200, max_num_seqs=512, max_num_batched_tokens=2048, prompt_sizes=sizes)
+    for index in range(num_decoding):
+        bench.add(f"row {index}", 1, max_tokens=9)
+    bench.step()
+    bench.add("long", 600)
+
+    assert bench.step()["long"] == prompt
+
+
+def test_the_first_of_many_prompts_do_not_wait_for_a_full_step() -> None:
+    sizes = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
+    bench = Bench(num_blocks=8000, max_num_seqs=64, max_num_batched_tokens=8192, prompt_sizes=sizes)
+    for index in range(28):
+        bench.add(str(index), 500)
+
+    def num_prompts() -> int:
+        return sum(count > 1 for count in bench.step().values())
+
+    assert [num_prompts() for _ in range(4)] == [4, 8, 16, 0]
+    for index in range(28, 36):
+        bench.add(str(index), 500)
+    assert num_prompts() == 4, "a later burst begins again"
+
+
+def test_a_long_prompt_is_not_cut_for_others_that_came_with_it() -> None:
+    bench = Bench(num_blocks=8000, max_num_batched_tokens=8192, prompt_sizes=(1024, 2048, 4096, 8192))
+    bench.add("long", 8000)
+    bench.add("short", 100)
+
+    assert [bench.step(), bench.step()] == [{"long": 8000}, {"long": 1, "short": 100}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from jattn.llm.engine.adapter_slots import AdapterSlots
 from jattn.llm.engine.guesses import guesses_of
 from jattn.llm.engine.options.config import EngineConfig
+from jattn.llm.engine.padding import FIRST_TOKENS, fitting
 from jattn.llm.engine.request.request import Request, RequestState
 from jattn.llm.reports import event
 from torch_core.base.errors import OutOfBlocks
@@ -22,9 +23,6 @@ from torch_core.cache import CacheManager, CommittedStep
 
 # Requests that overtake one that waits for a slot of an adapter.
 _OVERTAKING = 64
-# A step of fewer tokens takes as long, because it reads all weights.
-# Two steps instead of one save at least this many tokens of padding: the prompts of the second one end later.
-_CHEAPEST_TOKENS, _WORTH_TWO_STEPS = 256, 512
 # From this number of tokens on, equal prompts wait for the first one, which fills the cache for the others.
 _WORTH_WAITING = 64
 
@@ -134,6 +132,7 @@ class Scheduler:
         self._prompts: dict[str, int] = {}
         self._first_of: dict[int, Request] = {}
         self._num_torn = 0
+        self._num_prefilled, self._most_prefilled = 0, FIRST_TOKENS
 
     @property
     def num_unfinished(self) -> int:
@@ -160,6 +159,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Takes the blocks of the next step and returns it, or None when nothing can run before a step retires."""
         decodable, has_prompts = self._split()
+        self._most_prefilled, self._num_prefilled = max(FIRST_TOKENS, 2 * self._num_prefilled), 0
         if self._in_turns:
             wait = not has_prompts or (self._prefilled_last and decodable)
             step = None if wait else self._schedule_prefill([], others_run=bool(decodable))
@@ -210,8 +210,8 @@ class Scheduler:
         """
         prompts = self._prefill_candidates(self._config.max_num_batched_tokens - len(decodable), most_rows)
         num_new = sum(row.num_new_tokens for row in prompts)
-        if (fitting := self._fitting(num_new, len(decodable))) < num_new:
-            whole, prompts = prompts, self._prefill_candidates(fitting)
+        if (fits := fitting(self._prompt_sizes, num_new, len(decodable))) < num_new:
+            whole, prompts = prompts, self._prefill_candidates(fits)
             chosen = {row.request.request_id for row in prompts}
             self._hold_back(row.request for row in whole if row.request.request_id not in chosen)
         decoding = _rows_of_one(decodable)
@@ -226,25 +226,11 @@ class Scheduler:
                 self._hold_back([prompts.pop().request])
                 continue
             for row in prompts:
+                self._num_prefilled += row.num_new_tokens
                 if row.request.state is not RequestState.RUNNING:
                     self._start(row.request)
             return ScheduledStep(tuple(rows), committed, encodes=prompts[0].start < 0)
         return None
-
-    def _fitting(self, num_new: int, num_decoding: int) -> int:
-        """Returns the tokens of prompts for the next step: less than there are, if padding would cost too much."""
-        sizes, total = self._prompt_sizes, num_new + num_decoding
-
-        def cost(num_tokens: int) -> int:
-            return sizes[min(bisect_left(sizes, max(num_tokens, _CHEAPEST_TOKENS)), len(sizes) - 1)]
-
-        smaller = bisect_left(sizes, total) - 1
-        if smaller < 0 or sizes[smaller] <= num_decoding:
-            return num_new
-        # Without this rest the next step would decode alone.
-        rest = cost(total - sizes[smaller] + num_decoding) - (cost(num_decoding) if num_decoding else 0)
-        pays = cost(sizes[smaller]) + rest + _WORTH_TWO_STEPS <= cost(total)
-        return sizes[smaller] - num_decoding if pays else num_new
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
@@ -263,7 +249,7 @@ class Scheduler:
         places = self._config.max_num_seqs - len(self._running)
         room = self._room()
         rows: list[ScheduledRow] = []
-        longest = 0
+        longest = num_tokens = 0
         for request in chain([r for r in self._running if _remaining(r) > 1], self._with_adapters(self._admissible())):
             is_new = request.state is not RequestState.RUNNING
             if budget == 0 or (rows and room <= 0) or (is_new and places == 0) or len(rows) == most_rows:
@@ -285,8 +271,9 @@ class Scheduler:
                 break
             if self._cache.config.states is not None:
                 num_new = self._cache.until_snapshot(request.request_id, num_new)
-            longest = max(longest, num_new)
-            if self._pads_rows and rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens:
+            longest, num_tokens = max(longest, num_new), num_tokens + num_new
+            is_long = self._pads_rows and (len(rows) + 1) * longest > self._config.max_num_batched_tokens
+            if rows and (is_long or (self._prompt_sizes and num_tokens > self._most_prefilled)):
                 self._hold_back([request])
                 break
             rows.append(ScheduledRow(request, start, num_new, int(start + num_new == request.num_tokens)))
