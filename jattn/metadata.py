@@ -82,6 +82,8 @@ class AttentionMetadata:
             static. None if that is not known.
         inputs: numbers of each sequence by name, [num_seqs]; see `jattn.llm.models.PagedSpec.inputs`.
         adapters: low-rank adapters of the tokens, a `jattn.llm.models.BatchAdapters`; None for none.
+        result_rows: int32[n]; the tokens of which a model returns its results, where it can: see
+            `jattn.llm.models.decoder_layer`. None for all.
     """
 
     block_tables: jax.Array
@@ -97,6 +99,11 @@ class AttentionMetadata:
     block_size: int | None = field(default=None, metadata={"static": True})
     inputs: dict[str, jax.Array] = field(default_factory=dict)
     adapters: Any = None
+    result_rows: jax.Array | None = None
+
+    def of_all_rows(self) -> AttentionMetadata:
+        """Returns the metadata of a layer before the last one, whose results all tokens need."""
+        return self if self.result_rows is None else replace(self, result_rows=None)
 
     @property
     def sequences(self) -> dict[str, Any]:

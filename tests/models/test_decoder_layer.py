@@ -48,7 +48,7 @@ class Sums:
             if each is not None:
                 each.weight[...] = jax.random.normal(next(keys), each.weight.shape)
         x = jax.random.normal(next(keys), (2, config.hidden_size))
-        metadata: Any = SimpleNamespace(peers="kernel")
+        metadata: Any = SimpleNamespace(peers="kernel", result_rows=None)
         x, normed, *_ = layer(x, through(layer.input_layernorm, x), None, (x,), metadata, following)
         return x, normed
 

@@ -146,6 +146,8 @@ class Attention(nnx.Module):
         else:
             query, key, value, gate = self._project(x, angles)
         output, kv_cache = core(query, key, value, kv_cache, metadata, **biases)
+        if (rows := metadata.result_rows) is not None:
+            output, gate = output[rows], None if gate is None else gate[rows]
         return self._output(output, gate, as_rows=isinstance(x, QuantizedRows)), kv_cache
 
     def forward_dense(

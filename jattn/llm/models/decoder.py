@@ -211,11 +211,11 @@ class Decoder(nnx.Module):
                     places.append(len(self.config.cache_layers) + indexers.index(index))
                 places += [count] * shares
             places += range(first_state, first_state := first_state + modules[0].num_states)
-            given = tuple(caches[place] for place in places)
+            if index + 1 < len(self.layers):
+                own = own.of_all_rows()
+            operands = x, normed, angles, tuple(caches[place] for place in places), own
             own_adapters = None if adapters is None else adapters.of_layer(index)
-            x, normed, updated, experts = _called(
-                modules, own_adapters, layer_inputs[index], x, normed, angles, given, own
-            )
+            x, normed, updated, experts = _called(modules, own_adapters, layer_inputs[index], *operands)
             for place, cache in zip(places, updated, strict=True):
                 caches[place] = cache
             yield x, tuple(caches[:count]), experts

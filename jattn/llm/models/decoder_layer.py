@@ -116,6 +116,8 @@ class DecoderLayer(nnx.Module):
                 out, new = mixer.forward_paged(scaled(mixed_rows, first_factor), angles, given, metadata)
                 mixed.append(scaled(out, last_factor))
                 updated += new if len(own) > 1 else [new]
+        if metadata.result_rows is not None:
+            x = x[metadata.result_rows]
         cross = None
         if self.cross_attn is not None:
             cross = functools.partial(self.cross_attn.forward_paged, kv_cache=updated[0], metadata=metadata)
@@ -150,6 +152,17 @@ class DecoderLayer(nnx.Module):
         return config.attention_multipliers == (1, 1) and quantizes_rows(
             config.hidden_size, config.query_size, implementation=implementation
         )
+
+    @property
+    def picks_rows(self) -> bool:
+        """Whether it can return the results of some tokens, of which alone it then multiplies what attention gives.
+
+        Nothing but attention looks at other tokens, and nothing after attention reads the stream's norm before it.
+        """
+        others = (self.parallel, self.recurrent, self.cross_attn, self.per_layer_input, self.config.parallel_block)
+        if any(each is not None for each in others) or type(self.self_attn) is not Attention or self.batch_invariant:
+            return False
+        return not self.config.single_branch and self.norm_placement != "stream"
 
     @property
     def adds_branches_alone(self) -> bool:

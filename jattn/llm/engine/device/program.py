@@ -21,7 +21,7 @@ from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Structure
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.engine.request.outputs import Logprobs
-from jattn.llm.models import BatchAdapters, TensorParallel
+from jattn.llm.models import BatchAdapters, Decoder, TensorParallel
 from jattn.llm.models.request_inputs import InputDtypes, unpacked
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from jattn.ops import DeferredStates
@@ -93,6 +93,12 @@ class _Batch:
         if len(groups) == 1:
             return groups[0]
         return GroupedMetadata(cache_groups=groups, layer_groups=layers.layer_groups, layer_arrays=layers.layer_arrays)
+
+    @property
+    def picks_rows(self) -> bool:
+        """Whether nothing needs the hidden states of tokens that are not the last of their sequence."""
+        needs = self.bucket.decodes or self.routes or self.adapters is not None or len(self.layers.groups) > 1
+        return not needs and self.bucket.sampler.kind is not SamplingKind.FULL
 
     def head_adapters(self, rows_of_each: int) -> tuple[BatchAdapters, ...]:
         """Returns the adapters of as many hidden states of each sequence; none of a bucket without."""
@@ -334,13 +340,16 @@ def _drafted(batch: _Batch) -> tuple[jax.Array, KVCaches]:
 
 def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     model, bucket, fields, state = batch.model(), batch.bucket, batch.fields, batch.state
-    operands, experts = (batch.token_ids, fields["positions"], batch.kv_caches, batch.metadata), None
-    if batch.routes:
-        hidden, kv_caches, found = model.with_routed_experts(*operands)
+    operands, experts = (batch.token_ids, fields["positions"], batch.kv_caches), None
+    last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
+    picks = batch.picks_rows and isinstance(model, Decoder) and model.layers[-1].picks_rows
+    if picks:
+        hidden, kv_caches = model(*operands, replace(batch.metadata, result_rows=last_rows))
+    elif batch.routes:
+        hidden, kv_caches, found = model.with_routed_experts(*operands, batch.metadata)
         experts = found.astype(jnp.int16)
     else:
-        hidden, kv_caches = model(*operands)
-    last_rows = jnp.maximum(fields["query_start_loc"][1:] - 1, 0)
+        hidden, kv_caches = model(*operands, batch.metadata)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
     first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
@@ -348,7 +357,8 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     num_tokens = fields["seq_lens"] - (last_rows - first)
     # A row with a slot has no proposals: tokens drawn after its first position are unused.
     slots = jnp.where(places == 0, fields["slot"][:, None], state.neutral_slot)
-    logits, shards = _logits(model, hidden[rows.reshape(-1)], *batch.head_adapters(count), peers=batch.peers)
+    read = hidden if picks else hidden[rows.reshape(-1)]
+    logits, shards = _logits(model, read, *batch.head_adapters(count), peers=batch.peers)
     tokens, logprobs, new_state = bucket.sampler(
         logits,
         Rows.unpack(jnp.repeat(fields["sampling"], count, axis=0)),
