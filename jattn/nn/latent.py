@@ -49,7 +49,7 @@ class MultiHeadLatentAttention(nnx.Module):
         dtype, param_dtype, kernel_init, dot_general: as in flax's modules.
         k_scale: dequantisation scale of an 8-bit cache, if `kv_scales` is None.
         kv_chunk_size, implementation: as in `jattn.mla_attention`.
-        deterministic_gradients: compute gradients with the same bits in every run; no kernel is faster without.
+        deterministic_gradients: compute gradients with the same bits in every run; wide heads are faster without.
         rngs: source of the initial values.
 
     Attributes:

@@ -39,7 +39,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         max_length: capacity of the cache, in tokens of a sequence; required for `decode`.
         block_size: tokens of a cache block.
         kv_cache_dtype: dtype of the cache; that of the keys by default.
-        deterministic_gradients: compute gradients with the same bits in every run; no kernel is faster without.
+        deterministic_gradients: compute gradients with the same bits in every run; wide heads are faster without.
 
     Raises:
         InvalidInput: a field of the wrong type or out of range. The message names the field.

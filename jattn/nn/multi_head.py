@@ -60,7 +60,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             reads the cache of the other layer.
         kv_cache_dtype: dtype of a held cache; the dtype of the computation by default.
         k_scale, v_scale: dequantisation scales of an 8-bit cache: value = stored value * scale.
-        deterministic_gradients: compute gradients with the same bits in every run; no kernel is faster without.
+        deterministic_gradients: compute gradients with the same bits in every run; wide heads are faster without.
         attention_fn: accepted only if it is flax's default or `jattn.attention_fn`.
         rngs: source of the initial values and of dropout.
         dtype, param_dtype, precision, use_bias, normalize_qk, kernel_init, out_kernel_init, bias_init, out_bias_init,

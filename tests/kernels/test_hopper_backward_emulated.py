@@ -101,6 +101,13 @@ def test_the_order_of_warps_and_programs_changes_no_bit(head_size: int, value_he
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+def test_gradients_without_order_are_as_exact(head_sizes: tuple[int, int], seed: int) -> None:
+    case = hopper_backward_case(seed, head_sizes, small=True)
+    call = replace(backward_call(poisoned(case), ops.run, with_d_lse=False), deterministic=False)
+    assert_poisoned_match(case, call, _run(call, seed, resident=4))
+
+
 def test_heads_that_alternate_have_the_bits_of_heads_one_after_the_other(seed: int) -> None:
     case = dense_case(
         seed, key_lens=[130], query_lens=[70], num_heads=2, num_kv_heads=2, head_size=64, dtype="bfloat16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -85,6 +86,13 @@ def test_tiles_of_keys_add_in_order_so_that_bits_never_change(head_sizes: tuple[
     for _ in range(10):
         again = ops.run(call)
         assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("head_sizes", _HEAD_SIZES)
+def test_gradients_without_order_are_as_exact(head_sizes: tuple[int, int], seed: int) -> None:
+    case = hopper_backward_case(seed, head_sizes)
+    call = replace(_call(poisoned(case)), deterministic=False)
+    assert_poisoned_match(case, call, ops.run(call))
 
 
 def test_padding_gets_a_gradient_of_zero() -> None:

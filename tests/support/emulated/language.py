@@ -169,10 +169,10 @@ class Language:
                 # are two columns of a row, and of the row eight below.
                 rows, columns = np.indices(pointer.shape)
                 pointer = pointer + Tensor(rows % 16 // 8 * 2 + columns % 2)
-            # With a value there may be a word, whether it is the first.
-            first = bool(values[1]) if len(values) > 1 else "st." in asm
+            # With a value there may be a word, whether it is the first; without, one whether sums are read.
             if "ld." in asm:
-                return values[0] if values and first else (pointer.load() + values[0] if values else pointer.load())
+                return pointer.load() if not values or values[0] else Tensor(np.zeros(pointer.shape, np.float32))
+            first = bool(values[1]) if len(values) > 1 else "st." in asm
             if first:
                 pointer.store(values[0])
             else:

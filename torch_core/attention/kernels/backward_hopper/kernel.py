@@ -43,6 +43,8 @@ def hopper_backward_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     ROLE_KEYS: gl.constexpr,
+    PART_WIDTH: gl.constexpr,
+    IN_ORDER: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
     D_OUT_STAGES: gl.constexpr,
     KEY_REGISTERS: gl.constexpr,
@@ -70,8 +72,8 @@ def hopper_backward_kernel(
     """
     SHAPE: gl.constexpr = Sizes(
         NUM_KV_HEADS, GROUP, HEADS_TOGETHER, HEAD_SIZE, VALUE_SIZE, REST_SIZE, BLOCK_M, BLOCK_N, ROLE_KEYS,
-        2 if REST_SIZE else 1, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE,
-        D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES,
+        PART_WIDTH, 2 if REST_SIZE else 1, IN_ORDER, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE,
+        VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -43,6 +43,7 @@ class HopperBackwardTile:
     heads_together: int = 1  # Key/value heads whose programs alternate, at most.
     block_n: int = 128  # Keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
     role_keys: int = 64  # Keys whose gradients one role works out: 64, or 128 by two warpgroups that keep in step.
+    part_width: int = 64  # Columns of the queries' gradients that one product makes: 64, or 128 of wide heads.
 
     @property
     def head_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -51,7 +52,7 @@ class HopperBackwardTile:
 
 
 # Of wide heads.
-_WIDE = HopperBackwardTile(64, 2, 2, block_n=64)
+_WIDE = HopperBackwardTile(64, 2, 2, key_registers=192, query_registers=104, block_n=64, part_width=128)
 # Of keys of 192 elements over values of 128.
 _UNEVEN = HopperBackwardTile(64, 3, 2, role_keys=128)
 # By head size, the tiles from a query length on.
@@ -104,6 +105,8 @@ def hopper_backward_plan(
         "BLOCK_M": block_m,
         "BLOCK_N": tile.block_n,
         "ROLE_KEYS": tile.role_keys,
+        "PART_WIDTH": tile.part_width,
+        "IN_ORDER": call.deterministic,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,

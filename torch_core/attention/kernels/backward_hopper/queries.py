@@ -37,32 +37,68 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     HEAD_SIZE: gl.constexpr = SHAPE.HEAD_SIZE
     WRITERS: gl.constexpr = 1 if rings.weights is not None else 2
     ROLES: gl.constexpr = SHAPE.BLOCK_N // SHAPE.ROLE_KEYS
-    # A part has 64 queries and 64 columns: as many as this warpgroup's registers hold. Parts of 128 queries and half of
-    # the columns read 1.5 times as much shared memory.
+    # A part has 64 queries and as many columns as this warpgroup's registers hold. Parts of 128 queries and half of the
+    # columns read 1.5 times as much shared memory.
+    WIDTH: gl.constexpr = SHAPE.PART_WIDTH
     ROW_PARTS: gl.constexpr = BLOCK_M // 64
-    PARTS: gl.constexpr = ROW_PARTS * (HEAD_SIZE // 64)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PARTS: gl.constexpr = ROW_PARTS * (HEAD_SIZE // WIDTH)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     k = rings.key.tiles.index(0)
     steps = (item.end - item.start) * SHAPE.GROUP
     mbarrier.wait(rings.key.full.index(0), 0)
     for step in range(steps):
+        tile = item.end - 1 - step // SHAPE.GROUP
+        turn = _turn(item, tile, SHAPE)
+        ends = _ends(tile, item, SHAPE)
+        # The last tile of keys adds to what the others have: its products begin with it, so that all of it is on its
+        # way at once.
+        read = ends & (turn > 0)
         sums = query_sums(step, item, gradients, SHAPE)
         _await_full(step, WRITERS)
+        await_turn(SHAPE.ADDERS, read)
         for part in gl.static_range(PARTS):
             ds = rings.d_scores.index(step % 2).slice(part % ROW_PARTS * 64, 64, 1).permute((1, 0))
-            columns = k.slice(part // ROW_PARTS * 64, 64, 1)
-            zeros = gl.zeros([64, 64], gl.float32, LAYOUT)
-            dq = warpgroup_mma(ds, columns, zeros, use_acc=False, is_async=True)
+            columns = k.slice(part // ROW_PARTS * WIDTH, WIDTH, 1)
+            dq = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
+            places = _places(sums, part % ROW_PARTS * 64, part // ROW_PARTS * WIDTH, dq, SHAPE)
+            dq = warpgroup_mma(ds, columns, _earlier_sums(places, read), is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1:
                 for i in gl.static_range(ROLES):
                     _signal_room(step, steps, i, WRITERS // ROLES)
             if part == 0:
-                await_turn(SHAPE.ADDERS)
-            add_part(sums, part % ROW_PARTS * 64, part // ROW_PARTS * 64, dq, step, item, gradients, SHAPE)
-            if PARTS > 2 or SHAPE.ROLE_KEYS == 128:
+                await_turn(SHAPE.ADDERS, read ^ True)
+            if ends:
+                _store_rounded(
+                    dq, part % ROW_PARTS * 64, part // ROW_PARTS * WIDTH, step, tile, item, gradients, SHAPE
+                )  # fmt: skip
+            else:
+                _add_part(places, dq, turn == 0)
+            if HEAD_SIZE > 64:
                 _finish_part()
         pass_turn(SHAPE.ADDERS)
+
+
+@gluon.jit
+def _earlier_sums(places, read):
+    """What earlier tiles of keys have added to a part if it is read, or zeros."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $8, 0; mov.f32 $0, 0f00000000; mov.f32 $1, $0; mov.f32 $2, $0; mov.f32 $3, $0; "
+        "@p ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+        "=&f,=&f,=&f,=&f,l,l,l,l,r,r,r,r", [places, read.to(gl.int32)], dtype=gl.float32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add_part(places, values, begins):
+    """Adds to the sums of a part; the first tile of keys stores instead."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $12, 0; @p st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11}; "
+        "@!p red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
+        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r", [places, values, begins.to(gl.int32)], dtype=gl.int32, is_pure=False,
+        pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -74,59 +110,31 @@ def query_sums(step, item, gradients, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def add_part(sums, ROW: gl.constexpr, START: gl.constexpr, values, step, item, gradients, SHAPE: gl.constexpr):
-    """Adds to the sums of a tile of queries, from a ROW and the column START on; the first tile of keys stores instead.
-
-    The last one adds in registers and stores the gradient, rounded.
-    """
-    tile = item.end - 1 - step // SHAPE.GROUP
-    begins = (_turn(item, tile, SHAPE) == 0).to(gl.int32)
-    pointers, rows, columns = _places(sums, ROW, START, values, SHAPE)
-    if _ends(tile, item, SHAPE):
-        values = gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .f32 a, b, c, d; setp.eq.s32 p, $12, 0; "
-            "mov.f32 a, 0f00000000; mov.f32 b, a; mov.f32 c, a; mov.f32 d, a; "
-            "@p ld.relaxed.gpu.global.v4.f32 {a, b, c, d}, [$4]; "
-            "add.f32 $0, a, $8; add.f32 $1, b, $9; add.f32 $2, c, $10; add.f32 $3, d, $11; }",
-            "=&f,=&f,=&f,=&f,l,l,l,l,f,f,f,f,r,r,r,r", [pointers, values, begins], dtype=gl.float32, is_pure=False,
-            pack=4,
-        )  # fmt: skip
-        _store_rounded(values, rows, columns, step, tile, item, gradients, SHAPE)
-    else:
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $12, 0; @p st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11}; "
-            "@!p red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11}; "
-            "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",
-            "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r", [pointers, values, begins], dtype=gl.int32, is_pure=False, pack=4,
-        )  # fmt: skip
-
-
-@gluon.jit
 def add_columns(sums, START: gl.constexpr, values, step, item, gradients, MAY_END: gl.constexpr, SHAPE: gl.constexpr):
-    """`add_part` for warpgroups without a register to spare: the last tile of keys, if this one MAY be it, reads back.
+    """Adds to the sums of a tile of queries, from the column START on; the first tile of keys stores instead.
 
-    An addition in registers spills operands of the products: heads of 192 over 128 took 1.25 times as long. Where the
-    registers are there, a way less to memory is 5% faster at 2,048.
+    The last one, if this MAY be it, reads back: products that begin with sums do not compile where two warpgroups share
+    columns, and an addition in registers spills operands.
     """
     tile = item.end - 1 - step // SHAPE.GROUP
-    pointers, rows, columns = _places(sums, 0, START, values, SHAPE)
+    places = _places(sums, 0, START, values, SHAPE)
     if _turn(item, tile, SHAPE) == 0:
-        _give(pointers, values, "st.relaxed.gpu.global.v4.f32")
+        _give(places, values, "st.relaxed.gpu.global.v4.f32")
     else:
-        _give(pointers, values, "red.relaxed.gpu.global.add.v4.f32")
+        _give(places, values, "red.relaxed.gpu.global.add.v4.f32")
     if MAY_END:
-        _round_columns(pointers, rows, columns, step, tile, item, gradients, SHAPE)
+        _round_columns(places, START, step, tile, item, gradients, SHAPE)
 
 
 @gluon.jit
 def _places(sums, ROW: gl.constexpr, START: gl.constexpr, values, SHAPE: gl.constexpr):
-    """(Addresses of the sums of a part, its rows and columns in the tile of queries)."""
+    """Addresses of the sums of a part, from a ROW and the column START on."""
     layout: gl.constexpr = values.type.layout
     rows = ROW + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
     thread = (rows // 16 * 32 + rows % 8 * 4)[:, None] + (columns % 8 // 2)[None, :]
     offsets = thread * 4 + (columns // 8 * (SHAPE.BLOCK_M * 8))[None, :]
-    return (sums + START * SHAPE.BLOCK_M + offsets).to(gl.int64, bitcast=True), rows, START + columns
+    return (sums + START * SHAPE.BLOCK_M + offsets).to(gl.int64, bitcast=True)
 
 
 @gluon.jit
@@ -136,7 +144,12 @@ def _ends(tile, item, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _store_rounded(values, rows, columns, step, tile, item, gradients, SHAPE: gl.constexpr):
+def _store_rounded(
+    values, ROW: gl.constexpr, START: gl.constexpr, step, tile, item, gradients, SHAPE: gl.constexpr
+):  # fmt: skip
+    layout: gl.constexpr = values.type.layout
+    rows = ROW + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = START + gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
     head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
     out = gradients.query + head * SHAPE.D_QUERY_STRIDES[1]
     out += (item.first_query + tile * SHAPE.BLOCK_M).to(gl.int64) * SHAPE.D_QUERY_STRIDES[0]
@@ -146,21 +159,21 @@ def _store_rounded(values, rows, columns, step, tile, item, gradients, SHAPE: gl
 
 
 @gluon.jit
-def _round_columns(pointers, rows, columns, step, tile, item, gradients, SHAPE: gl.constexpr):
+def _round_columns(places, START: gl.constexpr, step, tile, item, gradients, SHAPE: gl.constexpr):
     if _ends(tile, item, SHAPE):
         # Each thread reads what it has added to.
         sums = gl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,l,l,l", [pointers],
+            "ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l,l,l,l", [places],
             dtype=gl.float32, is_pure=False, pack=4,
         )  # fmt: skip
-        _store_rounded(sums, rows, columns, step, tile, item, gradients, SHAPE)
+        _store_rounded(sums, 0, START, step, tile, item, gradients, SHAPE)
 
 
 @gluon.jit
-def _give(pointers, values, INSTRUCTION: gl.constexpr):
+def _give(places, values, INSTRUCTION: gl.constexpr):
     gl.inline_asm_elementwise(
         INSTRUCTION + " [$4], {$8, $9, $10, $11}; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [pointers, values], dtype=gl.int32, is_pure=False, pack=4,
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [places, values], dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
 
 
@@ -213,10 +226,10 @@ def await_room(step, OWN: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def await_turn(ADDERS: gl.constexpr):
+def await_turn(ADDERS: gl.constexpr, needed=1):
     """Waits until `take_turns` says that this program, with ADDERS warpgroups, may add to the next tile of queries."""
     SYNC: gl.constexpr = _TURN_SYNC[ADDERS]
-    _barrier(_TURN, 1, SYNC)
+    _barrier(_TURN, needed, SYNC)
 
 
 @gluon.jit
@@ -230,12 +243,15 @@ def pass_turn(ADDERS: gl.constexpr):
 def take_turns(item, gradients, SHAPE: gl.constexpr):
     """One warp: waits until all earlier tiles of keys have added to a tile of queries.
 
+    Without order until the first one has, which stores; but the last one, which rounds, still waits for all.
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
     SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
     for step in range((item.end - item.start) * SHAPE.GROUP):
         counter, tile = _turn_counter(step, item, gradients, SHAPE)
         turn = _turn(item, tile, SHAPE)
+        if not SHAPE.IN_ORDER:
+            turn = gl.where(_ends(tile, item, SHAPE), turn, gl.minimum(turn, 1))
         _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
         _barrier(_TURN, 1, SYNC)
 

@@ -24,7 +24,9 @@ class Sizes(NamedTuple):
     BLOCK_M: Any  # Queries of a tile.
     BLOCK_N: Any  # Keys of a program.
     ROLE_KEYS: Any  # Keys of a role that works out their gradients.
+    PART_WIDTH: Any  # Columns of the queries' gradients that one product makes.
     ADDERS: Any  # Warpgroups that add to the queries' gradients.
+    IN_ORDER: Any  # Tiles of keys add to the queries' gradients in order.
     LEFT: Any  # Queries see keys of a window to the left.
     QUERY_STRIDE: Any  # QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
     D_OUT_STRIDE: Any
