@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.delta_cases import delta_backward_call, delta_call
 from tests.support.state_cases import assert_gradients_are_as_exact, assert_is_the_slope
@@ -26,6 +27,15 @@ from torch_core.launch.tensors import array_spec
 )
 def test_gradients_are_as_exact_as_torchs(lens, options, seed):
     call = delta_backward_call(delta_call(seed, lens, **{"heads": (1, 1), **options}))
+    assert_gradients_are_as_exact(reference.gated_delta_backward, call, run_triton(call))
+
+
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_gradients_after_strong_gates_have_the_digits_of_float32(gates, seed):
+    call = delta_call(seed, (40,), heads=(1, 1), gates=gates, padding=0)
+    getattr(call, gates)[2:20:4] = -torch.inf
+    getattr(call, gates)[4:20:4] = -30.0
+    call = delta_backward_call(call)
     assert_gradients_are_as_exact(reference.gated_delta_backward, call, run_triton(call))
 
 

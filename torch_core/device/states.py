@@ -45,7 +45,7 @@ def store_state(
 @triton.jit
 def natural_exp(x):
     """Returns exp(x), and 0 instead of numbers below 2^-126: two instructions instead of `tl.exp`'s five."""
-    return tl.math.exp2(x * LOG2E)
+    return tl.math.exp2(x.to(tl.float32) * LOG2E)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     for name in ("d_overlaps", "d_products", "lowers"):
         scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK, CHUNK), call.key.dtype)
     if call.gk is None:
-        scratch["norms"] = ArraySpec((chunks, call.num_heads, 3, CHUNK), "float32")
+        scratch["norms"] = ArraySpec((chunks, call.num_heads, 2, CHUNK), "float32")
         for name in ("decay_parts", "result_parts"):
             scratch[name] = ArraySpec((chunks, call.num_heads, CHUNK), "float32")
     else:

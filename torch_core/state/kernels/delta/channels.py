@@ -11,7 +11,7 @@ import triton.language as tl
 
 from torch_core.device.states import natural_exp
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.systems import inverse_norms
+from torch_core.state.kernels.delta.systems import decay_sums, inverse_norms
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def gated_delta_channels_kernel(
 ):
     """Grid: (chunks of the batch by a static bound, heads).
 
-    Writes for each token: the logarithms of the decay from the chunk's start as `decays`, in float32; the negative key
+    Writes for each token: the logarithms of the decay from the chunk's start as `decays`; the negative key
     and the query as the state before the chunk sees them, `reads` and `queries`; the key as the state after it does,
     `adds`; as `factors` those of keys and queries for their norms, the product of both, and beta. And for each chunk
     the decay of its state, `through`, in float32.
@@ -71,6 +71,8 @@ def gated_delta_channels_kernel(
     gates = gk + place[:, None] * gk_token_stride + head * gk_head_stride + channel[None, :]
     # Of two sums with -inf no difference could be taken.
     gate = tl.maximum(tl.load(gates, mask=is_key, other=0.0).to(tl.float32), -100.0)
+    decays = decay_sums(decays, dtype)
+    gate = gate.to(decays.dtype.element_ty)
     decay = tl.cumsum(gate, 0)
     last = tl.sum(gate, 0)
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
@@ -140,7 +142,7 @@ def gated_delta_near_pairs_kernel(
     keys = key + head // GROUP * key_head_stride + origin * key_token_stride + row * key_token_stride
     source = query + head // GROUP * query_head_stride + origin * query_token_stride + row * query_token_stride
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
-    held = decays + (chunk * CHUNK + begin) * KEY_SIZE
+    held = decay_sums(decays, dtype) + (chunk * CHUNK + begin) * KEY_SIZE
     by_key = tl.zeros([16, 16], tl.float32)
     by_query = tl.zeros([16, 16], tl.float32)
     for first in range(0, KEY_PADDED, BLOCK_K):
@@ -203,7 +205,7 @@ def gated_delta_far_pairs_kernel(
     keys = key + head // GROUP * key_head_stride + origin * key_token_stride + row * key_token_stride
     source = query + head // GROUP * query_head_stride + origin * query_token_stride + row * query_token_stride
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
-    held = decays + chunk * CHUNK * KEY_SIZE
+    held = decay_sums(decays, dtype) + chunk * CHUNK * KEY_SIZE
     by_key = tl.zeros([CHUNK, CHUNK], tl.float32)
     by_query = tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in range(0, KEY_PADDED, BLOCK_K):

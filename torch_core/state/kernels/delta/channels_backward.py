@@ -11,7 +11,7 @@ import triton.language as tl
 
 from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding, zero_rows
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.systems import chunk_program, inverse_norms
+from torch_core.state.kernels.delta.systems import chunk_program, decay_sums, inverse_norms
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def gated_delta_near_gradients_kernel(
     queries = query + head // GROUP * query_head_stride + origin * query_token_stride
     k = tl.load(keys + column * key_token_stride + channel, mask=is_key, other=0.0).to(tl.float32)
     q = tl.load(queries + column * query_token_stride + channel, mask=is_key, other=0.0).to(tl.float32)
-    held = decays + (chunk * CHUNK + first) * KEY_SIZE + channel
+    held = decay_sums(decays, dtype) + (chunk * CHUNK + first) * KEY_SIZE + channel
     decay = tl.load(held + column * KEY_SIZE, mask=is_channel, other=0.0)
     there = tl.load(held + (column & ~1) * KEY_SIZE, mask=is_channel, other=0.0)
     square = (chunk * CHUNK + first) * CHUNK + first + row * CHUNK + column
@@ -163,7 +163,7 @@ def gated_delta_channel_gradients_kernel(
     is_channel = (channel < KEY_SIZE)[:, None]
     is_key = is_channel & live[None, :]
     chunk = (tile * NUM_HEADS + head).to(tl.int64)
-    held = decays + chunk * CHUNK * KEY_SIZE
+    held = decay_sums(decays, dtype) + chunk * CHUNK * KEY_SIZE
     by_read = tl.zeros([BLOCK_K, CHUNK], tl.float32)
     by_query = tl.zeros([BLOCK_K, CHUNK], tl.float32)
     by_added = tl.zeros([BLOCK_K, CHUNK], tl.float32)

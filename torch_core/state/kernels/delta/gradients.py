@@ -12,7 +12,7 @@ import triton.language as tl
 
 from torch_core.device.states import chunk_columns, chunk_rows, natural_exp, zero_padding, zero_rows
 from torch_core.device.work import locate_tile
-from torch_core.state.kernels.delta.systems import chunk_program, inverse_norms
+from torch_core.state.kernels.delta.systems import chunk_program, decay_sums, inverse_norms
 
 
 @triton.jit
@@ -184,6 +184,7 @@ def gated_delta_gate_gradients_kernel(
 def gated_delta_product_gradients_kernel(
     d_out,
     query_start_loc,
+    decays,
     norms,
     corrections,
     d_rights,
@@ -233,8 +234,9 @@ def gated_delta_product_gradients_kernel(
     d_p = tl.where(is_later | (row[:, None] == column[None, :]), d_p, 0.0)
     d_overlap = tl.where(is_later, -d_overlap, 0.0)
     if norms is not None:
-        held = norms + chunk * 3 * CHUNK
-        decay = tl.load(held + 2 * CHUNK + row)[:, None] - tl.load(held + 2 * CHUNK + column)[None, :]
+        held = norms + chunk * 2 * CHUNK
+        passed = decay_sums(decays, d_products.dtype.element_ty) + chunk * CHUNK
+        decay = tl.load(passed + row)[:, None] - tl.load(passed + column)[None, :]
         weights = natural_exp(tl.minimum(decay, 0.0)) * tl.load(held + column)[None, :]
         d_p *= weights * tl.load(held + CHUNK + row)[:, None]
         d_overlap *= weights * tl.load(held + row)[:, None]

@@ -96,10 +96,12 @@ def scratch_of(call: GatedDeltaCall[ArraySpec], segment: int | None) -> dict[str
         "products": ArraySpec((*chunks, CHUNK, CHUNK), dtype),
         "factors": ArraySpec((*chunks, 5, CHUNK), "float32"),
     }
+    # See `decay_sums`.
+    sums = CHUNK * (2 if dtype == "float32" else 1)
     if call.gk is None:
-        scratch["decays"] = ArraySpec((*chunks, CHUNK), "float32")
+        scratch["decays"] = ArraySpec((*chunks, sums), "float32")
     else:
-        scratch["decays"] = ArraySpec((*chunks, CHUNK, key_size), "float32")
+        scratch["decays"] = ArraySpec((*chunks, sums, key_size), "float32")
         scratch |= {name: ArraySpec((*chunks, CHUNK, key_size), dtype) for name in _BY_CHANNEL[:3]}
         scratch["through"] = ArraySpec((*chunks, key_size), "float32")
     if segment is not None:

@@ -50,11 +50,11 @@ def gated_delta_overlaps_kernel(
 
     Writes for each chunk and key head the products of its keys in the blocks of 16 that systems have, as `overlaps`, in
     float32. For each chunk and head: the decayed products of queries and keys as `products`; the logarithms of the
-    decay from the chunk's start as `decays`, in float32; and as `factors`, in float32, those of each token's key before
+    decay from the chunk's start as `decays`; and as `factors`, in float32, those of each token's key before
     the state reads it, of its result, of its key before the state adds it, of the state over the chunk, and beta. For
     the derivative, also the system below its diagonal without beta, as `lowers`, and the factors of keys and queries
-    for their norms and the logarithm of the decay from the chunk's start, as `norms`, in float32. For segments, the
-    logarithm of a bound of the factor by which the chunk changes the length of a state's rows, as `growths`.
+    for their norms, as `norms`, in float32. For segments, the logarithm of a bound of the factor by which the chunk
+    changes the length of a state's rows, as `growths`.
     """
     tile, key_head, _ = chunk_program(NUM_HEADS // GROUP, 1)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
@@ -77,22 +77,23 @@ def gated_delta_overlaps_kernel(
     row = step[:, None]
     rates = beta + place[:, None] * beta_token_stride + member
     rate = tl.load(rates, mask=is_member & live[:, None], other=0.0).to(tl.float32)
-    decay = tl.zeros([CHUNK, GROUP_PADDED], tl.float32)
+    decays = decay_sums(decays, key.dtype.element_ty)
+    decay = tl.zeros([CHUNK, GROUP_PADDED], decays.dtype.element_ty)
     if g is not None:
         gates = g + place[:, None] * g_token_stride + member
         # Of two sums with -inf no difference could be taken.
         gate = tl.maximum(tl.load(gates, mask=is_member & live[:, None], other=0.0).to(tl.float32), -100.0)
-        decay = tl.cumsum(gate, 0)
+        decay = tl.cumsum(gate.to(decays.dtype.element_ty), 0)
     last = tl.sum(tl.where(row == CHUNK - 1, decay, 0.0), 0)[None, :]
     k_norm = inverse_norms(k, epsilon, NORMALIZE)
     q_norm = inverse_norms(q, epsilon, NORMALIZE) * scale
     number = (tile * NUM_HEADS + member).to(tl.int64) * CHUNK
     held = factors + number * 5 + row
     tl.store(decays + number + row, decay, mask=is_member)
-    tl.store(held, -k_norm[:, None] * tl.exp(decay), mask=is_member)
-    tl.store(held + CHUNK, q_norm[:, None] * tl.exp(decay), mask=is_member)
-    tl.store(held + 2 * CHUNK, k_norm[:, None] * tl.exp(last - decay), mask=is_member)
-    tl.store(held + 3 * CHUNK, tl.exp(last) + tl.zeros_like(decay), mask=is_member)
+    tl.store(held, -k_norm[:, None] * tl.exp(decay.to(tl.float32)), mask=is_member)
+    tl.store(held + CHUNK, q_norm[:, None] * tl.exp(decay.to(tl.float32)), mask=is_member)
+    tl.store(held + 2 * CHUNK, k_norm[:, None] * tl.exp((last - decay).to(tl.float32)), mask=is_member)
+    tl.store(held + 3 * CHUNK, tl.exp(last.to(tl.float32)) + tl.zeros_like(rate), mask=is_member)
     tl.store(held + 4 * CHUNK, rate, mask=is_member)
 
     by_key = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_norm[:, None] * k_norm[None, :]
@@ -121,9 +122,8 @@ def gated_delta_overlaps_kernel(
         if lowers is not None:
             lower = tl.where(row > column, by_key * weights, 0.0)
             tl.store(lowers + own * CHUNK + square, lower.to(lowers.dtype.element_ty))
-            tl.store(norms + own * 3 + step, k_norm)
-            tl.store(norms + own * 3 + CHUNK + step, q_norm)
-            tl.store(norms + own * 3 + 2 * CHUNK + step, passed)
+            tl.store(norms + own * 2 + step, k_norm)
+            tl.store(norms + own * 2 + CHUNK + step, q_norm)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def gated_delta_inverses_kernel(
     if through is None:
         shared = (tile * (NUM_HEADS // GROUP) + head // GROUP).to(tl.int64)
         source = overlaps + shared * CHUNK * CHUNK + inner
-        decay = decays + number
+        decay = decay_sums(decays, inverses.dtype.element_ty) + number
     else:
         source = overlaps + number * CHUNK + inner
         decay = None
@@ -188,6 +188,15 @@ def gated_delta_inverses_kernel(
     _store_column(target + 16, rate + 16, zero, x11, x21, x31, CHUNK)
     _store_column(target + 32, rate + 32, zero, zero, x22, x32, CHUNK)
     _store_column(target + 48, rate + 48, zero, zero, zero, x33, CHUNK)
+
+
+@triton.jit
+def decay_sums(decays, dtype: tl.constexpr):
+    """Returns the logarithms of decays from a chunk's start: of float32 inputs in float64, in the room of two numbers.
+
+    Differences of neighbours would not have the digits of float32 after strong gates. (JAX makes no float64 arrays.)
+    """
+    return decays.to(tl.pointer_type(tl.float64), bitcast=True) if dtype == tl.float32 else decays
 
 
 @triton.jit
