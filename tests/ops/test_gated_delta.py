@@ -31,6 +31,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 70), "gates": "gk"},
     KEPT,
     {"lens": (5, 1, 0, 130), "gates": None, "states": False},
+    {**KEPT, "dtype": "bfloat16", "sizes": (128, 40)},
+    {**KEPT, "dtype": "bfloat16", "sizes": (128, 40), "gates": "gk"},
 ]
 _quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
@@ -205,8 +207,14 @@ def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name:
 @pytest.mark.parametrize("gates", ["g", "gk"])
 @pytest.mark.parametrize(
     ("lens", "sizes"),
-    [((300, 1, 0, 700, 5), (128, 128)), ((1,) * 70, (128, 128)), ((5000,), (64, 128))],
-    ids=["mixed", "one", "in segments"],
+    [
+        ((300, 1, 0, 700, 5), (128, 128)),
+        ((1,) * 70, (128, 128)),
+        ((4, 1, 0, 3), (128, 40)),
+        ((8, 1, 0, 5, 13), (128, 128)),
+        ((5000,), (64, 128)),
+    ],
+    ids=["mixed", "one", "a turn", "turns", "in segments"],
 )
 def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, seed):
     call = delta_call(seed, lens, heads=(4, 2), sizes=sizes, gates=gates, dtype="bfloat16")
@@ -223,15 +231,16 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("gates", ["g", "gk"])
-def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, seed):
-    large = delta_call(seed, (2,) * 64, heads=(8, 4), sizes=(128, 128), gates=gates, dtype="bfloat16", padding=0)
-    rows = {name: getattr(large, name)[:6].cuda() for name in ("query", "key", "value", "beta", gates)}
+def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, tokens, seed):
+    large = delta_call(seed, (tokens,) * 64, heads=(8, 4), sizes=(128, 128), gates=gates, dtype="bfloat16", padding=0)
+    rows = {name: getattr(large, name)[: 3 * tokens].cuda() for name in ("query", "key", "value", "beta", gates)}
     slots = {"query_start_loc": large.query_start_loc[:4].cuda()}
     slots |= {name: getattr(large, name)[:3].cuda() for name in ("cache_indices", "has_initial_state")}
     large = large.map(torch.Tensor.cuda)
     few = large.with_arrays({**rows, **slots, "states": large.states.clone()})
-    assert torch.equal(torch_ops.run(few)["out"], torch_ops.run(large)["out"][:6])
+    assert torch.equal(torch_ops.run(few)["out"], torch_ops.run(large)["out"][: 3 * tokens])
     used = [slot for slot in slots["cache_indices"].tolist() if slot >= 0]
     assert torch.equal(few.states[used], large.states[used])
 

@@ -133,7 +133,12 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "gated delta backward": _backward(_delta(8, 8192, g=ArraySpec((8192, 32), "float32"))),
         "gated delta backward by channel": _backward(_delta(8, 8192, gk=ArraySpec((8192, 32, 128), "float32"))),
         "gated delta decode by channel": _delta(64, 64, gk=ArraySpec((64, 32, 128), "float32")),
-        "gated delta verifying": _delta(64, 256, g=ArraySpec((256, 32), "float32"), num_kept_tokens=kept),
+        "gated delta verifying": _delta(64, 512, g=ArraySpec((512, 32), "float32"), num_kept_tokens=kept),
+        "gated delta verifying by channel": _delta(
+            64, 512, gk=ArraySpec((512, 32, 128), "float32"), num_kept_tokens=kept
+        ),
+        "gated delta of a few tokens": _delta(64, 256, g=ArraySpec((256, 32), "float32")),
+        "gated delta of a few tokens by channel": _delta(64, 256, gk=ArraySpec((256, 32, 128), "float32")),
         "mamba decode": _mamba(64, 64),
         "mamba verifying": replace(_mamba(64, 256), num_kept_tokens=kept),
         "mamba": _mamba(8, 16384),

@@ -40,9 +40,8 @@ def plans_in_use(arch: int = 90) -> dict[str, OperationPlan]:
     plans["attention over devices"] = plan_merge(ArraySpec((1, 32, 128), "bfloat16"), None, 32, "bfloat16", 4)
     if arch == 90:
         older = DeviceLimits(arch=80)
-        plans |= {
-            f"{label} not on Hopper": plan_call(calls[label], older) for label in ("prefill", "dense", "backward")
-        }
+        portable = ("prefill", "dense", "backward", "gated delta decode", "gated delta verifying")
+        plans |= {f"{label} not on Hopper": plan_call(calls[label], older) for label in portable}
     return plans
 
 

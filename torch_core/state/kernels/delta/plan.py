@@ -13,7 +13,10 @@ from torch_core.state.kernels.delta.chunks import (
     gated_delta_starts_kernel,
     gated_delta_summaries_kernel,
 )
+from torch_core.state.kernels.delta.few import KEY_SIZE, TOKENS, gated_delta_few_kernel
+from torch_core.state.kernels.delta.few_channels import TURN, gated_delta_few_by_channel_kernel
 from torch_core.state.kernels.delta.kernel import gated_delta_kernel
+from torch_core.state.kernels.delta.one import ROWS, gated_delta_one_kernel
 from torch_core.state.kernels.delta.parts import (
     CHUNK,
     LEAST_TILE,
@@ -28,6 +31,8 @@ from torch_core.state.kernels.delta.parts import (
 # Elements of a state that one warp holds: of one token, of several, and of several with gates of channels of which some
 # are kept. A program has one warp: more would have to wait for each other.
 _ONE_TOKEN, _TOKENS, _KEPT_TOKENS = 1024, 2048, 4096
+# Compute capability of devices whose few tokens have kernels of their own, and the fewest that are taken together.
+_GLUON_ARCH, _LEAST_FEW, _LEAST_BY_CHANNEL = 90, 4, 3
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -73,14 +78,51 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
     tile = _tile(call, limits)
     scratch = scratch_of(call, tile.segment) if in_chunks else {}
     arguments = arguments_of(call, arrays, {**scratch, "out": results["out"]})
-    launches = _in_chunks(call, arguments, tile) if in_chunks else _by_token(call, arguments)
+    if in_chunks:
+        launches = _in_chunks(call, arguments, tile)
+    else:
+        launches = (_together(call, arguments, limits) or _by_token(call, arguments),)
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         scratch=tuple(scratch.items()), launches=launches,
     )  # fmt: skip
 
 
-def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> tuple[LaunchPlan, ...]:
+def _together(
+    call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits
+) -> LaunchPlan | None:
+    """Returns the launch of one token, or of a few tokens together; None where no kernel of Hopper's serves them."""
+    if call.states is None or call.key.shape[2] != KEY_SIZE.value or limits.arch < _GLUON_ARCH:
+        return None
+    is_narrow = call.query.dtype == call.key.dtype != "float32"
+    is_short = call.max_query_len <= TURN.value
+    options: dict[str, Any] = {"num_warps": 1, "hot": True}
+    if call.max_query_len == 1:
+        kernel, rows = gated_delta_one_kernel, ROWS.value
+    elif not is_narrow or call.max_query_len < (_LEAST_FEW if call.gk is None else _LEAST_BY_CHANNEL):
+        return None
+    elif call.gk is not None:
+        kernel, rows = gated_delta_few_by_channel_kernel, 16 if is_short and call.num_kept_tokens is None else 32
+        options["hot"] = rows == 16
+    elif call.max_query_len <= TOKENS.value:
+        kernel, rows = gated_delta_few_kernel, 16
+    else:
+        return None
+    gates = call.beta if call.g is None and call.gk is None else call.gk or call.g
+    arrays = [call.query, call.key, call.value, call.beta, gates, call.out or call.outputs()["out"]]
+    constexprs = {
+        **constexprs_of(call, 1),
+        "STEPS": TURN.value if is_short else TOKENS.value,
+        "BLOCK_V": rows,
+        "TOKEN_STRIDES": tuple(array.element_strides[0] for array in arrays if array is not None),
+        "HEAD_STRIDES": tuple(array.element_strides[1] for array in arrays if array is not None),
+        "STATE_STRIDES": call.states.element_strides[:3],
+    }
+    grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
+    return named_launch(kernel, grid, arguments, constexprs, writes=_written(call), **options)
+
+
+def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> LaunchPlan:
     values, keys = power_of_two(call.value.shape[2]), power_of_two(call.key.shape[2])
     is_one = call.max_query_len == 1
     elements = _KEPT_TOKENS if call.gk is not None and call.num_kept_tokens is not None else _TOKENS
@@ -89,10 +131,9 @@ def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -
     if call.states is not None:
         constexprs["states_row_stride"] = call.states.element_strides[2]
     grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
-    launch = named_launch(
+    return named_launch(
         gated_delta_kernel, grid, arguments, constexprs, writes=_written(call), num_warps=1, num_stages=1, hot=True
     )
-    return (launch,)
 
 
 def _in_chunks(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], tile: _Tile) -> tuple[LaunchPlan, ...]:
