@@ -93,14 +93,13 @@ def plan_gated_delta_backward(call: GatedDeltaBackwardCall[ArraySpec], limits: D
     grid, tiles = (chunks, call.num_heads), CHUNK // _TOKENS
     decays = ("decay_parts",) if call.gk is None else ()
     written = ("d_value", "d_beta", *decays, "corrections", "d_rights")
-    launches += [
-        launch(gated_delta_value_gradients_kernel, grid, *written, **once),
-        launch(gated_delta_product_gradients_kernel, grid, "d_overlaps", "d_products", num_stages=1, num_warps=2),
-    ]
+    launches.append(launch(gated_delta_value_gradients_kernel, grid, *written, **once))
+    constexprs["BLOCK_V"] = columns if is_wide else min(_ROWS, padded)
+    pairs = ("d_overlaps", "d_products")
+    launches.append(launch(gated_delta_product_gradients_kernel, grid, *pairs, num_stages=1, num_warps=2))
     if call.gk is None:
         by_key = (chunks * call.num_kv_heads * tiles,)
         twice = {**once, "num_stages": 2 if is_large and not is_wide else 1}
-        constexprs["BLOCK_V"] = columns if is_wide else min(_ROWS, padded)
         launches.append(launch(gated_delta_key_gradients_kernel, by_key, "result_parts", "d_query", "d_key", **twice))
         if call.g is not None:
             launches.append(launch(gated_delta_gate_gradients_kernel, grid, "d_g", num_warps=1, num_stages=1))
