@@ -407,7 +407,8 @@ class DenseCall(SegmentFields[A], AttentionCall[A]):
             `torch_core.attention.dropout`. The lse does not depend on them.
         max_key_len: upper bound on the key lengths, in tokens; None for the length of the arrays.
         dropout_rate: share of dropped weights, rounded to a multiple of 2^-16; above 0 only with `dropout_seeds`.
-        deterministic: whether gradients have the same bits in every run; without, wide heads take up to 7% less time.
+        deterministic: whether gradients have the same bits in every run; without, heads of 256 take 3% to 7% less
+            time up to 2,048 tokens.
     """
 
     name: ClassVar[str] = "attention"
