@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -45,3 +47,7 @@ def test_help_describes_every_option(name: str) -> None:
 def test_help_of_llm_describes_the_fields_of_engine_config_that_it_takes() -> None:
     text = inspect.getdoc(jattn.LLM) or ""
     assert [option for option in options_of(jattn.EngineConfig) if not re.search(rf"\b{option}\b", text)] == []
+
+
+def test_operations_are_imported_without_docstrings() -> None:
+    subprocess.run([sys.executable, "-OO", "-c", "import jattn.ops, torch_core.ops"], check=True)

@@ -43,7 +43,8 @@ def documented(
     def decorate(function: _F) -> _F:
         signature = _full_signature(function, call_class, array)
         function.__signature__ = signature  # type: ignore[attr-defined]
-        function.__doc__ = _full_doc(function.__doc__ or "", signature, call_class, also)
+        if function.__doc__ is not None:  # None under python -OO.
+            function.__doc__ = _full_doc(function.__doc__, signature, call_class, also)
         return function
 
     return decorate
