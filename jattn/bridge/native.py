@@ -238,8 +238,9 @@ def _descriptor_parameters(launcher: Any, descriptor: Descriptor, tensor_map: Te
 @functools.cache
 def _launcher() -> Any:
     if importlib.util.find_spec("triton") is None:
-        problem = f"kernels need triton, which is not installed: pip install 'jattn[cuda13]', or {_REMEDY}"
-        raise Unsupported("native", problem)
+        raise Unsupported(
+            f"native kernels need triton, which is not installed: pip install 'jattn[cuda13]', or {_REMEDY}."
+        )
     version = _jaxlib_version()
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _OLDEST_JAXLIB:
         oldest = ".".join(map(str, _OLDEST_JAXLIB))

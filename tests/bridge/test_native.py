@@ -243,7 +243,9 @@ def fresh_launcher():
 
 def test_a_missing_triton_is_named(monkeypatch, fresh_launcher):
     monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    assert "native kernels need triton, which is not installed: pip install" in (native.why_not() or "")
+    with pytest.raises(Unsupported, match=r"^native kernels need triton, which is not installed: pip") as refused:
+        native._launcher()
+    assert refused.value.argument is None
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.9.2.dev20260101"])

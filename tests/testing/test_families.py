@@ -125,8 +125,10 @@ def test_the_command_prints_json_with_layers(
 def test_without_transformers_such_a_family_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
 
-    with pytest.raises(Unsupported, match=r"^Gemma2ForCausalLM is compared with transformers, which is not installed"):
+    compared = r"^Gemma2ForCausalLM is compared with transformers, which is not installed"
+    with pytest.raises(Unsupported, match=compared) as refused:
         compare_with_torch(folder, PROMPTS)
+    assert refused.value.argument is None
     with pytest.raises(Unsupported, match=r"^Gemma2ForCausalLM has options that TorchDecoder does not compute\.$"):
         TorchDecoder(folder)
 

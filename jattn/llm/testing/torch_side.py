@@ -82,8 +82,8 @@ def load_torch_side(
         reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
         description = f"jattn.llm.testing.TorchDecoder, torch {torch.__version__} on cpu (transformers {reason})"
         if not TorchDecoder.serves(config):
-            wanted = "pip install jattn[crosscheck]"
-            raise Unsupported(config.architecture, f"is compared with transformers, which {reason}", wanted) from None
+            compared = f"{config.architecture} is compared with transformers"
+            raise Unsupported(f"{compared}, which {reason}; pip install jattn[crosscheck].") from None
         compute_dtype = torch.float64 if widened else torch_dtype
         dtypes = {"weight_dtype": torch_dtype, "compute_dtype": compute_dtype}
         decoder = TorchDecoder(folder, **dtypes, hf_overrides=hf_overrides)
