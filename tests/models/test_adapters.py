@@ -13,7 +13,7 @@ from flax import nnx
 
 import jattn
 from jattn.llm.models import Adapters, Fp8Linear, MoEConfig, adapter_targets, chosen_targets, quantize_fp8
-from jattn.llm.models.batch_adapters import attached
+from jattn.llm.models.batch_adapters import BatchAdapters, LoraWeights, attached
 from jattn.llm.models.latent import with_split_expansions
 from jattn.llm.models.mixers import MambaConfig
 from jattn.llm.models.quantized import dequantize, quantized_linear
@@ -67,6 +67,18 @@ def test_each_row_has_the_logits_of_its_merged_model(changes, targets, seed):
     rows = [logits_of(each, TOKENS[row][None])[0] for row, each in zip((0, 2), merged, strict=True)]
     logits = jnp.stack([rows[0], logits_of(model, TOKENS[1:2])[0], rows[1]])
     np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(logits), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_a_routers_logits_have_the_digits_of_float32_with_an_adapter(num_rows):
+    layer = tiny_model(tiny_config(num_hidden_layers=1, moe=MOE, dtype="bfloat16"), 0).layers[0]
+    layer.moe.router.kernel[...] = jnp.zeros_like(layer.moe.router.kernel[...])
+    # 257 is not a bfloat16.
+    second = jnp.tile(jnp.array([256, 1], jnp.bfloat16), (1, MOE.num_experts, 1))
+    weights = LoraWeights(jnp.eye(2, layer.config.hidden_size, dtype=jnp.bfloat16)[None], second)
+    adapters = BatchAdapters.of(({"moe.router": weights},), {}, jnp.zeros(num_rows, jnp.int32), 1)
+    x = jnp.ones((num_rows, layer.config.hidden_size), jnp.bfloat16)
+    assert (attached(layer, adapters.of_layer(0)).moe.router(x) == 257).all()
 
 
 # Up to 256 rows, and more: products are added in other places.

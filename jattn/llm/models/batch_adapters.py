@@ -205,7 +205,8 @@ class _Adapted:
         if self._ends_branch:
             return AdaptedBranch(self._linear(x), x, self._weights, self._rows)
         rows, y = x.reshape(-1, x.shape[-1]), self._linear(x)
-        if _is_few(x) and not self._is_split:
+        # Products alone are rounded to the inputs' dtype: a router's are added in float32.
+        if _is_few(x) and not self._is_split and y.dtype == x.dtype:
             y = _apart(y)
         elif not self._adds_products or len(rows) > _FUSED_ROWS:
             return _added(x, y, self._weights, self._rows, self._slices)
