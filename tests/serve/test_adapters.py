@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from jattn.llm.engine import SamplingParams
 from jattn.llm.models import Decoder, ModelConfig
-from jattn.llm.serve.server import main
+from jattn.llm.serve.server import _loras, main
 from tests.serve.conftest import KEY, MODEL, Running
 from tests.support.lora_models import peft_folder, peft_tensors
 
@@ -55,6 +56,14 @@ def test_an_adapter_is_a_model_from_its_loading_to_its_unloading(server, client,
         client.completions.create(model="tuned", **options)
 
 
+def test_a_module_in_json_is_over_the_base_that_it_names(server, client, folder):
+    texts = [json.dumps({"name": "a", "path": folder, "base_model_name": "org/base"}), f"b={folder}"]
+    for request in _loras(texts, (MODEL,)):
+        server.llm.llm.engine.add_lora(request)
+    parents = {card.id: card.model_extra.get("parent") for card in client.models.list()}
+    assert parents == {MODEL: None, "a": "org/base", "b": MODEL}
+
+
 def test_folders_and_names_that_do_not_fit_are_refused_by_name(server, folder, tmp_path):
     load = lambda **body: post(server, "load_lora_adapter", **body)  # noqa: E731
     assert load(lora_name="x").json()["error"]["param"] == "lora_path"
@@ -84,6 +93,11 @@ def test_vectors_are_the_base_models(server, folder):
         ("--enable-lora --lora-modules folder", "lora_modules is 'folder'; it must be NAME=PATH"),
         ("--enable-lora --lora-modules a=x a=y", "lora_modules 'a' is there twice, or a model's name"),
         ("--enable-lora --lora-modules jattn=x", "lora_modules 'jattn' is there twice, or a model's name"),
+        ('--enable-lora --lora-modules {"name":"a","path":"x","is_3d":true}', "lora_modules has the key 'is_3d'; an"),
+        ('--enable-lora --lora-modules {"name":"a","path":""}', "lora_modules is .*; name and path must be there"),
+        ('--enable-lora --lora-modules {"name":"a","path":7}', "lora_modules is .*; name and path must be there"),
+        ('--enable-lora --lora-modules {"name":"a","path":"x"} a=y', "lora_modules 'a' is there twice"),
+        ('--enable-lora --lora-modules {"name":', "lora_modules is not valid JSON"),
         ("--lora-modules a=x", "lora_modules is given; it needs --enable-lora"),
     ],
 )

@@ -67,8 +67,9 @@ class ServedModel:
 
     def adapters(self) -> list[ServedModel]:
         """Returns the adapters over this model."""
-        names = self.llm.llm.engine.list_loras() if self.llm.llm.generates else ()
-        return [ServedModel(name, self.llm, self._config, self.name) for name in names]
+        loaded = self.llm.llm.engine.list_loras() if self.llm.llm.generates else {}
+        bases = {name: request.base_model_name or self.name for name, request in loaded.items()}
+        return [ServedModel(name, self.llm, self._config, base) for name, base in bases.items()]
 
     def chat(self, generation: Generation) -> tuple[list[Any], Reading | None, SamplingParams]:
         """Returns the prompt of a chat, the reading of its answers, and its parameters."""

@@ -28,7 +28,7 @@ from jattn.llm.arguments import (
 from jattn.llm.engine import LLM, LoRARequest
 from jattn.llm.engine.options.defaults import serving_sizes
 from jattn.llm.load import ChatTemplate, embedded_model_folder
-from jattn.llm.load.folder import read_given
+from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.paths import is_gguf, named_path
 from jattn.llm.serve import access
 from jattn.llm.serve.app import create_app
@@ -37,7 +37,7 @@ from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.connection import TimeLimits, uvicorn_options
 from jattn.llm.serve.keys import read_keys
 from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
-from torch_core.base.checks import check_int
+from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
 _TIME_LIMITS = {
@@ -46,6 +46,9 @@ _TIME_LIMITS = {
     "idle_seconds": "longest time between an answer and the next request of a connection",
     "unread_seconds": "longest time in which a client reads nothing of an answer that waits for it",
 }
+
+# Keys of an adapter on the command line, vLLM's.
+_OF_ADAPTER = ("name", "path", "base_model_name")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     add_flag("--tool-instruction", help="describe tools in the system message if the template leaves them out")
     add_flag("--matryoshka", help="serve dimensions of embeddings: the model was trained for shorter vectors")
     about = "adapters over the first model, by the names that requests choose"
-    add("--lora-modules", nargs="+", metavar="NAME=FOLDER", default=[], help=about)
+    add("--lora-modules", nargs="+", metavar="NAME=FOLDER|JSON", default=[], help=about)
     add_flag("--allow-runtime-lora-updating", help="requests may load adapters from folders here, and unload them")
     add_flag("--no-access-log", help="do not write a line of JSON to stdout for each request")
     add_flag("--ignore-generation-config", help="use OpenAI's defaults of sampling, not the folder's")
@@ -164,10 +167,20 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
 def _loras(given: Sequence[str], models: Container[str]) -> list[LoRARequest]:
     """Returns the adapters of the first model; no name, theirs or a model's, is there twice."""
     found: dict[str, LoRARequest] = {}
-    for name, path in (named_path(text, "lora_modules") for text in given):
+    for text in given:
+        if text.startswith("{"):
+            asked = read_json(text, "lora_modules")
+        else:
+            asked = dict(zip(_OF_ADAPTER, named_path(text, "lora_modules"), strict=False))
+        if unknown := asked.keys() - _OF_ADAPTER:
+            wanted = f"an adapter has {', '.join(_OF_ADAPTER)}"
+            raise InvalidInput("lora_modules", f"has the key {shown(min(unknown))}", wanted)
+        name, path, base = (asked.get(key) for key in _OF_ADAPTER)
+        if not name or not path or not all(isinstance(each, str) for each in asked.values()):
+            raise InvalidInput("lora_modules", f"is {shown(text)}", "name and path must be there, and all strings")
         if name in found or name in models:
             raise InvalidInput("lora_modules", f"{name!r} is there twice, or a model's name", "names differ")
-        found[name] = LoRARequest(name, len(found) + 1, path)
+        found[name] = LoRARequest(name, len(found) + 1, path, base)
     return list(found.values())
 
 
