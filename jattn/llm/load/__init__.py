@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jattn.llm.load.adapter_save import save_adapter
 from jattn.llm.load.chat_template import ChatTemplate
 from jattn.llm.load.config import parse_config, render_config
 from jattn.llm.load.families import Family, Key, known_families, register_family
@@ -29,5 +30,6 @@ __all__ = [
     "parse_config",
     "register_family",
     "render_config",
+    "save_adapter",
     "save_model",
 ]

@@ -14,7 +14,8 @@ from torch_core.adapters.call import MAX_RANK
 from torch_core.base.checks import check_int, shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-_NAME = "adapter_config.json"
+#: Name of the file.
+NAME = "adapter_config.json"
 # Keys that change the results, and the values with which they do not.
 _INERT: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
@@ -91,7 +92,7 @@ class PeftConfig:
             return
         if self.base_model_class != architecture and {self.base_model_class, architecture} <= known.keys():
             wanted = f"the model is {architecture}. Remove auto_mapping if the adapter is of these weights"
-            raise InvalidInput("auto_mapping.base_model_class", value=self.base_model_class, wanted=wanted).under(_NAME)
+            raise InvalidInput("auto_mapping.base_model_class", value=self.base_model_class, wanted=wanted).under(NAME)
 
     def check_module(self, name: str) -> None:
         """Refuses the matrices of a module, or of a parameter, that PEFT would not apply, by this file.
@@ -103,13 +104,13 @@ class PeftConfig:
             return
         text = f"leaves out {shown(name)}, of which the adapter has matrices"
         if self.target_modules is not None and not _ends_with(name, self.target_modules):
-            raise InvalidInput("target_modules", text).under(_NAME)
+            raise InvalidInput("target_modules", text).under(NAME)
         if _ends_with(name, self.exclude_modules):
-            raise InvalidInput("exclude_modules", f"has {shown(name)}, of which the adapter has matrices").under(_NAME)
+            raise InvalidInput("exclude_modules", f"has {shown(name)}, of which the adapter has matrices").under(NAME)
         if self.layers is not None:
             layer = _LAYER.match(name)
             if layer is None or int(layer[1]) not in self.layers:
-                raise InvalidInput("layers_to_transform", text).under(_NAME)
+                raise InvalidInput("layers_to_transform", text).under(NAME)
 
     def of_module(self, name: str) -> tuple[int, float]:
         """Returns rank and alpha of a module."""
@@ -123,21 +124,21 @@ def read_peft_config(folder: Path) -> PeftConfig:
         InvalidInput: it is missing or broken, or a value is of the wrong type or out of range.
         Unsupported: another method than LoRA, DoRA, biases, saved modules, a changed base.
     """
-    raw = read_object(folder, _NAME)
+    raw = read_object(folder, NAME)
     if raw.get("peft_type") != "LORA":
-        raise Unsupported("peft_type", value=raw.get("peft_type"), wanted="this build reads LORA").under(_NAME)
+        raise Unsupported("peft_type", value=raw.get("peft_type"), wanted="this build reads LORA").under(NAME)
     for key, values in _INERT.items():
         if key in raw and raw[key] not in values:
             wanted = f"this build reads adapters with {shown(values[0])} there"
-            raise Unsupported(key, value=raw[key], wanted=wanted).under(_NAME)
+            raise Unsupported(key, value=raw[key], wanted=wanted).under(NAME)
     for key, value in raw.items():
         # What an unknown key with a value asks for would be missing.
         if key not in (*_INERT, *_IGNORED, *_READ) and value not in (None, False, [], {}):
-            raise Unsupported(key, value=value, wanted="this build does not know the key. Leave it out").under(_NAME)
+            raise Unsupported(key, value=value, wanted="this build does not know the key. Leave it out").under(NAME)
     start = raw.get("init_lora_weights")
     if (start.lower() if isinstance(start, str) else start) not in _STARTS:
         wanted = "it may change the base's weights. Convert the adapter as PEFT's documentation of it says"
-        raise Unsupported("init_lora_weights", value=start, wanted=wanted).under(_NAME)
+        raise Unsupported("init_lora_weights", value=start, wanted=wanted).under(NAME)
     rank, alpha, use_rslora = raw.get("r", 8), raw.get("lora_alpha", 8), raw.get("use_rslora", False)
     try:
         check_int("r", rank, 1, MAX_RANK)
@@ -156,7 +157,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         for name, value in alphas.items():
             _check_alpha(f"alpha_pattern[{name!r}]", value)
     except InvalidInput as error:
-        raise error.under(_NAME) from None
+        raise error.under(NAME) from None
     return PeftConfig(rank, alpha, use_rslora, ranks, alphas, parameters, modules, excluded, layers, base)
 
 
@@ -193,7 +194,7 @@ def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         # A regular expression of someone else's can run for hours.
         if not _PATTERN.fullmatch(key):
             wanted = "this build reads names of modules, and no other regular expression"
-            raise Unsupported(name, f"has {shown(key)}", wanted).under(_NAME)
+            raise Unsupported(name, f"has {shown(key)}", wanted).under(NAME)
     return pattern
 
 

@@ -76,6 +76,19 @@ def expert_matrices(piece: Piece, first: Any, second: Any, *, swapped: bool) -> 
     return (second.swapaxes(1, 2), first.swapaxes(1, 2)) if swapped else (first, second)
 
 
+def expert_tensors(first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns the two tensors of all experts of the matrices of each one: the inverse of `expert_matrices`."""
+    return first.reshape(-1, first.shape[-1]), second.transpose(1, 2, 0).reshape(second.shape[1], -1)
+
+
+def wrapped_name(name: str, *, with_down: bool) -> str:
+    """Returns the module's name in a file of a parameter of experts: the inverse of `expert_pieces`."""
+    front, _, last = name.rpartition(".")
+    if not front.endswith("experts"):
+        return name
+    return f"{front}.base_layer" if with_down and last in _FIRST else front
+
+
 def _chosen(
     names: list[str],
     pieces: list[Piece],

@@ -111,7 +111,7 @@ def by_last_names(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
     return found[0] if len({(piece.target, piece.slices, piece.expert) for piece in found}) == 1 else None
 
 
-def joined(pairs: Iterable[Pair], config: ModelConfig) -> AdapterWeights:
+def joined(pairs: Iterable[Pair], dtype: Any) -> AdapterWeights:
     """Returns the matrices of joined layers; a layer of its own, or an expert, of which there is nothing is 0.
 
     Raises:
@@ -127,7 +127,7 @@ def joined(pairs: Iterable[Pair], config: ModelConfig) -> AdapterWeights:
     groups: dict[AdapterTarget, dict[int | None, list[Pair]]] = {}
     for pair in apart:
         groups.setdefault(pair.piece.target, {}).setdefault(pair.piece.expert, []).append(pair)
-    weights, dtype = {}, jnp.dtype(config.dtype)
+    weights, dtype = {}, jnp.dtype(dtype)
     for target, experts in groups.items():
         if target.num_experts:
             each = [_joined(target, experts.get(one, []), rank, dtype, xp) for one in range(target.num_experts)]
@@ -135,6 +135,29 @@ def joined(pairs: Iterable[Pair], config: ModelConfig) -> AdapterWeights:
         else:
             weights[target] = _joined(target, experts[None], rank, dtype, xp)
     return AdapterWeights(rank, weights)
+
+
+def split(piece: Piece, weights: LoraWeights) -> Pair:
+    """Returns one piece of joined layers, by numpy: the inverse of `joined`.
+
+    A piece of several layers, whose first matrices differ, has those of all below each other.
+    """
+    first, second = (np.asarray(each) for each in weights[:2])
+    if piece.expert is not None:
+        first, second = first[piece.expert], second[piece.expert]
+    target, rank = piece.target, second.shape[-1]
+    first = first.T if target.is_embedding else first
+    firsts = first.reshape(*first.shape[:-2], target.num_slices, rank, target.in_size)[..., list(piece.slices), :, :]
+    if (firsts == firsts[..., :1, :, :]).all():
+        first = firsts[..., 0, :, :]
+    else:
+        first = firsts.reshape(*first.shape[:-2], -1, target.in_size)
+        layer_of = np.repeat(np.arange(target.num_slices), target.slices)[:, None]
+        nothing = np.zeros((), second.dtype)
+        second = np.concatenate([np.where(layer_of == each, second, nothing) for each in piece.slices], axis=-1)
+    if piece.order is not None:
+        second = second[..., np.argsort(piece.order), :]
+    return Pair(piece, first, second[..., piece.start : piece.stop, :], 1.0)
 
 
 def unknown(name: str, config: ModelConfig) -> InvalidInput | Unsupported:

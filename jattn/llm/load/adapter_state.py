@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.load.adapter_pieces import AdapterWeights, Pair, by_last_names, joined, own_pieces, pieces_of, unknown
@@ -16,7 +17,9 @@ from torch_core.base.errors import InvalidInput
 _STATE = re.compile(r"(.*?)\.?(?:\w+_)?lora_([abAB])(?:\.weight|\.kernel)?")
 
 
-def adapter_of(source: Any, config: ModelConfig, *, index: int = 0, alpha: float | None = None) -> AdapterWeights:
+def adapter_of(
+    source: Any, config: ModelConfig, *, index: int = 0, alpha: float | None = None, keeps_dtype: bool = False
+) -> AdapterWeights:
     """Returns an adapter from memory.
 
     Args:
@@ -28,13 +31,14 @@ def adapter_of(source: Any, config: ModelConfig, *, index: int = 0, alpha: float
         config: config of the model.
         index: number of the adapter, where there are several.
         alpha: the products are scaled by alpha / rank; None for the source's own, or for the rank.
+        keeps_dtype: the matrices of modules and states, too, have their own dtype, and not the model's.
 
     Raises:
         InvalidInput: another source, an index out of range, or arrays that do not fit.
         Unsupported: layers that have no adapters here.
     """
     if not isinstance(source, Adapters):
-        return _of_state(source, config, index, alpha)
+        return _of_state(source, config, index, alpha, keeps_dtype)
     check_int("index", index, 0, source.num_adapters - 1)
     weights, scaling = {}, source.scaling if alpha is None else alpha / source.rank
     targets = {target.name: target for target in adapter_targets(config)}
@@ -49,7 +53,7 @@ def adapter_of(source: Any, config: ModelConfig, *, index: int = 0, alpha: float
     return AdapterWeights(source.rank, weights)
 
 
-def _of_state(source: Any, config: ModelConfig, index: int, alpha: float | None) -> AdapterWeights:
+def _of_state(source: Any, config: ModelConfig, index: int, alpha: float | None, keeps_dtype: bool) -> AdapterWeights:
     if not isinstance(source, nnx.Module | nnx.State | Mapping):
         wanted = "it must be Adapters, an nnx module or state, or a mapping of arrays"
         raise InvalidInput("adapter", f"is a {type(source).__name__}", wanted)
@@ -86,4 +90,5 @@ def _of_state(source: Any, config: ModelConfig, index: int, alpha: float | None)
         first, second = first.reshape(*experts, in_size, rank), second.reshape(*experts, rank, out_size)
         scaling = 1.0 if alpha is None else alpha / rank
         pairs.append(Pair(piece, first.swapaxes(-1, -2), second.swapaxes(-1, -2), scaling))
-    return joined(pairs, config)
+    dtype = jnp.result_type(*(pair.lora_b for pair in pairs)) if keeps_dtype else config.dtype
+    return joined(pairs, dtype)

@@ -21,7 +21,9 @@ from jattn.llm.models import ModelConfig, lora_scaling
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
 
-_FILE, _PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+#: File of the matrices.
+ADAPTER_FILE = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 # PEFT's names, with the adapter's own name where a file was written without it.
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 # The base's embedding and head, which PEFT saves beside their adapters.
@@ -45,12 +47,12 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
     path = check_folder(folder)
     peft = read_peft_config(path)
     peft.check_base(config.architecture)
-    found = member(path, _FILE)
+    found = member(path, ADAPTER_FILE)
     if found is None:
         if member(path, _PICKLE) is not None:
             wanted = "reading one can run code. Convert it to safetensors"
             raise InvalidInput(_PICKLE, "is a pickle", wanted)
-        raise InvalidInput(f"the folder has no {_FILE}.")
+        raise InvalidInput(f"the folder has no {ADAPTER_FILE}.")
     file = open_safetensors(found)
     try:
         named, embedding = _paired(file, config)
@@ -61,10 +63,10 @@ def load_adapter(folder: str | os.PathLike[str], config: ModelConfig) -> Adapter
                 raise InvalidInput(f"{short_name(name)} has no {kind}, which PEFT gives it.")
         checked = {name: _checked(file, name, named[name], piece, peft) for name, piece in pieces.items()}
     except (InvalidInput, Unsupported) as error:
-        raise error.under(_FILE) from None
+        raise error.under(ADAPTER_FILE) from None
     for name, piece in pieces.items():
         peft.check_module(_spelt(name, piece))
-    return joined([_read(file, named[name], piece, *checked[name]) for name, piece in pieces.items()], config)
+    return joined([_read(file, named[name], piece, *checked[name]) for name, piece in pieces.items()], config.dtype)
 
 
 def _paired(file: TensorFile, config: ModelConfig) -> tuple[dict[str, tuple[str, str]], set[str]]:
@@ -144,13 +146,14 @@ def _checked(
 
 
 def _read(file: TensorFile, tensors: tuple[str, str], piece: Piece, scaling: float, swapped: bool) -> Pair:
-    first, second = (_finite(tensor, read_tensor(file, tensor)) for tensor in tensors)
+    first, second = (finite(tensor, read_tensor(file, tensor)) for tensor in tensors)
     if piece.num_experts:
         first, second = expert_matrices(piece, first, second, swapped=swapped)
     return Pair(piece, first, second, scaling)
 
 
-def _finite(name: str, tensor: Any) -> Any:
+def finite(name: str, tensor: Any) -> Any:
+    """Returns a tensor of an adapter's file, whose numbers must be finite."""
     if not np.isfinite(tensor.astype(np.float32)).all():
-        raise InvalidInput(_FILE, f"has NaN or infinite numbers in {shown(name)}")
+        raise InvalidInput(ADAPTER_FILE, f"has NaN or infinite numbers in {shown(name)}")
     return tensor

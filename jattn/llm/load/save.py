@@ -89,17 +89,17 @@ def save_model(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     _write_weights(path / "model.safetensors", plan, values, STORED_DTYPES[codes[dtype]], scales, shards)
-    _write_json(path / "config.json", rendered)
+    write_json(path / "config.json", rendered)
     end = list(config.eos_token_ids) or None
     tokens: dict[str, Any] = {
         "bos_token_id": config.bos_token_id, "eos_token_id": end, "forced_eos_token_id": config.forced_eos_token_id
     }  # fmt: skip
-    _write_json(path / "generation_config.json", tokens | ({} if defaults is None else defaults.in_file))
+    write_json(path / "generation_config.json", tokens | ({} if defaults is None else defaults.in_file))
     if isinstance(tokenizer, TextTokenizer) and tokenizer.chat_template is not None:
-        _write(path / "chat_template.jinja", tokenizer.chat_template.encode())
+        write_file(path / "chat_template.jinja", tokenizer.chat_template.encode())
         if tokenizer.tool_chat_template is not None:
             (path / MORE_TEMPLATES).mkdir(exist_ok=True)
-            _write(path / MORE_TEMPLATES / TOOL_TEMPLATE, tokenizer.tool_chat_template.encode())
+            write_file(path / MORE_TEMPLATES / TOOL_TEMPLATE, tokenizer.tool_chat_template.encode())
     if tokenizer is not None:
         _save_tokenizer(path, tokenizer.tokenizer if isinstance(tokenizer, TextTokenizer) else tokenizer, config)
 
@@ -185,7 +185,7 @@ def _outputs(parameter: ParameterPlan, piece: TensorPlan) -> int:
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    write_file(folder / "tokenizer.json", tokenizer.to_str().encode())
     described: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
@@ -195,14 +195,16 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> 
         described["bos_token"] = tokenizer.id_to_token(config.bos_token_id)
     if config.eos_token_ids:
         described["eos_token"] = tokenizer.id_to_token(config.eos_token_ids[0])
-    _write_json(folder / "tokenizer_config.json", described)
+    write_json(folder / "tokenizer_config.json", described)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, (json.dumps(value, indent=2) + "\n").encode())
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes an object as JSON, as `write_file` does."""
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole, or leaves the one that has its name."""
     with _replaced(path) as file:
         file.write(data)
 
