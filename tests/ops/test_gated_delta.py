@@ -53,6 +53,24 @@ def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
 
 
+@each_implementation(OPTIONS[4:])
+def test_the_state_does_not_read_tokens_that_are_not_kept(implementation, options, seed):
+    call = delta_call(seed, **options)
+    poisoned = {
+        name: getattr(call, name).clone() for name in ("query", "key", "value", "beta", options.get("gates", "g"))
+    }
+    starts, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
+    for start, end, kept in zip(starts, ends, call.num_kept_tokens, strict=True):
+        for array in poisoned.values():
+            array[start + kept : end] = torch.nan
+    statics = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True, "implementation": implementation}
+    run = _quick(lambda given: ops.gated_delta_rule(**given, **statics)[1])
+
+    held, expected = (to_torch(np.array(run(arrays_of(each)))) for each in (call.with_arrays(poisoned), call))
+
+    torch.testing.assert_close(held, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_decay_between_neighbours_does_not_have_the_rounding_of_the_whole_chunk(seed):
     gate = -np.random.default_rng(seed).exponential(2, (1, 64)).astype(np.float32)
     gate[0, 5] = -np.inf

@@ -155,7 +155,8 @@ def gated_delta_few_kernel(
     found = mma_v2(high, right, found, "tf32") + mma_v2(low, right, gl.zeros_like(found), "tf32")
     line = gl.arange(0, TOKENS, gl.SliceLayout(1, ADDED))[:, None]
     channel = gl.arange(0, KEY_SIZE, gl.SliceLayout(0, ADDED))[None, :]
-    added = gl.load(keys + line * TOKEN_STRIDES[1] + channel, mask=line < length, other=0.0)
+    # Zero times NaN is NaN: the state does not read keys of tokens that are not kept.
+    added = gl.load(keys + line * TOKEN_STRIDES[1] + channel, mask=line < gl.minimum(rows.kept, length), other=0.0)
 
     order = gl.arange(0, 16, IN_ROWS)[:, None]
     errors = gl.zeros([BLOCK_V, TOKENS], gl.float32, PRODUCT)
