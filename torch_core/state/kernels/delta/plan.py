@@ -31,8 +31,9 @@ from torch_core.state.kernels.delta.parts import (
 # Elements of a state that one warp holds: of one token, of several, and of several with gates of channels of which some
 # are kept. A program has one warp: more would have to wait for each other.
 _ONE_TOKEN, _TOKENS, _KEPT_TOKENS = 1024, 2048, 4096
-# Compute capability of devices whose few tokens have kernels of their own, and the fewest that are taken together.
-_GLUON_ARCH, _LEAST_FEW, _LEAST_BY_CHANNEL = 90, 4, 3
+# Compute capability of devices whose few tokens have kernels of their own (measured there alone), and the fewest that
+# are taken together.
+_ARCH, _LEAST_FEW, _LEAST_BY_CHANNEL = 90, 4, 3
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -92,7 +93,7 @@ def _together(
     call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits
 ) -> LaunchPlan | None:
     """Returns the launch of one token, or of a few tokens together; None where no kernel of Hopper's serves them."""
-    if call.states is None or call.key.shape[2] != KEY_SIZE.value or limits.arch < _GLUON_ARCH:
+    if call.states is None or call.key.shape[2] != KEY_SIZE.value or limits.arch != _ARCH:
         return None
     is_narrow = call.query.dtype == call.key.dtype != "float32"
     is_short = call.max_query_len <= TURN.value
