@@ -23,8 +23,9 @@ _OFTEN = ("backward latent prompt: hopper_backward_kernel", "latent decode: hopp
     "label", [label if label in _OFTEN else pytest.param(label, marks=pytest.mark.nightly) for label in _VARIANTS]
 )
 def test_each_barrier_is_handed_to_the_roles(label: str) -> None:
-    barriers, kept = _barriers(compile_variant(_VARIANTS[label], 90).asm["ttgir"])
-    assert barriers
+    ttgir = compile_variant(_VARIANTS[label], 90).asm["ttgir"]
+    barriers, kept = _barriers(ttgir)
+    assert bool(barriers) == ("ttg.warp_specialize" in ttgir), "only kernels of one role have no barriers"
     assert barriers - kept == set()
 
 
@@ -40,6 +41,6 @@ def test_a_barrier_that_no_role_gets_is_found() -> None:
 
 def _barriers(ttgir: str) -> tuple[set[str], set[str]]:
     """What is allocated for barriers, and what is handed to the roles."""
-    (handed,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    handed = "".join(re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir))
     barriers = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]+xi64,", ttgir)
     return set(barriers), set(re.findall(r"%\w+", handed))
