@@ -84,7 +84,7 @@ class Mamba2(nnx.Module):
         self.implementation = implementation
         linear = linears(dtype, param_dtype, kernel_init, dot_general, rngs)
         inner, mixed = self._sizes
-        self.in_proj = linear(in_features, inner + mixed + num_heads, use_bias=use_bias)
+        self.in_proj = linear(in_features, self._num_columns, use_bias=use_bias)
         self.conv1d = ConvWeights(mixed, conv_size, use_bias=conv_bias, param_dtype=param_dtype, rngs=rngs)
         steps = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, math.log(1e-3), math.log(0.1))
         steps = jnp.exp(steps)
@@ -94,6 +94,12 @@ class Mamba2(nnx.Module):
         self.D = nnx.Param(jnp.ones(num_heads, jnp.float32))
         self.norm = None if norm is None else _GroupNorm(inner, param_dtype)
         self.out_proj = linear(inner, in_features, use_bias=out_bias)
+
+    @property
+    def _num_columns(self) -> int:
+        """Columns of the first projection."""
+        inner, mixed = self._sizes
+        return inner + mixed + self.num_heads
 
     @property
     def _first_column(self) -> int:

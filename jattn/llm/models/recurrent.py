@@ -13,7 +13,7 @@ from flax import nnx
 from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.joined import shared_sizes
-from jattn.llm.models.layers import INITIALIZER, RMSNorm, dot_general, linear
+from jattn.llm.models.layers import INITIALIZER, RMSNorm, dot_general
 from jattn.llm.models.mixers import STATE_CONFIGS
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
@@ -94,10 +94,12 @@ class Mamba(_Layer, Mamba2):
             options["multipliers"] = tuple(sizes.in_multiplier * each for each in sizes.multipliers or (1.0,) * 5)
         super().__init__(sizes.num_heads, config.hidden_size, epsilon=config.rms_norm_eps, **options)
         if self.shared_sizes is not None:
-            kernel = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
-            self.in_proj = linear(config.hidden_size, sum(self.shared_sizes), use_bias=False, **kernel)
-            *_, unused = self.shared_sizes
-            self.in_proj.kernel[...] = self.in_proj.kernel[...].at[:, sum(self.shared_sizes) - unused :].set(0)
+            used = sum(self.shared_sizes[:-1])
+            self.in_proj.kernel[...] = self.in_proj.kernel[...].at[:, used:].set(0)
+
+    @property
+    def _num_columns(self) -> int:
+        return super()._num_columns if self.shared_sizes is None else sum(self.shared_sizes)
 
     @property
     def _first_column(self) -> int:
