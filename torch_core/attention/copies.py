@@ -9,7 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from torch_core.attention.call import AttentionCall, TableCall
 from torch_core.attention.operands import output
-from torch_core.base.specs import DTYPE_BYTES, ArraySpec
+from torch_core.base.specs import DTYPE_BYTES, HOPPER_ARCH, ArraySpec
 from torch_core.launch.plan import Descriptor, DeviceLimits
 
 # The copy engine's swizzle repeats every 8 rows, and one copy moves at most 256.
@@ -17,7 +17,6 @@ _MIN_BOX = 8
 _MAX_BOX = 256
 # Coordinates of the copy engine are 32-bit.
 _MAX_ROWS = 2**31 - 2 * _MAX_BOX
-_ARCH = 90
 # Bytes of a row of shared memory that are swizzled together, at most.
 _SWIZZLE = 128
 
@@ -51,7 +50,7 @@ def is_copied(call: AttentionCall[ArraySpec], limits: DeviceLimits, *, rest_size
     """
     out = output(call)
     return (
-        limits.arch == _ARCH
+        limits.arch == HOPPER_ARCH
         and call.spec.sets_only("scale", "causal", "window_left", "window_right", "use_alibi_sqrt")
         and call.value_head_size == call.head_size - rest_size
         and call.spec.scale > 0

@@ -35,6 +35,8 @@ LARGEST_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 SMALLEST_SCALE = 1e-6
 #: The first devices with instructions for e4m3.
 E4M3_ARCH = 89
+#: The one compute capability with the instructions that kernels written for Hopper use.
+HOPPER_ARCH = 90
 #: Elements of a packed latent that share a scale.
 PACKED_GROUP = 128
 _MAX_BLOCK_SIZE = 256

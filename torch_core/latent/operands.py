@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_core.attention.operands import output
-from torch_core.base.specs import ArraySpec
+from torch_core.base.specs import HOPPER_ARCH, ArraySpec
 from torch_core.latent.call import LatentCall
 from torch_core.launch.plan import Argument, DeviceLimits
 
-_ARCH = 90
 _ARRAYS = frozenset(("query", "latent_cache", "block_tables", "seq_lens", "query_start_loc", "sinks", "out"))
 
 
@@ -53,7 +52,7 @@ def is_hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits, *further
     """
     spec = call.spec
     return (
-        limits.arch == _ARCH
+        limits.arch == HOPPER_ARCH
         and (call.kv_lora_rank, call.head_size) == (512, 576)
         and call.query.dtype in ("bfloat16", "float16")
         and call.query.dtype == output(call).dtype

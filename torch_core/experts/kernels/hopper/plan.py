@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from torch_core.base.specs import ArraySpec
+from torch_core.base.specs import HOPPER_ARCH, ArraySpec
 from torch_core.experts.call import ExpertsCall
 from torch_core.experts.kernels.hopper.kernel import COLUMNS, ROWS, STEPS, hopper_expert_product_kernel
 from torch_core.launch.operands import named_launch
 from torch_core.launch.plan import ABSENT, Argument, Descriptor, DeviceLimits, LaunchPlan, Pointer, Scalar
 
-_ARCH = 90
 _STAGES = 4
 _BYTES = 2
 _ALIGNED = 16 // _BYTES
@@ -22,7 +21,7 @@ def is_hopper(call: ExpertsCall[ArraySpec], limits: DeviceLimits) -> bool:
     sizes = call.down_kernel.shape[1:]
     kernels = (call.gate_up_kernel, call.down_kernel)
     return (
-        limits.arch == _ARCH
+        limits.arch == HOPPER_ARCH
         and call.hidden_states.dtype in ("bfloat16", "float16")
         and not any(size % STEPS.value for size in sizes)
         and all(_is_matrix(spec) for spec in kernels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch_core.base.specs import ArraySpec
+from torch_core.base.specs import HOPPER_ARCH, ArraySpec
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two
 from torch_core.launch.plan import Argument, DeviceLimits, LaunchPlan, OperationPlan
 from torch_core.state.delta_call import GatedDeltaCall
@@ -31,9 +31,8 @@ from torch_core.state.kernels.delta.parts import (
 # Elements of a state that one warp holds: of one token, of several, and of several with gates of channels of which some
 # are kept. A program has one warp: more would have to wait for each other.
 _ONE_TOKEN, _TOKENS, _KEPT_TOKENS = 1024, 2048, 4096
-# Compute capability of devices whose few tokens have kernels of their own (measured there alone), and the fewest that
-# are taken together.
-_ARCH, _LEAST_FEW, _LEAST_BY_CHANNEL = 90, 4, 3
+# The fewest tokens that are taken together, without gates of channels and with them.
+_LEAST_FEW, _LEAST_BY_CHANNEL = 4, 3
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
 _FEW_TOKENS = 32
 _LARGEST_HEAD = 256
@@ -93,7 +92,7 @@ def _together(
     call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits
 ) -> LaunchPlan | None:
     """Returns the launch of one token, or of a few tokens together; None where no kernel of Hopper's serves them."""
-    if call.states is None or call.key.shape[2] != KEY_SIZE.value or limits.arch != _ARCH:
+    if call.states is None or call.key.shape[2] != KEY_SIZE.value or limits.arch != HOPPER_ARCH:
         return None
     is_narrow = call.query.dtype == call.key.dtype != "float32"
     is_short = call.max_query_len <= TURN.value
@@ -109,14 +108,14 @@ def _together(
         kernel, rows = gated_delta_few_kernel, 16
     else:
         return None
-    gates = call.beta if call.g is None and call.gk is None else call.gk or call.g
-    arrays = [call.query, call.key, call.value, call.beta, gates, call.out or call.outputs()["out"]]
+    gates, out = call.gk or call.g or call.beta, call.out or call.outputs()["out"]
+    arrays = (call.query, call.key, call.value, call.beta, gates, out)
     constexprs = {
         **constexprs_of(call, 1),
         "STEPS": TURN.value if is_short else TOKENS.value,
         "BLOCK_V": rows,
-        "TOKEN_STRIDES": tuple(array.element_strides[0] for array in arrays if array is not None),
-        "HEAD_STRIDES": tuple(array.element_strides[1] for array in arrays if array is not None),
+        "TOKEN_STRIDES": tuple(array.element_strides[0] for array in arrays),
+        "HEAD_STRIDES": tuple(array.element_strides[1] for array in arrays),
         "STATE_STRIDES": call.states.element_strides[:3],
     }
     grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
