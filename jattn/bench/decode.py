@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,17 @@ from jattn.bench.session import Column, Session, in_graph, with_ours
 from torch_core.metadata import prefix_piece_tokens, use_cascade_attention
 from torch_core.vllm import AttentionScales, PagedAttentionMetadata, TritonAttentionImpl
 
-#: Sequences and tokens of each, in the rows of the default table.
-SHAPES = ("1x1024", "1x8192", "1x65536", "8x8192", "32x4096", "64x2048", "128x1024", "128x4096", "256x512")
+#: Sequences and tokens of each, in the rows of the default table; the last batches are uneven.
+SHAPES = (
+    *("1x1024", "1x8192", "1x65536", "8x8192", "32x4096", "64x2048", "128x1024", "128x4096", "256x512"),
+    *("1x8192+7x300", "1x8192+15x300", "4x500+4x1000+4x2000+4x4000"),
+)
 SEQUENCES = (2, 4, 8, 16, 64, 256)
 #: Tokens that all sequences share.
 PREFIXES = (256, 512, 1024, 2048, 8192)
 _SIZE = 128
+# Peers that copy a cache of sequences of one length, in the call or before it, only show beyond this size how memory
+# runs out.
 _MAX_COPIED_TOKENS = 1 << 18
 _OURS_IN_JAX = f"{OURS} in JAX"
 _PLAIN, _CASCADE = f"{OURS} plain", f"{OURS} cascade"
@@ -51,25 +57,28 @@ def run(
     """Measures every shape: 32 query heads, 8 key/value heads of 128, block size 16, bfloat16 queries.
 
     Args:
-        shapes: "SEQUENCESxTOKENS" of each row.
+        shapes: "SEQUENCESxTOKENS" of each row; with a + between for batches of several lengths.
         fp8: an e4m3 cache instead of bfloat16.
         peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
         no_jax: leave out the JAX call and the JAX peers.
     """
     session = Session("decode", peers)
     cache_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    for num_seqs, tokens in map(sizes, shapes):
-        read = num_seqs * tokens * 2 * KV_HEADS * _SIZE * cache_dtype.itemsize
+    for shape in shapes:
+        parts = [sizes(part) for part in shape.split("+")]
+        num_tokens = sum(map(math.prod, parts))
+        read = num_tokens * 2 * KV_HEADS * _SIZE * cache_dtype.itemsize
+        copies = not fp8 and len(parts) == 1 and num_tokens <= _MAX_COPIED_TOKENS
         session.add(
-            Row(f"{num_seqs} x {tokens}", read / session.copy * 1e6, {}),
-            _columns(session.peers, fp8, not no_jax, num_seqs * tokens),
-            cold_batches(((num_seqs, 1, tokens - 1),), cache_dtype=cache_dtype),
+            Row(" + ".join(f"{seqs} x {tokens}" for seqs, tokens in parts), read / session.copy * 1e6, {}),
+            _columns(session.peers, fp8, not no_jax, copies),
+            cold_batches(tuple((seqs, 1, tokens - 1) for seqs, tokens in parts), cache_dtype=cache_dtype),
             required=(OURS, _OURS_IN_JAX),
         )
     return session.report(f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache", compared=with_ours)
 
 
-def _columns(found: Any, fp8: bool, jax_columns: bool, num_tokens: int) -> dict[str, Column]:
+def _columns(found: Any, fp8: bool, jax_columns: bool, copies: bool) -> dict[str, Column]:
     scale = torch.ones(1, device="cuda") if fp8 else None
     columns = {OURS: in_graph(lambda batch: ours(batch, scale))}
     if found is not None:
@@ -77,8 +86,6 @@ def _columns(found: Any, fp8: bool, jax_columns: bool, num_tokens: int) -> dict[
         columns["vLLM Triton"] = in_graph(lambda batch: vllm_triton(found, batch))
         if not fp8 and (flash4 := peers.load_fa4()) is not None:
             columns["FA4"] = in_graph(lambda batch: fa4(flash4, batch))
-    # Peers that copy the cache, in the call or before it; beyond this size they only show how memory runs out.
-    copies = not fp8 and num_tokens <= _MAX_COPIED_TOKENS
     if copies:
         columns["cuDNN SDPA dense"] = in_graph(_cudnn)
     if jax_columns:
