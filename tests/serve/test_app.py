@@ -341,6 +341,35 @@ def test_requests_that_come_at_once_are_counted_before_they_are_queued(server, h
     wait_until_idle(server)
 
 
+def test_a_request_that_is_queued_and_whose_task_has_not_gone_on_is_counted_once(
+    server, http_client, monkeypatch
+) -> None:
+    engine = server.llm.llm.engine
+    queued, answered, subscribe = threading.Event(), threading.Event(), engine.subscribe
+
+    def subscribe_late(*args: Any) -> None:
+        # Of the first request, on the thread that queues it.
+        if not queued.is_set():
+            queued.set()
+            answered.wait(60)
+        subscribe(*args)
+
+    monkeypatch.setattr(engine, "subscribe", subscribe_late)
+
+    def ask() -> int:
+        body = {"prompt": "x", "n": MAX_UNFINISHED // 2, "max_tokens": 1}
+        return http_client.post("/v1/completions", json=body).status_code
+
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(ask)
+        assert queued.wait(60)
+        second = ask()
+        answered.set()
+
+    assert (first.result(), second) == (200, 200)
+    wait_until_idle(server)
+
+
 def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server) -> None:
     wait_until_idle(server)
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()

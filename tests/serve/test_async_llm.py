@@ -279,15 +279,47 @@ def test_a_request_that_is_added_when_its_loop_is_gone_leaves_a_sleeping_engine(
     engine.sleep()
 
     async def ask() -> None:
-        asking = asyncio.ensure_future(outputs_of(llm, PROMPTS[0]))
-        await asyncio.to_thread(asked.wait, 60)
-        asking.cancel()
+        with llm.reserve(1) as reservation:
+            asking = asyncio.ensure_future(llm.submit(PROMPTS[:1], params_of(), reservation=reservation))
+            await asyncio.to_thread(asked.wait, 60)
+            assert llm.num_unfinished == 1
+            asking.cancel()
 
     asyncio.run(ask())
     is_gone.set()
     llm._adders.shutdown()
     engine.settle()
     assert llm.num_unfinished == engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        pytest.param(PROMPTS[:3], [6, 6, 6, 6, 6], id="queued"),
+        pytest.param([PROMPTS[0], [1, 999], PROMPTS[1]], [6, 6, 0], id="refused"),
+    ],
+)
+def test_a_reserved_sample_counts_once_from_its_reservation_to_its_end(llm, monkeypatch, prompts, expected) -> None:
+    engine, counts = llm.llm.engine, []
+    subscribe = engine.subscribe
+
+    def count_and_subscribe(*args: Any) -> None:
+        # Between the queue's call and the task that waits for it.
+        counts.append(llm.num_unfinished)
+        subscribe(*args)
+
+    monkeypatch.setattr(engine, "subscribe", count_and_subscribe)
+    engine.sleep()
+
+    async def ask() -> None:
+        with contextlib.ExitStack() as submissions:
+            with contextlib.suppress(InvalidInput), llm.reserve(2 * len(prompts)) as reservation:
+                counts.append(llm.num_unfinished)
+                submissions.enter_context(await llm.submit(prompts, params_of(n=2), reservation=reservation))
+            counts.append(llm.num_unfinished)
+
+    asyncio.run(ask())
+    assert (counts, llm.num_unfinished) == (expected, 0)
 
 
 def test_a_request_leaves_a_sleeping_engine_with_the_last_reference_to_its_updates(llm) -> None:

@@ -24,7 +24,7 @@ def test_a_server_whose_engine_sleeps_ends_its_answers_with_an_error() -> None:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    while not llm.num_unfinished:
+    while not llm.llm.engine.num_unfinished:
         asking.join(0.01)
     closing = threading.Thread(target=server.close, daemon=True)
     closing.start()

@@ -126,7 +126,7 @@ class _Server:
         self._started = int(time.time())
         self._keys = KeyRing(config.api_keys)
         self._reads, self._embeds = asyncio.Lock(), asyncio.Lock()
-        self._num_embedded, self._num_arriving = 0, 0
+        self._num_embedded = 0
 
     def guarded(
         self, handle: Callable[[Request], Awaitable[Response]], form: _ErrorForm = error_body
@@ -279,22 +279,21 @@ class _Server:
         prompts = generation.prompts
         field = generation.prompt_field
         wanted = generation.params.n * max(len(prompts), 1)
-        self._check_room("n" if generation.params.n > self._config.max_unfinished else field, wanted)
-        # Requests that arrive before these are queued count them.
-        self._num_arriving += wanted
+        limited = "n" if generation.params.n > self._config.max_unfinished else field
+        self._check_room(limited, wanted, self._models.num_unfinished)
         try:
-            reading, params = None, generation.params
-            if generation.messages is not None:
-                prompts, reading, params = await asyncio.to_thread(model.chat, generation)
-            options = {"priority": generation.body.priority, "inputs": generation.body.vllm_xargs}
-            options["lora"] = model.adapter
-            submission = await model.llm.submit(prompts, params, salt=self._salt(request, generation), **options)
+            # Requests that arrive before these are queued count them.
+            with model.llm.reserve(wanted) as reservation:
+                reading, params = None, generation.params
+                if generation.messages is not None:
+                    prompts, reading, params = await asyncio.to_thread(model.chat, generation)
+                options = {"priority": generation.body.priority, "inputs": generation.body.vllm_xargs}
+                options |= {"lora": model.adapter, "salt": self._salt(request, generation)}
+                submission = await model.llm.submit(prompts, params, reservation=reservation, **options)
         except Exception as error:
             raise as_request_error(
                 error, default=field, grammar=generation.grammar_field, aliases=generation.aliases
             ) from error
-        finally:
-            self._num_arriving -= wanted
         tokenizer, counts = model.llm.llm.tokenizer, submission.num_prompt_tokens
         answer = form(Answer(generation, uuid.uuid4().hex, model.name, int(time.time()), tokenizer, reading, counts))
         if generation.body.stream:
@@ -360,10 +359,8 @@ class _Server:
         async with self._reads:
             return await asyncio.to_thread(work)
 
-    def _check_room(self, param: str, wanted: int, num_unfinished: int | None = None) -> None:
+    def _check_room(self, param: str, wanted: int, num_unfinished: int) -> None:
         most = self._config.max_unfinished
-        if num_unfinished is None:
-            num_unfinished = self._models.num_unfinished + self._num_arriving
         if wanted > most:
             raise InvalidInput(param, f"asks for {wanted} samples", f"this server takes {most} at once")
         if num_unfinished + wanted > most:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -78,6 +79,9 @@ class AsyncLLM(ClosingOwner):
         self.llm = llm
         # Not by their ids: a later request may have the id of one that is about to end.
         self._entries: dict[Request, _Entry] = {}
+        self._reservations: set[Reservation] = set()
+        # A sample goes from its reservation to its entry in one step. Finalizers, which must not wait, only remove.
+        self._counting = threading.Lock()
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
         # Each waits for a step to end, and must not take the threads of other work from an event loop.
         self._adders = ThreadPoolExecutor(_MOST_ADDERS, "jattn-add")
@@ -86,8 +90,10 @@ class AsyncLLM(ClosingOwner):
 
     @property
     def num_unfinished(self) -> int:
-        """Number of samples that wait or run."""
-        return sum(len(entry.request.samples) for entry in list(self._entries.values()))
+        """Number of samples that are reserved, wait or run; each counts once."""
+        with self._counting:
+            num_reserved = sum(each.num_samples for each in list(self._reservations))
+            return num_reserved + sum(len(entry.request.samples) for entry in list(self._entries.values()))
 
     @property
     def is_running(self) -> bool:
@@ -103,6 +109,20 @@ class AsyncLLM(ClosingOwner):
     def is_ready(self) -> bool:
         """Whether it takes requests, and none waits for programs that others need; see `Engine.is_ready`."""
         return self.is_running and (not self.llm.generates or self.llm.engine.is_ready)
+
+    @contextlib.contextmanager
+    def reserve(self, num_samples: int) -> Iterator[Reservation]:
+        """Counts samples in `num_unfinished` before they are queued; those that `submit` has not queued until the end.
+
+        Args:
+            num_samples: number of samples of the prompts for which `submit` gets the reservation.
+        """
+        reservation = Reservation(num_samples)
+        self._reservations.add(reservation)
+        try:
+            yield reservation
+        finally:
+            self._reservations.discard(reservation)
 
     def add(
         self,
@@ -137,6 +157,7 @@ class AsyncLLM(ClosingOwner):
         params: SamplingParams | None,
         deliver: Deliver,
         then: Callable[[], object] | None = None,
+        reservation: Reservation | None = None,
         **options: Any,
     ) -> _Entry:
         """Adds a request; `then` is called after `deliver`, once for all requests of a step that share it."""
@@ -147,7 +168,10 @@ class AsyncLLM(ClosingOwner):
         engine.check_model()
         request = engine.add(token_ids, params, prompt=text, outbox=outbox, **options)
         entry = _Entry(self, request, PromptReader(engine, self.llm.tokenizer, request), deliver, then)
-        self._entries[request] = entry
+        with self._counting:
+            self._entries[request] = entry
+            if reservation is not None:
+                reservation.num_samples -= len(request.samples)
         engine.subscribe(outbox, entry.receive, then)
         if self._closed:
             self.end(entry, EngineClosed(_CLOSED))
@@ -183,6 +207,8 @@ class AsyncLLM(ClosingOwner):
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> Submission:
         """Queues prompts with the same parameters, and `add`'s other options. If one is refused, none is queued.
+
+        With `reservation`, a result of `reserve`, their samples are counted in its place.
 
         They are cancelled when the last reference to the result is gone, as that of a task whose loop was closed.
 
@@ -280,6 +306,13 @@ class AsyncLLM(ClosingOwner):
         with contextlib.ExitStack() as ends:
             for entry in list(self._entries.values()):
                 ends.callback(self.end, entry, error)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Samples that are counted although they are not queued; see `AsyncLLM.reserve`."""
+
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
