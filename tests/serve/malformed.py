@@ -69,6 +69,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format"),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
     ({"prompt": "x", "unknown_field": 1}, "unknown_field"),
+    ({"prompt": "x", "\ud800": 1}, "\ud800"),
 ]
 #: The same of /v1/chat/completions.
 BAD_CHATS: list[tuple[Any, str]] = [

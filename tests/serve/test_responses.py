@@ -157,6 +157,7 @@ def test_log_probabilities_are_of_the_text(client) -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"], "role": "user", "content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import time
 import uuid
@@ -390,7 +391,8 @@ class _Server:
     def _refusal(self, error: RequestError, form: _ErrorForm = error_body) -> Response:
         self._metrics.refused(error.status)
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(form(error), error.status, headers)
+        # In ASCII: the name of a client's field may have half a character, which UTF-8 cannot write.
+        return Response(json.dumps(form(error)), error.status, headers, media_type="application/json")
 
 
 class _EventStream(StreamingResponse):

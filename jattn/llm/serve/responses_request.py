@@ -115,7 +115,7 @@ def _messages(asked: ResponsesBody) -> list[dict[str, Any]]:
         if not isinstance(item, Mapping):
             raise InvalidInput(name, value=item, wanted="it must be an object")
         kind = item.get("type", "message")
-        if kind not in _ITEMS:
+        if not isinstance(kind, str) or kind not in _ITEMS:
             raise InvalidInput(f"{name}.type", value=kind, wanted=f"this server takes {', '.join(_ITEMS)}")
         message = as_message(name, _ITEMS[kind](name, item))
         last = messages[-1] if messages else None
