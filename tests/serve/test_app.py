@@ -391,6 +391,34 @@ def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server
     wait_until_idle(server)
 
 
+def test_of_streams_that_wait_for_their_first_token_those_of_gone_clients_end(server, client, monkeypatch) -> None:
+    monkeypatch.setattr("jattn.llm.serve.app._COMMENT_SECONDS", 0.01)
+    wait_until_idle(server)
+    server.llm.llm.engine.sleep()
+    body = json.dumps(LONG | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nAuthorization: Bearer {KEY}"
+    try:
+        staying = client.completions.create(model=MODEL, prompt="The", max_tokens=3, stream=True, temperature=0)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as gone:
+            gone.sendall(f"{head}\r\n\r\n".encode() + body)
+            # All of it: an end with unread bytes would be a reset, which the server sees at once.
+            found = b""
+            while b"\r\n\r\n" not in found:
+                found += gone.recv(1 << 16)
+            assert server.llm.num_unfinished == 2
+        for _ in range(600):
+            if server.llm.num_unfinished == 1:
+                break
+            time.sleep(0.01)
+        assert server.llm.num_unfinished == 1
+    finally:
+        server.llm.llm.engine.wake()
+
+    expected = client.completions.create(model=MODEL, prompt="The", max_tokens=3, temperature=0)
+    assert "".join(each.choices[0].text for each in staying) == expected.choices[0].text
+    wait_until_idle(server)
+
+
 def test_a_client_of_a_closed_engine_is_told_to_try_again() -> None:
     with AsyncLLM(LLM(config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256))) as llm:
         transport = httpx.ASGITransport(create_app(llm, ServeConfig(model_name=MODEL)))
