@@ -423,10 +423,11 @@ def test_a_client_of_a_closed_engine_is_told_to_try_again() -> None:
     with AsyncLLM(LLM(config=EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256))) as llm:
         transport = httpx.ASGITransport(create_app(llm, ServeConfig(model_name=MODEL)))
 
-    async def ask() -> httpx.Response:
+    async def ask(*asked: str, **options: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.post("/v1/completions", json=LONG)
+            return await client.request(*asked, **options)
 
-    response = asyncio.run(ask())
+    response = asyncio.run(ask("POST", "/v1/completions", json=LONG))
     assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
     assert response.json()["error"]["code"] == "unavailable"
+    assert [asyncio.run(ask("GET", path)).status_code for path in ("/health", "/metrics")] == [503, 200]

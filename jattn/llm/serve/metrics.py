@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from jattn.llm.engine import RequestOutput
 from jattn.llm.serve.async_llm import AsyncLLM
 from jattn.llm.serve.models import ModelList
+from torch_core.base.errors import EngineClosed
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -24,8 +26,9 @@ class _State:
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for model in self._models:
-            if model.llm.llm.generates:
-                for kind, name, text, value in self._figures(model.llm):
+            # A closed engine has no figures; those of the server stay.
+            with contextlib.suppress(EngineClosed):
+                for kind, name, text, value in self._figures(model.llm) if model.llm.llm.generates else ():
                     family = families.setdefault(name, kind(name, text, labels=["model_name"]))
                     family.add_metric([model.name], value)
         yield from families.values()
