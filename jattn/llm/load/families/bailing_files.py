@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jattn.llm.load.families.deepseek_v2 import without_experts
 from jattn.llm.load.families.family import Raw, mlp_layer_types
 from jattn.llm.models.config import ModelConfig
-from torch_core.base.checks import check_int
 
 #: Keys of the file that only functions read.
 DERIVED: dict[str, Any] = {
@@ -20,12 +20,10 @@ DERIVED |= {"layer_group_size": 6, "short_conv_kernel_size": 4}
 
 def parts(raw: Raw) -> dict[str, Any]:
     """Returns the size of a rotated key, the bound of the decays, and the layers without experts."""
-    first = 2 if raw["first_k_dense_replace"] is None else raw["first_k_dense_replace"]
-    check_int("first_k_dense_replace", first, 0, raw["num_hidden_layers"])
     return {
         "head_dim": raw["qk_rope_head_dim"],
         "kimi_delta.lower_bound": raw["kda_lower_bound"] if raw["kda_safe_gate"] else None,
-        "moe.dense_layers": tuple(range(first)),
+        "moe.dense_layers": without_experts(raw, 2, raw["num_hidden_layers"]),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jattn.llm.load.families.deepseek_v2 import without_experts
 from jattn.llm.load.families.family import Raw, mlp_layer_types
 from jattn.llm.load.families.window_rope import slides
 from jattn.llm.models.config import ModelConfig
@@ -20,11 +21,10 @@ DERIVED = {
 
 
 def _dense_layers(raw: Raw) -> tuple[int, ...]:
-    kinds, first = raw.get("mlp_layer_types"), raw.get("first_k_dense_replace")
+    kinds = raw.get("mlp_layer_types")
     if isinstance(kinds, list):
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
-    check_int("first_k_dense_replace", first := first or 0, 0, raw["num_hidden_layers"])
-    return tuple(range(first))
+    return without_experts(raw, 0, raw["num_hidden_layers"])
 
 
 def has_window(layer: int, raw: Raw) -> bool:

@@ -20,6 +20,13 @@ def first_layers(name: str) -> Callable[[Any], tuple[int, ...]]:
     return layers
 
 
+def without_experts(raw: Raw, default: int, most: int = 512) -> tuple[int, ...]:
+    """Returns the layers before `first_k_dense_replace`, `default` of them if the file has null or nothing."""
+    given = raw.get("first_k_dense_replace")
+    check_int("first_k_dense_replace", count := default if given is None else given, 0, most)
+    return tuple(range(count))
+
+
 _GROUPS = {
     name: Key(f"moe.{name}", lambda groups: 1 if groups is None else groups) for name in ("n_group", "topk_group")
 }

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, Raw, expert_names, mlp_layer_types
+from jattn.llm.load.families.deepseek_v2 import without_experts
+from jattn.llm.load.families.family import BOTH_BIASES, Family, Key, expert_names, mlp_layer_types
 from jattn.llm.load.families.glm_moe import NEXT
-from torch_core.base.checks import check_int
-
-
-def _dense_layers(raw: Raw) -> dict[str, Any]:
-    """Returns the layers without experts, unless mlp_layer_types says otherwise."""
-    given = raw.get("first_k_dense_replace")
-    check_int("first_k_dense_replace", count := 1 if given is None else given, 0, 512)
-    return {"moe.dense_layers": tuple(range(count))}
-
 
 HY_V3 = Family(
     architecture="HYV3ForCausalLM",
@@ -29,7 +19,8 @@ HY_V3 = Family(
     },
     defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 11158840.0},
     options={"qk_norm": "head", "moe.scoring_func": "sigmoid", "moe.score_correction_bias": True},
-    derive=_dense_layers,
+    # Unless mlp_layer_types says otherwise.
+    derive=lambda raw: {"moe.dense_layers": without_experts(raw, 1)},
     write=mlp_layer_types,
     derived={"first_k_dense_replace": None},
     aliases={"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jattn.llm.load.families.deepseek_v2 import without_experts
 from jattn.llm.load.families.family import Raw
-from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 
 #: Their names in the object linear_attn_config of published files.
@@ -47,7 +47,4 @@ def layer_types(raw: Raw) -> list[str]:
 
 def parts(raw: Raw) -> dict[str, Any]:
     """Returns the size of a rotated key, and the layers without experts."""
-    given = raw.get("first_k_dense_replace")
-    dense = 1 if given is None else given
-    check_int("first_k_dense_replace", dense, 0, 512)
-    return {"head_dim": raw["qk_rope_head_dim"], "moe.dense_layers": tuple(range(dense))}
+    return {"head_dim": raw["qk_rope_head_dim"], "moe.dense_layers": without_experts(raw, 1)}
