@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jattn.llm.serve.bodies import GenerationBody, List, Object, Text, Whole, read_body
+from jattn.llm.serve.bodies import GenerationBody, List, Object, Text, Whole, read_body, text_of
 from jattn.llm.serve.protocol import Generation, parse_as_chat
 from jattn.llm.text.messages import as_message
 from torch_core.base.checks import shown
@@ -123,7 +123,7 @@ def _user(role: str, blocks: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
                 found.append({"role": role, "content": []})
             found[-1]["content"].append(block)
         elif block.get("type") == "tool_result" and role == "user":
-            result = {"role": "tool", "tool_call_id": _text(name, block, "tool_use_id")}
+            result = {"role": "tool", "tool_call_id": text_of(name, block, "tool_use_id")}
             found.append(as_message(name, {**result, "content": block.get("content") or ""}))
         else:
             raise InvalidInput(f"{name}.type", value=block.get("type"), wanted="it must be text or tool_result")
@@ -136,13 +136,13 @@ def _assistant(blocks: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if _is_text(block):
             texts.append(block)
         elif block.get("type") == "thinking":
-            thoughts.append(_text(name, block, "thinking"))
+            thoughts.append(text_of(name, block, "thinking"))
         elif block.get("type") == "tool_use":
             given = block.get("input")
             if not isinstance(given, Mapping):
                 raise InvalidInput(f"{name}.input", value=given, wanted="it must be an object")
-            function = {"name": _text(name, block, "name"), "arguments": given}
-            calls.append({"id": _text(name, block, "id"), "type": "function", "function": function})
+            function = {"name": text_of(name, block, "name"), "arguments": given}
+            calls.append({"id": text_of(name, block, "id"), "type": "function", "function": function})
         else:
             wanted = "it must be text, thinking or tool_use"
             raise InvalidInput(f"{name}.type", value=block.get("type"), wanted=wanted)
@@ -154,18 +154,12 @@ def _is_text(block: Mapping[str, Any]) -> bool:
     return block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
-def _text(name: str, block: Mapping[str, Any], key: str) -> str:
-    if not isinstance(block.get(key), str):
-        raise InvalidInput(f"{name}.{key}", value=block.get(key), wanted="it must be a string")
-    return block[key]
-
-
 def _tool(index: int, tool: Any) -> dict[str, Any]:
     kind = tool.get("type", "custom") if isinstance(tool, Mapping) else None
     if kind not in ("custom", None) or not isinstance(tool, Mapping):
         problem = f"this server has no tools ({shown(kind)}) of its own"
         raise InvalidInput(f"tools[{index}]", "is none of the client's", problem)
-    name, schema = _text(f"tools[{index}]", tool, "name"), tool.get("input_schema")
+    name, schema = text_of(f"tools[{index}]", tool, "name"), tool.get("input_schema")
     if not isinstance(schema, Mapping):
         raise InvalidInput(f"tools[{index}].input_schema", value=schema, wanted="it must be a JSON schema")
     known = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}

@@ -69,6 +69,13 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or several or _is_tokens(value)
 
 
+def text_of(name: str, item: Mapping[str, Any], key: str) -> str:
+    """Returns a field of an object within a body; raises InvalidInput if it is no text."""
+    if not isinstance(item.get(key), str):
+        raise InvalidInput(f"{name}.{key}", value=item.get(key), wanted="it must be a string")
+    return item[key]
+
+
 def _check_texts(name: str, value: Any) -> None:
     if not _is_prompt(value):
         raise InvalidInput(name, value=value, wanted="it must be a string, token ids, or a list of either")

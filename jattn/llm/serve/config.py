@@ -9,9 +9,8 @@ from typing import Annotated
 from jattn.llm.load import ChatTemplate
 from jattn.llm.serve.connection import TimeLimits
 from jattn.llm.tools.formats import REASONING_PARSERS, TOOL_PARSERS
-from torch_core.base.checks import check_bool, check_int
 from torch_core.base.errors import InvalidInput
-from torch_core.base.limits import Choices, check_fields
+from torch_core.base.limits import Choices, Limits, check_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +40,8 @@ class ServeConfig:
     model_name: str
     api_keys: Mapping[str, str] | Sequence[str] = ()
     isolate_tenants: bool = False
-    max_body_bytes: int = 4 << 20
-    max_unfinished: int = 1024
+    max_body_bytes: Annotated[int, Limits(1)] = 4 << 20
+    max_unfinished: Annotated[int, Limits(1)] = 1024
     time_limits: TimeLimits = field(default_factory=TimeLimits)
     chat_template: ChatTemplate | str | None = None
     trust_request_chat_template: bool = False
@@ -53,11 +52,6 @@ class ServeConfig:
     allow_runtime_lora_updating: bool = False
 
     def __post_init__(self) -> None:
-        check_int("max_body_bytes", self.max_body_bytes, 1)
-        check_int("max_unfinished", self.max_unfinished, 1)
-        flags = ("isolate_tenants", "trust_request_chat_template", "tool_instruction", "matryoshka")
-        for name in (*flags, "allow_runtime_lora_updating"):
-            check_bool(name, getattr(self, name))
         check_fields(self)
         if self.isolate_tenants and not self.api_keys:
             raise InvalidInput("isolate_tenants is True and there are no api_keys, which say who a tenant is.")

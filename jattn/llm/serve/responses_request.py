@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jattn.llm.serve.bodies import Flag, GenerationBody, List, Object, Text, Whole, read_body
+from jattn.llm.serve.bodies import Flag, GenerationBody, List, Object, Text, Whole, read_body, text_of
 from jattn.llm.serve.protocol import Generation, parse_as_chat
 from jattn.llm.text.messages import as_message
 from torch_core.base.checks import shown
@@ -154,15 +154,14 @@ def _message(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function_call(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_texts(name, item, "call_id", "name", "arguments")
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
+    call_id = text_of(name, item, "call_id")
+    function = {key: text_of(name, item, key) for key in ("name", "arguments")}
+    call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _function_call_output(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _check_texts(name, item, "call_id")
-    return {"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")}
+    return {"role": "tool", "tool_call_id": text_of(name, item, "call_id"), "content": item.get("output")}
 
 
 def _reasoning(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,12 +178,6 @@ _ITEMS = {
     "function_call_output": _function_call_output,
     "reasoning": _reasoning,
 }
-
-
-def _check_texts(name: str, item: Mapping[str, Any], *keys: str) -> None:
-    for key in keys:
-        if not isinstance(item.get(key), str):
-            raise InvalidInput(f"{name}.{key}", value=item.get(key), wanted="it must be a string")
 
 
 def _tool(index: int, tool: Any) -> Any:
