@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -23,19 +24,11 @@ def gated(hidden_act: str, gate_up: jax.Array) -> jax.Array:
     return _ACTIVATIONS[hidden_act](gate) * up
 
 
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    # By the hyperbolic tangent.
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), jax.nn.gelu),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
