@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from jattn.llm.engine import SamplingParams
+from jattn.llm.engine.clients import adapters
 from jattn.llm.models import Decoder, ModelConfig
 from jattn.llm.serve.server import _loras, main
 from tests.serve.conftest import KEY, MODEL, Running
@@ -54,6 +57,35 @@ def test_an_adapter_is_a_model_from_its_loading_to_its_unloading(server, client,
     assert post(server, "unload_lora_adapter", lora_name="tuned").status_code == 200
     with pytest.raises(openai.NotFoundError, match="model 'tuned' is not served; 'embedded' is"):
         client.completions.create(model="tuned", **options)
+
+
+def test_the_server_answers_while_an_adapter_is_loaded_and_another_is_to_be_unloaded(server, folder, monkeypatch):
+    begun, waits, answered = threading.Event(), threading.Event(), threading.Event()
+    load, remove = adapters.load_adapter, adapters.AdapterRegistry.remove
+    post(server, "load_lora_adapter", lora_name="old", lora_path=folder)
+
+    def load_late(*args):
+        begun.set()
+        assert answered.wait(60)
+        return load(*args)
+
+    def note_and_remove(*args):
+        waits.set()
+        remove(*args)
+
+    monkeypatch.setattr(adapters, "load_adapter", load_late)
+    monkeypatch.setattr(adapters.AdapterRegistry, "remove", note_and_remove)
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(post, server, "load_lora_adapter", lora_name="new", lora_path=folder)
+        assert begun.wait(60)
+        unloading = threads.submit(post, server, "unload_lora_adapter", lora_name="old")
+        assert waits.wait(60)
+        try:
+            assert httpx.get(f"{server.url}/health").status_code == 200
+        finally:
+            answered.set()
+
+    assert [each.result().status_code for each in (loading, unloading)] == [200, 200]
 
 
 def test_a_module_in_json_is_over_the_base_that_it_names(server, client, folder):

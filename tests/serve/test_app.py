@@ -370,11 +370,11 @@ def test_a_request_that_is_queued_and_whose_task_has_not_gone_on_is_counted_once
     wait_until_idle(server)
 
 
-def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server) -> None:
+def ask_and_go(server, path: str, body: dict[str, Any]) -> None:
+    """Has an application answer a client that is gone after its body; nothing is unfinished then."""
     wait_until_idle(server)
-    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
 
     async def receive() -> Any:
         return next(messages, {"type": "http.disconnect"})
@@ -389,6 +389,19 @@ def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server
 
     assert asyncio.run(ask()) == 0
     wait_until_idle(server)
+
+
+def test_a_client_that_is_gone_before_the_first_event_cancels_its_request(server) -> None:
+    ask_and_go(server, "/v1/completions", {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True})
+
+
+def test_vectors_of_a_client_that_is_gone_are_not_computed(server, monkeypatch) -> None:
+    computed: list[Any] = []
+    monkeypatch.setattr("jattn.llm.serve.app.embeddings_answer", lambda *asked: computed.append(asked))
+
+    ask_and_go(server, "/v1/embeddings", {"input": "x"})
+
+    assert not computed
 
 
 def test_of_streams_that_wait_for_their_first_token_those_of_gone_clients_end(server, client, monkeypatch) -> None:

@@ -197,6 +197,8 @@ class _Server:
         try:
             # One after the other: each fills the device by itself.
             async with self._embeds:
+                if await request.is_disconnected():
+                    return Response(status_code=_CLIENT_GONE)
                 found = await asyncio.to_thread(answer, model, asked, self._config)
         except Exception as error:
             raise as_request_error(error, default=asked.texts_field) from error
@@ -227,7 +229,7 @@ class _Server:
 
     async def unload_lora(self, request: Request) -> Response:
         _, asked = await self._read(request, lambda body, _: read_body(UnloadLoraBody, body))
-        return Response(self._models.unload_adapter(asked), media_type="text/plain")
+        return Response(await asyncio.to_thread(self._models.unload_adapter, asked), media_type="text/plain")
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self._read(
