@@ -387,6 +387,21 @@ def test_a_request_that_comes_while_another_thread_closes_is_refused_as_a_later_
         asyncio.run(outputs_of(llm, PROMPTS[0]))
 
 
+def test_a_request_that_is_queued_while_another_thread_closes_ends_with_an_error_alone(folder, monkeypatch) -> None:
+    llm, told = AsyncLLM(LLM(folder, config=CONFIG)), []
+    engine, add = llm.llm.engine, llm.llm.engine.add
+
+    def add_and_close(*args: Any, **options: Any) -> Any:
+        request = add(*args, **options)
+        llm.close()
+        return request
+
+    monkeypatch.setattr(engine, "add", add_and_close)
+    llm.add(PROMPTS[0], params_of(), deliver=told.append)
+
+    assert [str(each) for each in told] == ["the AsyncLLM was closed before the request ended."]
+
+
 def test_an_error_while_the_last_output_is_made_reaches_the_caller(llm, monkeypatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("broken")

@@ -172,9 +172,10 @@ class AsyncLLM(ClosingOwner):
             self._entries[request] = entry
             if reservation is not None:
                 reservation.num_samples -= len(request.samples)
-        engine.subscribe(outbox, entry.receive, then)
         if self._closed:
             self.end(entry, EngineClosed(_CLOSED))
+        else:
+            engine.subscribe(outbox, entry.receive, then)
         return entry
 
     def cancel(self, request_id: str) -> None:
