@@ -85,11 +85,13 @@ class LayerAdapters:
         weights: matrices by the module's path in the layer.
         slots: int32[rows], the slot of each row.
         rows: the rows of each slot.
+        attended_rows: the same of the rows that attention reads; more, if the layer picks some of its results.
     """
 
     weights: dict[str, LoraWeights]
     slots: jax.Array
     rows: AdapterRows
+    attended_rows: AdapterRows
 
 
 @jax.tree_util.register_dataclass
@@ -120,9 +122,15 @@ class BatchAdapters:
         """Returns the adapters of rows with these slots."""
         return cls(layers, outside, slots, AdapterRows.of(slots, num_slots))
 
-    def of_layer(self, layer: int) -> LayerAdapters | None:
-        """Returns a layer's adapters; None if it has none."""
-        return LayerAdapters(self.layers[layer], self.slots, self.rows) if self.layers[layer] else None
+    def of_layer(self, layer: int, result_rows: jax.Array | None = None) -> LayerAdapters | None:
+        """Returns the adapters of a layer, which picks the result rows behind its attention; None if it has none."""
+        if not self.layers[layer]:
+            return None
+        slots, rows = self.slots, self.rows
+        if result_rows is not None:
+            slots = slots[result_rows]
+            rows = AdapterRows.of(slots, rows.lora_token_start_loc.size - 1)
+        return LayerAdapters(self.layers[layer], slots, rows, self.rows)
 
     def with_embedding(self, x: jax.Array, token_ids: jax.Array) -> jax.Array:
         """Returns embedded tokens [..., hidden] with the products of the embedding's adapters."""
@@ -156,9 +164,9 @@ def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
             slices = joined_sizes(path, weights.lora_b.shape[1], layer.config)
             ends = path in _BRANCH_ENDS and layer.adds_branches_alone
             is_split = layer.parallel is not None
-            adapted = _Adapted(
-                getattr(parent, name), weights, adapters.rows, slices, is_split=is_split, ends_branch=ends
-            )
+            is_attended = path.startswith("self_attn.") and name != "o_proj"
+            rows = adapters.attended_rows if is_attended else adapters.rows
+            adapted = _Adapted(getattr(parent, name), weights, rows, slices, is_split=is_split, ends_branch=ends)
             setattr(parent, name, nnx.static(adapted))
             if name == "gate_up_proj" and parent.is_swiglu:
                 parent.gated_product = nnx.static(adapted.gated)

@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
             if index + 1 < len(self.layers):
                 own = own.of_all_rows()
             operands = x, normed, angles, tuple(caches[place] for place in places), own
-            own_adapters = None if adapters is None else adapters.of_layer(index)
+            own_adapters = None if adapters is None else adapters.of_layer(index, own.result_rows)
             x, normed, updated, experts = _called(modules, own_adapters, layer_inputs[index], *operands)
             for place, cache in zip(places, updated, strict=True):
                 caches[place] = cache

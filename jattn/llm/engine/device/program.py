@@ -97,7 +97,7 @@ class _Batch:
     @property
     def picks_rows(self) -> bool:
         """Whether nothing needs the hidden states of tokens that are not the last of their sequence."""
-        needs = self.bucket.decodes or self.routes or self.adapters is not None or len(self.layers.groups) > 1
+        needs = self.bucket.decodes or self.routes or len(self.layers.groups) > 1
         return not needs and self.bucket.sampler.kind is not SamplingKind.FULL
 
     def head_adapters(self, rows_of_each: int) -> tuple[BatchAdapters, ...]:
