@@ -8,6 +8,7 @@ import logging
 import httpx
 import pytest
 
+from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.serve.access import log
 from tests.serve.conftest import KEY
 
@@ -54,17 +55,25 @@ def test_a_clients_own_id_is_kept_where_it_can_stand_in_a_log(http_client, given
     assert response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_of_the_servers_own_is_logged_with_its_id_and_hides_its_inside(
-    server, http_client, caplog, monkeypatch
+    http_client, caplog, monkeypatch, stream
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("inside")
 
-    monkeypatch.setattr(server.llm.llm.engine, "add", fail)
+    monkeypatch.setattr(PromptReader, "read", fail)
 
-    response = http_client.post("/v1/completions", json=BODY)
+    def num_failed() -> float:
+        lines = dict(line.rsplit(" ", 1) for line in http_client.get("/metrics").text.splitlines())
+        return float(lines.get('jattn_refused_requests_total{status="500"}', 0))
 
-    assert response.status_code == 500
+    before = num_failed()
+
+    response = http_client.post("/v1/completions", json=BODY | {"stream": stream})
+
+    assert (response.status_code, num_failed() - before) == (200 if stream else 500, 1)
+    assert "the server failed on this request." in response.text
     assert "inside" not in response.text
     (record,) = [record for record in caplog.records if record.name == "jattn.llm.serve"]
     assert response.headers["x-request-id"] in record.getMessage()

@@ -144,10 +144,7 @@ class _Server:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_GONE)
             except Exception as error:
-                refusal = as_request_error(error)
-                if refusal.status == 500:
-                    _log.exception("request %s failed", request.state.request_id)
-                return self._refusal(refusal, form)
+                return self._refusal(_told(request, error), form)
 
         return handle_or_refuse
 
@@ -339,7 +336,9 @@ class _Server:
                 yield event(body)
         except Exception as error:
             # The status is sent; all that is left is an event.
-            yield event(answer.failure(as_request_error(error)))
+            told = _told(request, error)
+            self._metrics.refused(told.status)
+            yield event(answer.failure(told))
         if answer.done is not None:
             yield event(answer.done)
 
@@ -415,6 +414,14 @@ class _EventStream(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._submission:
             await super().__call__(scope, receive, send)
+
+
+def _told(request: Request, error: Exception) -> RequestError:
+    """Returns an exception as a client is told; the server's own is logged."""
+    told = as_request_error(error)
+    if told.status == 500:
+        _log.error("request %s failed", request.state.request_id, exc_info=error)
+    return told
 
 
 async def _written(make: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> Response:

@@ -64,7 +64,7 @@ class Metrics:
         self._finished = Counter("jattn_requests", "Samples that ended.", ["finish_reason"], **own)
         self._prompt_tokens = Counter("jattn_prompt_tokens", "Tokens of prompts.", **own)
         self._new_tokens = Counter("jattn_generation_tokens", "Tokens generated.", **own)
-        self._refused = Counter("jattn_refused_requests", "Requests that were refused.", ["status"], **own)
+        self._refused = Counter("jattn_refused_requests", "Requests that were refused, or failed.", ["status"], **own)
         seconds: dict[str, Any] = own | {"buckets": _SECONDS}
         self._first = Histogram("jattn_time_to_first_token_seconds", "From arrival.", **seconds)
         self._each = Histogram("jattn_time_per_output_token_seconds", "After the first, mean of a request.", **seconds)
