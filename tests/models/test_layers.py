@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.llm.models import layers
 from jattn.llm.models.layers import LayerNorm, RMSNorm, linear
 from jattn.ops.activations import gated
 
@@ -39,6 +40,20 @@ def test_a_bfloat16_norm_has_the_bits_of_transformers(norm_type, module, name, u
     expected = theirs(torch.from_numpy(x).to(torch.bfloat16)).float().detach().numpy()
     assert (found != expected).mean() <= unlike
     np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "launches", "calls"),
+    [((512, 8), True, 1), ((511, 8), True, 0), ((1, 512, 8), True, 0), ((512, 8), False, 0)],
+)
+def test_the_rows_of_a_large_step_are_normalised_by_a_kernel(shape, launches, calls, monkeypatch):
+    found = []
+    monkeypatch.setattr(layers, "launches_kernels", lambda implementation: launches)
+    monkeypatch.setattr(layers, "row_norm", lambda x, *rest, **options: (found.append(x.shape), x)[1])
+
+    RMSNorm(8, epsilon=1e-5, dtype="float32")(jnp.ones(shape))
+
+    assert found == [shape] * calls
 
 
 def test_a_layer_norm_keeps_its_digits_where_the_mean_is_large(seed):
