@@ -9,8 +9,8 @@ from jaxtyping import Float, Int32
 
 from torch_core.base.checks import check_bool
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import QUERY_DTYPES, ArraySpec
-from torch_core.launch.call import A, Call, dtype_name
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import A, Call, check_one_dtype, dtype_name
 
 #: Activations of the gate, with the names of Hugging Face's `hidden_act`. "swigluoai" is gpt-oss's (arXiv:2508.10925):
 #: a clamped gate with the sigmoid's slope of GELU, and 1 added to the gated values.
@@ -101,10 +101,8 @@ class ExpertsCall(Call[A]):
         if 0 in (*self.gate_up_kernel.shape, *self.down_kernel.shape):
             wanted = "there must be at least one expert, and no size may be 0"
             raise InvalidInput("gate_up_kernel", f"has shape {list(self.gate_up_kernel.shape)}", wanted)
-        dtype = dtype_name(self.hidden_states)
+        dtype = check_one_dtype(self, "hidden_states")
         wide = "float64" if dtype == "float64" else "float32"
-        if dtype not in (*QUERY_DTYPES, "float64"):
-            raise InvalidInput("hidden_states", f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
         for name, array in self.arrays().items():
             wanted = {"topk_weights": wide, "topk_ids": "int32"}.get(name, dtype)
             if dtype_name(array) != wanted:

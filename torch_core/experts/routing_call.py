@@ -9,8 +9,8 @@ from jaxtyping import Float, Float32
 
 from torch_core.base.checks import check_bool, check_int, check_positive
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import QUERY_DTYPES, ArraySpec
-from torch_core.launch.call import A, Call, dtype_name
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import A, Call, check_one_dtype
 
 #: Functions from a router's logits to scores, with the names of Hugging Face's `scoring_func`.
 SCORING_FUNCS = ("softmax", "sigmoid")
@@ -82,13 +82,7 @@ class RouteCall(Call[A]):
         """Checks sizes and the dtypes that go together."""
         if 0 in self.kernel.shape:
             raise InvalidInput(f"kernel has shape {list(self.kernel.shape)}; no size of a router may be 0.")
-        dtype = dtype_name(self.hidden_states)
-        if dtype not in (*QUERY_DTYPES, "float64"):
-            raise InvalidInput("hidden_states", f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
-        for name in ("kernel", "bias"):
-            array = getattr(self, name)
-            if array is not None and dtype_name(array) != dtype:
-                raise InvalidInput(name, f"is {dtype_name(array)}", f"beside hidden_states of {dtype} it is {dtype}")
+        check_one_dtype(self, "hidden_states", "kernel", "bias")
         if self.scoring_func not in SCORING_FUNCS:
             raise InvalidInput("scoring_func", value=self.scoring_func, wanted=f"use one of {', '.join(SCORING_FUNCS)}")
         size = self.num_experts // self.n_group

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch_core.base.checks import check_positive
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import ArraySpec
+from torch_core.base.specs import QUERY_DTYPES, ArraySpec
 
 #: The type of an array: `torch.Tensor`, `jax.Array`, or `ArraySpec`.
 A = TypeVar("A", bound=Any)
@@ -200,6 +200,18 @@ def dtype_name(array: Any) -> str:
     """
     dtype = array.dtype
     return dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+
+
+def check_one_dtype(call: Call[Any], first: str, *others: str) -> str:
+    """Returns the dtype of an array of floats, after a check that others, where given, have it too."""
+    dtype = dtype_name(getattr(call, first))
+    if dtype not in (*QUERY_DTYPES, "float64"):
+        raise InvalidInput(first, f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
+    for name in others:
+        array = getattr(call, name)
+        if array is not None and dtype_name(array) != dtype:
+            raise InvalidInput(name, f"is {dtype_name(array)}", f"beside {first} of {dtype} it is {dtype}")
+    return dtype
 
 
 def _check_array(field: ArrayField, array: Any, sizes: dict[str, tuple[int, str]]) -> None:

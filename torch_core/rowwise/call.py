@@ -10,8 +10,8 @@ from typing import ClassVar
 from jaxtyping import Float, Float32
 
 from torch_core.base.errors import InvalidInput
-from torch_core.base.specs import QUERY_DTYPES, ArraySpec
-from torch_core.launch.call import A, Call, dtype_name
+from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import A, Call, check_one_dtype, dtype_name
 
 #: The norms, by the names of `ModelConfig.norm_type`.
 NORM_TYPES = ("rms_norm", "rms_norm_wide", "gemma_rms_norm", "layer_norm")
@@ -90,7 +90,7 @@ class RowProductCall(_RowCall[A]):
         if self.kernel.shape[1 if self.transposed else 0] != self.x.shape[1]:
             wanted = f"its {'second' if self.transposed else 'first'} axis must be {self.x.shape[1]}, as x has features"
             raise InvalidInput("kernel", f"has shape {list(self.kernel.shape)}", wanted)
-        _check_dtypes(self, "x", "kernel")
+        check_one_dtype(self, "x", "kernel")
         if self.out_dtype not in (None, "float32", dtype_name(self.x)):
             raise InvalidInput("out_dtype", value=self.out_dtype, wanted="use 'float32', or None for the dtype of x")
 
@@ -125,7 +125,7 @@ class RowNormCall(_RowCall[A]):
         if self.x.shape[0] % self.weight.shape[0]:
             wanted = f"there must be a multiple of the {self.weight.shape[0]} rows of weights"
             raise InvalidInput("x", f"has {self.x.shape[0]} rows", wanted)
-        _check_dtypes(self, "x", "weight", "bias")
+        check_one_dtype(self, "x", "weight", "bias")
         if self.norm_type not in NORM_TYPES:
             raise InvalidInput("norm_type", value=self.norm_type, wanted=f"use one of {', '.join(NORM_TYPES)}")
         _check_epsilon(self.epsilon)
@@ -207,7 +207,7 @@ class RowQuantizeCall(_RowCall[A]):
 
     def check_options(self) -> None:
         """Checks sizes, dtypes and options."""
-        _check_dtypes(self, "x" if self.residual is None else "residual", "weight")
+        check_one_dtype(self, "x" if self.residual is None else "residual", "weight")
         if self.x.shape[0] < self.num_rows:
             raise InvalidInput("x", f"has {self.x.shape[0]} rows", f"there are {self.num_rows} scales of rows")
         if self.activation is not None:
@@ -233,13 +233,3 @@ def _check_epsilon(epsilon: float) -> None:
     is_number = isinstance(epsilon, numbers.Real) and not isinstance(epsilon, bool)
     if not is_number or not 0 <= epsilon <= sys.float_info.max:
         raise InvalidInput("epsilon", value=epsilon, wanted="it must be finite and not negative")
-
-
-def _check_dtypes(call: Call[A], first: str, *others: str) -> None:
-    dtype = dtype_name(getattr(call, first))
-    if dtype not in (*QUERY_DTYPES, "float64"):
-        raise InvalidInput(first, f"is {dtype}", "it must be float32, bfloat16 or float16. Cast it")
-    for name in others:
-        array = getattr(call, name)
-        if array is not None and dtype_name(array) != dtype:
-            raise InvalidInput(name, f"is {dtype_name(array)}", f"beside {first} of {dtype} it is {dtype}")
