@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import json
 import re
@@ -44,7 +43,7 @@ async def _sent(client: Client, load: Load, seed: int, vocab_size: int, watch_po
         start, ended = time.perf_counter(), asyncio.Event()
 
         async def ask(arrival: float, prompt: list[int], num_tokens: int) -> None:
-            await asyncio.sleep(max(arrival - time.perf_counter(), 0))
+            await asyncio.sleep(max(arrival - client.lead_seconds - time.perf_counter(), 0))
             # From when it should have come: a client that is late must not flatter the server.
             timelines.append(timeline := Timeline(arrival))
             try:
@@ -82,6 +81,8 @@ async def _watch_pool(client: Client, start: float, usage: list[tuple[float, flo
 
 class Http:
     """A client of a server at a URL."""
+
+    lead_seconds = 0.0
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url, self._api_key = url, api_key
@@ -123,10 +124,15 @@ class Http:
 
 @dataclass(frozen=True)
 class Direct(contextlib.AbstractAsyncContextManager):
-    """A client of an engine of this process; its thread notes the times."""
+    """A client of an engine of this process; its thread notes the times.
+
+    Attributes:
+        lead_seconds: it is asked so long before an arrival, and waits itself: the event loop wakes 1 ms late.
+    """
 
     llm: AsyncLLM
     adders: ThreadPoolExecutor
+    lead_seconds = 0.005
 
     async def __aexit__(self, *error: object) -> None:
         pass
@@ -134,7 +140,11 @@ class Direct(contextlib.AbstractAsyncContextManager):
     async def ask(self, timeline: Timeline, prompt: list[int], num_tokens: int) -> None:
         """Sends a prompt that wants this number of tokens and keeps the times of its answer."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        send = functools.partial(self._send, timeline, prompt, num_tokens, lambda: loop.call_soon_threadsafe(ended.set))
+
+        def send() -> None:
+            time.sleep(max(timeline.arrival - time.perf_counter(), 0))
+            self._send(timeline, prompt, num_tokens, lambda: loop.call_soon_threadsafe(ended.set))
+
         await loop.run_in_executor(self.adders, send)
         await ended.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_users_of_a_load_that_is_refused_send_all_of_it() -> None:
     with ThreadPoolExecutor(2) as adders:
         timelines, _ = send(Direct(Refuses(), adders), Load.of("4x4:1users:2000"), 0, 100, False)  # type: ignore[arg-type]
     assert [timeline.error for timeline in timelines] == ["too long"] * 2000
+
+
+def test_no_request_is_added_before_it_arrives() -> None:
+    added = []
+
+    class Refuses:
+        def add(self, *_: object, **__: object) -> None:
+            added.append(time.perf_counter())
+            raise InvalidInput("too long")
+
+    with ThreadPoolExecutor(8) as adders:
+        timelines, _ = send(Direct(Refuses(), adders), Load.of("4x4:100/s:20"), 0, 100, False)  # type: ignore[arg-type]
+    arrivals = sorted(timeline.arrival for timeline in timelines)
+    assert len(added) == 20
+    assert all(at >= arrival for at, arrival in zip(added, arrivals, strict=True))
 
 
 def test_the_engine_adds_the_requests_of_users_between_two_steps(tmp_path) -> None:
