@@ -101,8 +101,10 @@ def test_folders_and_names_that_do_not_fit_are_refused_by_name(server, folder, t
     assert load(lora_name="x").json()["error"]["param"] == "lora_path"
     assert load(lora_path=folder).json()["error"]["param"] == "lora_name"
     assert "is another model's name" in load(lora_name=MODEL, lora_path=folder).json()["error"]["message"]
-    missing = load(lora_name="x", lora_path=str(tmp_path / "none"))
-    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "lora_path")
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "empty"):
+        missing = load(lora_name="x", lora_path=str(tmp_path / name))
+        assert (missing.status_code, missing.json()["error"]["param"]) == (400, "lora_path")
     tensor = peft_tensors(config_of(server), 1, modules=("q_proj",)).popitem()[1]
     wrong = peft_folder(tmp_path / "wrong", {"model.lora_C.weight": tensor})
     refused = load(lora_name="x", lora_path=str(wrong))

@@ -419,7 +419,7 @@ def test_of_streams_that_wait_for_their_first_token_those_of_gone_clients_end(se
             while b"\r\n\r\n" not in found:
                 found += gone.recv(1 << 16)
             assert server.llm.num_unfinished == 2
-        for _ in range(600):
+        for _ in range(6000):
             if server.llm.num_unfinished == 1:
                 break
             time.sleep(0.01)

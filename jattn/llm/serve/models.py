@@ -11,7 +11,7 @@ from jattn.llm.load import ChatTemplate, TextTokenizer
 from jattn.llm.serve.async_llm import AsyncLLM
 from jattn.llm.serve.bodies import LoadLoraBody, UnloadLoraBody
 from jattn.llm.serve.config import ServeConfig
-from jattn.llm.serve.errors import RequestError
+from jattn.llm.serve.errors import RequestError, as_request_error
 from jattn.llm.serve.protocol import Generation
 from jattn.llm.serve.tools import note_silent_template, reading_of, with_instruction
 from jattn.llm.text.prompts import chat_prompt, template_of
@@ -163,8 +163,9 @@ class ModelList:
         """Loads an adapter of the body's model from a folder of the server; returns a sentence that says so.
 
         Raises:
-            RequestError: 404, requests may not load any, or there is no such model.
-            InvalidInput, Unsupported: as `Engine.add_lora`; or the name is another model's.
+            RequestError: requests may not load any, there is no such model, or the folder does not fit.
+            InvalidInput: the name is missing, or another model's.
+            Unsupported: as `Engine.add_lora`.
         """
         model, name = self._open_to_loading(asked.model), _given("lora_name", asked.lora_name)
         if any(each.name == name and each.llm is not model.llm for each in self.listed()) or name in self._models:
@@ -173,7 +174,7 @@ class ModelList:
         try:
             model.llm.llm.engine.add_lora(request)
         except InvalidInput as error:
-            raise error.renamed("lora_path", old="folder") from None
+            raise as_request_error(error.renamed("lora_path", old="folder"), default="lora_path") from None
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload_adapter(self, asked: UnloadLoraBody) -> str:
