@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ _MODEL_HELP = "a Hugging Face folder or a GGUF file (default: the embedded model
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 fine, 1 a failed comparison, 2 bad arguments or input."""
     given = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # An exception would be lost where JAX is called back by a garbage collection, as most do while it is imported.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser, commands = _parser()
     try:
         if not {"-h", "--help"}.intersection(given):
@@ -258,6 +262,8 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     config = engine_config(arguments, max_num_seqs=1)
     with _compiling(arguments), LLM(arguments.model, **loading_options(arguments), config=config) as llm:
+        # It ends the answer, and not the process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
     return 0

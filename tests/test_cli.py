@@ -8,6 +8,7 @@ import logging
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,21 @@ def test_generate_streams_text_and_reports_speed_on_stderr(folder, capsys) -> No
     assert out.startswith("abc")
     assert "4 tokens from 1 prompts; time to first token" in err
     assert "tokens/s without it; cache " in err
+
+
+def test_an_interrupt_ends_the_process_and_of_a_chat_the_answer(folder, monkeypatch) -> None:
+    before, handlers = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr(cli, "_typed", lambda: iter(()))
+    try:
+        for arguments in (["bench"], ["chat", "--model", str(folder)]):
+            monkeypatch.setattr(sys, "argv", ["jattn", *arguments])
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            assert cli.main() == 0
+            handlers.append(signal.getsignal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert handlers == [signal.SIG_DFL, signal.default_int_handler]
 
 
 @pytest.mark.nightly
