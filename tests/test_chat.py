@@ -9,6 +9,7 @@ import pytest
 
 from jattn import LLM, EngineConfig, SamplingParams, cli
 from jattn.llm.chat import converse
+from torch_core.base.errors import RequestTooLong
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -55,6 +56,19 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(llm) -> None:
     assert said[1]["content"] == spoken[0]
     assert said[2] == {"role": "user", "content": "a tuple"}
     assert llm.engine.num_unfinished == 0
+
+
+def test_a_line_that_does_not_fit_any_more_is_refused_and_the_conversation_stays(llm) -> None:
+    spoken: list[str] = []
+    lines = ["a list", "x" * 2000, "a tuple"]
+
+    said = converse(llm, lines, spoken.append, params=PARAMS, chat_template=TEMPLATE)
+
+    assert [each["content"] for each in said[::2]] == ["a list", "a tuple"]
+    (refusal,) = [each for each in spoken if each.startswith("jattn: ")]
+    assert f"max_model_len is {llm.max_model_len}" in refusal
+    with pytest.raises(RequestTooLong):
+        converse(llm, lines[1:], str, params=PARAMS, chat_template=TEMPLATE)
 
 
 def test_the_command_reads_lines_and_prints_answers(monkeypatch, capsys, tmp_path) -> None:
