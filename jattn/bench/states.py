@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -40,7 +40,8 @@ def run(
 ) -> BenchReport:
     """Measures every operation at every shape, bfloat16 with float32 states: the GPU time of its kernels.
 
-    Mamba-2 and its peer are timed in CUDA graphs, with the gaps between their kernels, on calls in memory of their own.
+    Decode steps, and Mamba-2 and its peer, are timed in CUDA graphs, with the gaps between their kernels. They find
+    their states in memory; a decode step finds all else in the cache, as in a model, which made or read it just before.
 
     The peers, the packages flash-linear-attention and vLLM, are measured where they are installed.
 
@@ -63,21 +64,23 @@ def run(
             made = functools.partial(_CALLS[operation], num_seqs, tokens, *num_heads)
             calls = [_backward(made()) if backward else made()]
             least = _least_bytes(calls[0])
-            if operation == "mamba" and not backward:
-                # In a graph each call finds its states in memory, as a layer of a model does.
-                calls += [made() for _ in range(1, measure.num_pools(least))]
+            is_graph = not backward and (operation == "mamba" or tokens == 1)
+            for _ in range(1, measure.num_pools(least) if is_graph else 1):
+                calls.append(replace(calls[0], states=calls[0].states.clone()) if tokens == 1 else made())
             row = Row(f"{operation} {num_seqs} x {tokens}", least / session.copy * 1e6, {})
-            session.add(row, _columns(operation, backward=backward), calls, required=(OURS,))
+            columns = _columns(operation, in_graph if is_graph else _kernels, backward=backward)
+            session.add(row, columns, calls, required=(OURS,))
     return session.report(f"layers with a state{', gradients' if backward else ''}", compared=with_ours)
 
 
-def _columns(operation: str, *, backward: bool) -> dict[str, Column]:
-    if operation == "mamba" and not backward:
-        peers = {"vLLM": in_graph(_vllm)} if _is_installed("vllm") else {}
-        return {OURS: in_graph(_ours)} | peers
-    columns = {OURS: _kernels(_ours)}
+def _columns(
+    operation: str, timed: Callable[[Callable[[Any], Callable[[], Any]]], Column], *, backward: bool
+) -> dict[str, Column]:
+    columns = {OURS: timed(_ours)}
     if operation != "mamba" and _is_installed("fla"):
-        columns["fla"] = _kernels(_fla_backward if backward else _fla)
+        columns["fla"] = timed(_fla_backward if backward else _fla)
+    elif operation == "mamba" and not backward and _is_installed("vllm"):
+        columns["vLLM"] = timed(_vllm)
     return columns
 
 
