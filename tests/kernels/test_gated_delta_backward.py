@@ -39,6 +39,16 @@ def test_gradients_after_strong_gates_have_the_digits_of_float32(gates, seed):
     assert_gradients_are_as_exact(reference.gated_delta_backward, call, run_triton(call))
 
 
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_gradients_of_keys_that_are_alike_have_the_digits_of_float32(gates, seed):
+    call = delta_call(seed, (40,), heads=(1, 1), gates=gates, padding=0)
+    call.key[:] = call.key[0] + call.key / 32
+    call.beta[:] = 1
+    getattr(call, gates)[:] = 0
+    call = delta_backward_call(call)
+    assert_gradients_are_as_exact(reference.gated_delta_backward, call, run_triton(call))
+
+
 def test_the_specification_is_the_slope_of_the_forward_one(seed):
     call = delta_call(seed, (3, 1, 0, 2), heads=(2, 1), gates="gk", padding=0)
     call = call.map(lambda x: x.double().nan_to_num() if x.is_floating_point() else x)

@@ -249,6 +249,18 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, sizes, gates, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_keys_that_are_alike_leave_the_systems_of_chunks_their_digits(gates, dtype, seed):
+    call = delta_call(seed, (200,), heads=(2, 1), sizes=(128, 128), gates=gates, dtype=dtype, padding=0)
+    call.key[:] = call.key[0] + call.key / 32
+    call.beta[:] = 1
+    getattr(call, gates)[:] = 0
+    given = call.map(torch.Tensor.cuda)
+    assert_as_exact_as_torch(call, torch_ops.run(given)["out"].cpu(), given.states.cpu(), added=64)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, tokens, seed):

@@ -33,7 +33,8 @@ def system_launches(
     """Returns the launches that find and invert the systems of all chunks."""
     chunks, heads = chunk_tiles(call, 1), call.num_heads
     is_small = constexprs["KEY_PADDED"] <= SMALL_KEY
-    once: dict[str, Any] = {"num_stages": 1, "hot": is_small}
+    # The parts of float32's products spill.
+    once: dict[str, Any] = {"num_stages": 1, "hot": is_small and call.key.dtype != "float32"}
 
     def launch(kernel: Any, grid: tuple[int, ...], *writes: str, **options: Any) -> LaunchPlan:
         return named_launch(kernel, grid, arguments, constexprs, writes=writes, **once, **options)
@@ -54,6 +55,9 @@ def system_launches(
             launch(gated_delta_near_pairs_kernel, (chunks, heads, CHUNK // 16), *pairs, num_warps=1),
             launch(gated_delta_far_pairs_kernel, (chunks, heads), *pairs),
         ]
+    if call.key.dtype != "float32":
+        # Not "tf32", which has few digits more than bfloat16; "tf32x3" takes twice as long.
+        constexprs = {**constexprs, "PRECISION": "parts"}
     # A warp for each chunk: its blocks of 16 then need no barrier.
     return [*launches, launch(gated_delta_inverses_kernel, (chunks, heads), "inverses", num_warps=1)]
 

@@ -145,8 +145,7 @@ def gated_delta_inverses_kernel(
     """Grid: (chunks of the batch by a static bound, heads). Writes inverses of I + overlaps, with columns times beta.
 
     With gates of channels (`through`) the overlaps are those of each head, otherwise products of keys without factors.
-    Blocks of 16 are inverted by a finite series: one over all rows would lose digits for equal keys, because its terms
-    grow as binomial coefficients.
+    A finite series would lose digits for keys that are alike, because its terms grow as binomial coefficients.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -241,13 +240,14 @@ def _store_column(target, rate, x0, x1, x2, x3, CHUNK: tl.constexpr):
 
 @triton.jit
 def _inverted(lower, PRECISION: tl.constexpr):
-    """Returns the inverse of I + lower, of 16 rows."""
-    step = tl.arange(0, 16)
-    n2 = _product(lower, lower, PRECISION)
-    x = tl.where(step[:, None] == step[None, :], 1.0, 0.0) - lower + n2 - _product(lower, n2, PRECISION)
-    n4 = _product(n2, n2, PRECISION)
-    x += _product(x, n4, PRECISION)
-    return x + _product(x, _product(n4, n4, PRECISION), PRECISION)
+    """Returns the inverse of I + lower, of 16 rows, from those of the blocks of 1, 2, 4 and 8 rows on its diagonal."""
+    row = tl.arange(0, 16)[:, None]
+    column = tl.arange(0, 16)[None, :]
+    x = tl.where(row == column, 1.0, 0.0)
+    for level in tl.static_range(4):
+        between = tl.where(((row >> level) ^ (column >> level)) == 1, lower, 0.0)
+        x -= between if level == 0 else _product(_product(x, between, PRECISION), x, PRECISION)
+    return x
 
 
 @triton.jit
@@ -259,4 +259,17 @@ def inverse_norms(rows, epsilon, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr):
-    return tl.dot(left, right, input_precision=PRECISION)
+    if PRECISION == "parts":
+        left, left_rest = _parts(left)
+        right, right_rest = _parts(right)
+        product = tl.dot(left, right, acc=tl.dot(left, right_rest, acc=tl.dot(left_rest, right)))
+    else:
+        product = tl.dot(left, right, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _parts(x):
+    """Returns the eight leading bits of numbers, and the next eight: five more than float16 has."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
