@@ -74,6 +74,12 @@ def test_sinks_need_their_shares_summed_and_nothing_else():
     assert dict(plan.outputs)["d_sinks"] == ArraySpec((8,), "bfloat16")
 
 
+def test_gradients_of_128_are_added_in_order_though_they_need_not_be():
+    assert _plan(deterministic=False) == _plan()
+    heads = {name: _rows(heads, 64) for name, heads in (("query", 8), ("key", 2), ("value", 2))}
+    assert _plan(**heads, deterministic=False) != _plan(**heads)
+
+
 def test_there_is_a_program_without_a_tile_for_padding_whatever_the_lengths():
     # 129 keys of one sequence are two tiles of a head.
     plan = _plan(

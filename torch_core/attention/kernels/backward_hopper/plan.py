@@ -106,7 +106,8 @@ def hopper_backward_plan(
         "BLOCK_N": tile.block_n,
         "ROLE_KEYS": tile.role_keys,
         "PART_WIDTH": tile.part_width,
-        "IN_ORDER": call.deterministic,
+        # Heads of 128 gain nothing without order.
+        "IN_ORDER": call.deterministic or head_size == 128,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,
