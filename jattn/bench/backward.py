@@ -69,6 +69,7 @@ def run(
             calls[0], segments_in_jax, _segmented(calls[0]).segment_ids
         )
     if passes != "forward":
+        columns[f"{OURS} in any order"] = in_graph(lambda call: step.ours(replace(call, deterministic=False), ops.run))
         columns[f"{OURS} portable"] = in_graph(lambda call: step.ours(call, _portable))
     if peers:
         columns["cuDNN in JAX"] = lambda calls: step.in_jax(calls[0], cudnn)

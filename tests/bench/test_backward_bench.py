@@ -41,6 +41,12 @@ def test_flash_attention_4_is_a_column_where_it_is_installed(monkeypatch: pytest
     assert columns() == {"FA4", "FA4 in any order"}
 
 
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(("passes", "timed"), [("forward", False), ("backward", True), ("both", True)])
+def test_gradients_in_any_order_are_a_column(passes: Any, timed: bool) -> None:
+    assert ("jattn in any order" in backward.run(lengths=[8192], passes=passes).columns) == timed
+
+
 @pytest.mark.parametrize(("passes", "forwards"), [("backward", 1), ("both", 2)])
 def test_flash_attention_4_runs_the_timed_passes(passes: str, forwards: int) -> None:
     seen: list[Any] = []
