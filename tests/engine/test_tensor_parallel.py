@@ -344,3 +344,13 @@ def test_decode_steps_of_two_mixers_run_kernels_side_by_side_on_one_device(
 
     expected = kind == "attention_mamba" and devices < 2 and tokens == 1
     assert (asked[0].get("xla_gpu_command_buffer_scheduling_mode") == "CONCURRENT") == expected
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(16, "CONCURRENT"), (32, None), (64, "CONCURRENT"), (128, None)])
+def test_decode_steps_of_few_rows_with_adapters_run_kernels_side_by_side(num_rows: int, expected: str | None) -> None:
+    engine = Engine(Decoder(shape_config("tiny"), rngs=nnx.Rngs(0)), EngineConfig(**SIZES, enable_lora=True))
+    bucket = Bucket(num_rows, num_rows, 1, Sampler(SamplingKind.PLAIN), adapters=True)
+
+    options = engine._core.device.runner.programs._options(bucket)
+
+    assert options.get("xla_gpu_command_buffer_scheduling_mode") == expected

@@ -81,15 +81,15 @@ def test_a_routers_logits_have_the_digits_of_float32_with_an_adapter(num_rows):
     assert (attached(layer, adapters.of_layer(0)).moe.router(x) == 257).all()
 
 
-# Up to 256 rows, and more: products are added in other places.
-@pytest.mark.parametrize("length", [22, 90])
+# 64 rows, up to 256, and more: products are added in other places.
+@pytest.mark.parametrize("length", [16, 22, 90])
 def test_many_rows_have_the_logits_of_their_merged_models(length, seed):
     config = tiny_config(num_hidden_layers=1)
     model = tiny_model(config, seed)
     adapters = tiny_adapters(config, seed, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
-    tokens = jnp.arange(3 * length, dtype=jnp.int32).reshape(3, length) % config.vocab_size
-    found = logits_of(model, tokens, adapters.batch(jnp.array([1, -1, 0]), length))
-    models = [merged_model(model, adapters, 1), model, merged_model(model, adapters, 0)]
+    tokens = jnp.arange(4 * length, dtype=jnp.int32).reshape(4, length) % config.vocab_size
+    found = logits_of(model, tokens, adapters.batch(jnp.array([1, -1, 0, -1]), length))
+    models = [merged_model(model, adapters, 1), model, merged_model(model, adapters, 0), model]
     wanted = jnp.stack([logits_of(each, row[None])[0] for each, row in zip(models, tokens, strict=True)])
     np.testing.assert_allclose(jax.nn.log_softmax(found), jax.nn.log_softmax(wanted), atol=1e-5)
 

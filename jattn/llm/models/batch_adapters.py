@@ -24,9 +24,13 @@ HEAD = "lm_head"
 
 # The last modules of attention and of a dense feed-forward part.
 _BRANCH_ENDS = ("self_attn.o_proj", "mlp.down_proj")
-#: Of fewer rows the base's product is an array of its own, to which the next kernel adds the adapters' products: one
-#: device computes both at the same time. cuBLAS's kernels, of 64 rows, leave no room for others.
-APART_ROWS = 32
+# Of fewer rows the base's product is an array of its own, to which the next kernel adds the adapters' products: one
+# device computes both at the same time.
+_FEW_ROWS = 32
+# So it is of this number, but for the last one of a branch: cuBLAS leaves some multiprocessors free, with few columns
+# none. There only the adapters' first products need not wait (jaxlib 0.11.2 on an H100; 32 and 128 rows were not
+# measured).
+_CUBLAS_ROWS = 64
 # From this number of rows on the product of gate and up is made alone, and the activation adds the adapters' products:
 # with a sum XLA's search (jaxlib 0.11) took on some starts a kernel of 85 us and on others one of 79 us.
 _ALONE_ROWS = 64
@@ -68,7 +72,10 @@ class AdaptedBranch(NamedTuple):
         The adapters' products are added in the stream's memory, so that XLA's product of many rows can add itself to
         it, as it does without adapters. Of three arrays it would sum two before every norm.
         """
-        product = _apart(self.product) if _is_few(self.product) else self.product
+        num_rows = stream.size // stream.shape[-1]
+        if num_rows == _CUBLAS_ROWS:
+            return _added(self.x, stream + self.product, self.weights, self.adapter_rows)
+        product = _apart(self.product) if num_rows < _FEW_ROWS else self.product
         return _added(self.x, stream, self.weights, self.adapter_rows) + product
 
     def whole(self) -> jax.Array:
@@ -147,6 +154,11 @@ class BatchAdapters:
         return _added(hidden, logits, self.outside[HEAD], self.rows) if HEAD in self.outside else logits
 
 
+def runs_beside(num_rows: int) -> bool:
+    """Whether one device runs the kernels of adapters while it computes the base's products."""
+    return num_rows < _FEW_ROWS or num_rows == _CUBLAS_ROWS
+
+
 def attached(layer: Any, adapters: LayerAdapters | None) -> Any:
     """Returns a copy of a layer whose linear layers add the adapters' products; the layer itself without adapters."""
     if adapters is None:
@@ -214,7 +226,7 @@ class _Adapted:
             return AdaptedBranch(self._linear(x), x, self._weights, self._rows)
         rows, y = x.reshape(-1, x.shape[-1]), self._linear(x)
         # Products alone are rounded to the inputs' dtype: a router's are added in float32.
-        if _is_few(x) and not self._is_split and y.dtype == x.dtype:
+        if runs_beside(len(rows)) and not self._is_split and y.dtype == x.dtype:
             y = _apart(y)
         elif not self._adds_products or len(rows) > _FUSED_ROWS:
             return _added(x, y, self._weights, self._rows, self._slices)
@@ -267,10 +279,6 @@ class _Adapted:
         """
         linear = self._linear
         return isinstance(linear, nnx.Linear) and linear.bias is None and linear.preferred_element_type is None
-
-
-def _is_few(x: jax.Array) -> bool:
-    return x.size // x.shape[-1] < APART_ROWS
 
 
 def _apart(product: jax.Array) -> jax.Array:

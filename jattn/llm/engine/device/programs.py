@@ -27,7 +27,7 @@ from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Structure, Weights
 from jattn.llm.engine.options.params import SamplingKind
-from jattn.llm.models.batch_adapters import APART_ROWS
+from jattn.llm.models.batch_adapters import runs_beside
 from jattn.llm.reports import Compiling, event
 from jattn.pool import KVPool, free_bytes
 from torch_core.cache import LayerGroups
@@ -44,9 +44,9 @@ _TUNING_SHARE = 1.25
 PRODUCT_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_dot_merger_threshold_mb": 0})
 # Kernels that read nothing that the other writes run side by side. With two mixers in a layer a step of Falcon-H1 7B
 # takes 5% less with 64 sequences, 8% with one; with adapters, whose kernels do not read the base's products, one of
-# Llama 8B takes 12% less with one sequence and 11% with eight (H200). XLA tells by the operands and results of each, so
-# they may share nothing else: on several devices `all_reduce` has memory that is no operand. Their intermediate arrays
-# lie apart: a prompt of 8,192 tokens, which fills the device anyway, would take 895 MiB, not 676.
+# Llama 8B takes 12% less with one sequence and 11% with eight (H200), 1.6% with 64 (H100). XLA tells by operands and
+# results of each, so they may share nothing else: on several devices `all_reduce` has memory that is no operand. Their
+# intermediate arrays lie apart: a prompt of 8,192 tokens, which fills the device anyway, would take 895 MiB, not 676.
 _DECODE_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"})
 _MAX_COMPILERS = 16
 # Tracing holds the interpreter's lock, but not while Triton compiles and assembles the kernels of a program.
@@ -260,7 +260,7 @@ class Programs:
         return lowered.compile(compiler_options={**options, **self._options(bucket)} if self.on_gpu else None)
 
     def _options(self, bucket: Bucket) -> dict[str, Any]:
-        has_adapters = bucket.adapters and bucket.num_inputs < APART_ROWS
+        has_adapters = bucket.adapters and runs_beside(bucket.num_inputs)
         is_concurrent = self._is_alone and bucket.decodes and (self._has_branches or has_adapters)
         return {**PRODUCT_OPTIONS, **(_DECODE_OPTIONS if is_concurrent else {})}
 
