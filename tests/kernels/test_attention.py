@@ -65,7 +65,7 @@ def test_chunks_of_one_long_sequence_grow_with_its_length(seq_len, seed, monkeyp
 
 @pytest.mark.parametrize("query_lens", [(1, 2, 1, 1, 0), (1, 40, 2, 1, 0)])
 def test_sequences_that_are_shorter_than_the_table_have_smaller_chunks(query_lens, seed, monkeypatch):
-    for name, value in (("_SMALL_WORK", {4: 0}), ("_TARGET_PROGRAMS", 12), ("_SHORTER", {2: {64: (128, 15)}})):
+    for name, value in (("_SMALL_WORK", {4: 0}), ("_TARGET_PROGRAMS", 12), ("_SHORTER", {2: {64: (128, 15, 64)}})):
         monkeypatch.setattr(split, name, value)
     lens = [700, 390, 130, 5, 0]
     case = paged_case(

@@ -133,3 +133,16 @@ def test_a_decode_row_has_the_same_bits_in_a_mixed_batch(seed):
         kv_chunk_size=512,
     )
     _assert_same((mixed[0][rows], mixed[1][rows]), alone)
+
+
+def test_neighbours_that_change_the_chunks_of_a_run_change_no_bit(seed):
+    """Programs take two chunks of eight long sequences at a time, and one of two long ones among short ones."""
+    lens = [8000, 2500] * 4
+    case = paged_case(
+        seed, num_heads=16, num_kv_heads=8, head_size=128, dtype="bfloat16", seq_lens=lens, query_lens=[1] * 8
+    )
+    uneven = case.tensors("cuda")["seq_lens"].clone()
+    uneven[2:] = 3
+    out, lse = _run(case)
+    found, found_lse = _run(case, seq_lens=uneven)
+    _assert_same((out[:2], lse[:2]), (found[:2], found_lse[:2]))

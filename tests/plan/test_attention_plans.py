@@ -129,10 +129,13 @@ def test_one_sequence_of_two_or_three_waves_is_cut_into_one_by_its_length(blocks
     [
         # One chunk for the longest: nothing to merge.
         (128, 256, {}, None),
-        (256, 576, {}, None),
-        (128, 576, {}, (1024, 8)),
-        (64, 576, {}, (1024, 3)),
-        (32, 576, {}, (512, 4)),
+        (256, 256, {}, None),
+        (256, 576, {}, (1024, 8)),
+        (128, 576, {}, (1024, 9)),
+        (64, 576, {}, (704, 9)),
+        # Eight chunks in runs of two.
+        (32, 576, {}, (1024, 8)),
+        (32, 384, {}, (512, 4)),
         # The chunks of a full table are small.
         (4, 64, {}, None),
         (128, 576, {"kv_chunk_size": 4096}, None),
@@ -145,6 +148,15 @@ def test_sequences_in_a_wide_table_have_smaller_chunks(num_seqs, blocks, changes
     assert (constants["LEAST"] is not None) == (keys_and_number is not None)
     if keys_and_number is not None:
         assert (constants["LEAST"], dict(plan.scratch)["partial_max"].shape[1]) == keys_and_number
+
+
+def test_partial_results_of_smaller_chunks_have_a_limit():
+    wide = ArraySpec((512, 576), "int32")
+    for tokens in (1, 8):
+        query = ArraySpec((512 * tokens, 8, 128), "bfloat16")
+        plan = paged_plan(num_seqs=512, query=query, block_tables=wide, max_query_len=tokens)
+        assert dict(plan.launches[0].constexprs)["LEAST"] is not None
+        assert dict(plan.scratch)["partial_out"].size * 4 <= 1 << 26
 
 
 def test_equal_shapes_share_a_plan():

@@ -120,6 +120,15 @@ def test_the_merge_of_chunks_begins_before_they_are_made_and_waits_where_devices
     assert "griddepcontrol.launch_dependents" in compile_variant(kernel_variant(split, plan.specs), 90).asm["ptx"]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "changes", "has_room"), [(4096, {}, True), (128, {}, False), (4096, {"arch": 89}, False)]
+)
+def test_a_merge_that_begins_early_on_a_full_device_is_spread(blocks, changes, has_room):
+    limits = DeviceLimits(**{"arch": 90, **changes})
+    split, merge = paged_plan(num_seqs=1, block_tables=ArraySpec((1, blocks), "int32"), limits=limits).launches
+    assert (split.room, merge.room > 0) == (0, has_room)
+
+
 def test_the_merge_of_chunks_waits_for_nothing_on_older_devices():
     plan = paged_plan(num_seqs=1, limits=DeviceLimits(arch=89))
     for launch in plan.launches:

@@ -30,6 +30,8 @@ class Chunks:
         max_query: query rows that one sequence can have.
         least, few: a sequence has up to `few` chunks of about `least` keys or more where these are more, and its chunks
             are equal. With None its last one is shorter.
+        runs: about the programs of a batch and head that have keys: each takes a run of chunks, as many as that needs.
+            With None it takes one.
     """
 
     size: int
@@ -37,6 +39,7 @@ class Chunks:
     max_query: int
     least: int | None = None
     few: int = 1
+    runs: int | None = None
 
     @classmethod
     def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
@@ -65,7 +68,13 @@ class Chunks:
 
 
 def combine_launch(
-    call: TableCall[ArraySpec], chunks: Chunks, *, min_chunks: int, heads: int = 1, dependent: bool = False
+    call: TableCall[ArraySpec],
+    chunks: Chunks,
+    *,
+    min_chunks: int,
+    heads: int = 1,
+    dependent: bool = False,
+    room: int = 0,
 ) -> LaunchPlan:
     """Plans the merge of the rows of sequences with at least `min_chunks` chunks, of `heads` heads in a program.
 
@@ -98,6 +107,7 @@ def combine_launch(
         num_warps=1 if value_padded <= 128 else 2 if value_padded <= 256 else 4,
         num_stages=1,
         dependent=dependent,
+        room=room,
         hot=True,
     )
 

@@ -43,7 +43,7 @@ def chunk_span(
     vectors. A sequence with query rows has at least one chunk, whose program writes the zeros of an empty row. Returns
     (first chunk, number of chunks); the number is 0 without query rows or with more than `max_query` of them. With
     LEAST there is no window, and a sequence has up to FEW chunks of about LEAST keys or more where these are more. They
-    are equal, see `equal_chunk`.
+    are equal, see `equal_chunk`, and none is empty.
     """
     keys = tl.minimum(seq_len, table_tokens)
     first_pos = tl.maximum(seq_len - query_len, 0)
@@ -56,6 +56,9 @@ def chunk_span(
     chunks = tl.maximum((keys + chunk - 1) // chunk - first, 1)
     if LEAST is not None:
         chunks = tl.maximum(chunks, tl.minimum((keys + LEAST - 1) // LEAST, FEW))
+        # Multiples of 128: fewer may have all the keys.
+        size = tl.maximum(equal_chunk(seq_len, table_tokens, chunks), 1)
+        chunks = tl.maximum((keys + size - 1) // size, 1)
     return first, tl.where((query_len > 0) & (query_len <= max_query), chunks, 0)
 
 
@@ -70,12 +73,16 @@ def equal_chunk(seq_len, table_tokens, chunks):
 def locate_chunk(
     work, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS: tl.constexpr, chunk,
     MAX_QUERY: tl.constexpr, LONG: tl.constexpr = None, LEAST: tl.constexpr = None, FEW: tl.constexpr = 1,
+    RUNS: tl.constexpr = None,
 ):  # fmt: skip
-    """Finds the key chunk number `work`: (sequence, chunk from the sequence's first one on, chunks of the batch).
+    """Finds the run of key chunks number `work`: (sequence, its run, runs of the batch, chunks of a run).
 
     With BLOCK_SEQS 1 there is one sequence. With LONG there are at most BLOCK_SEQS, and those of more keys come first:
-    what begins last should end soon. LEAST and FEW are as in `chunk_span`.
+    what begins last should end soon. LEAST and FEW are as in `chunk_span`. With RUNS a run has as many chunks as
+    it takes for a batch of about RUNS of them, or one: a few long sequences among short ones are then read by many
+    programs, and no bit depends on it. Without, it has one.
     """
+    each = 1
     before = 0
     total = 0
     seq = 0
@@ -87,6 +94,9 @@ def locate_chunk(
         seq_len, chunks = _chunks(
             seqs, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, chunk, MAX_QUERY, LEAST, FEW
         )
+        if RUNS is not None:
+            each = tl.maximum((tl.sum(chunks, 0) + RUNS - 1) // RUNS, 1)
+            chunks = (chunks + each - 1) // each
         total = tl.sum(chunks, 0)
         long = tl.where(seq_len > LONG, chunks, 0)
         num_long = tl.sum(long, 0)
@@ -105,7 +115,7 @@ def locate_chunk(
             seq += tl.sum(past.to(tl.int32), 0)
             before += tl.sum(tl.where(past, chunks, 0), 0)
             total += tl.sum(chunks, 0)
-    return seq, work - before, total
+    return seq, work - before, total, each
 
 
 @triton.jit

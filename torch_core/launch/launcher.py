@@ -202,6 +202,9 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
         # Reading `run` loads the code onto the current device, and now, so that a later capture does not.
         with torch.cuda.device(device_index):
             run = compiled.run
+        if launch.room:
+            warps, blocks, shared, *others = compiled.packed_metadata
+            compiled.packed_metadata = (warps, blocks, max(shared, launch.room), *others)
         arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
         template: list[Any] = []
         pointers, descriptors = [], []

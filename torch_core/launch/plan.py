@@ -138,6 +138,8 @@ class LaunchPlan:
         maxnreg: limit on registers per thread; None for none.
         dependent: the kernel waits for the launch in front of it by itself, see `torch_core.device.dependent`: torch
             lets it begin before that one has ended; XLA's launcher cannot.
+        room: bytes of shared memory that a program takes without use, so that few of them share a multiprocessor where
+            others are free; torch only, and 48 KB at most.
         hot: a register spill in this variant is an error (tests/plan).
     """
 
@@ -150,6 +152,7 @@ class LaunchPlan:
     num_stages: int = 3
     maxnreg: int | None = None
     dependent: bool = False
+    room: int = 0
     hot: bool = False
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 

@@ -64,6 +64,7 @@ def attention_split_kernel(
     CHUNK: tl.constexpr,
     LEAST: tl.constexpr,
     FEW: tl.constexpr,
+    RUNS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
@@ -88,14 +89,15 @@ def attention_split_kernel(
     LSE_STRIDES: tl.constexpr,
     SCALE_STRIDES: tl.constexpr,
 ):
-    """One program: one chunk of one key/value head, with all the query rows of the head.
+    """One program: one chunk, or a run of them, of one key/value head, with all the query rows of the head.
 
     Grid: (chunks of the batch by a static bound, plus padding, times head programs,). Sequences with more than
     MAX_QUERY query rows are left to another kernel. A sequence with one chunk is finished here; the others leave
     their running softmax in partial_out[row, chunk, head, :], partial_max[row, chunk, head] and partial_sum, row =
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
     zero the rows of padded tokens. CHUNK, LEAST and FEW say how many chunks a sequence has, see `chunk_span`. With
-    PAIRS, 8-bit keys and values are read two at a time, see split.pairs. With MERGED the merge may begin, and waits.
+    RUNS a program takes several of them where a batch has many, see `locate_chunk`. With PAIRS, 8-bit keys and values
+    are read two at a time, see split.pairs. With MERGED the merge may begin, and waits.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
@@ -126,9 +128,9 @@ def attention_split_kernel(
         bound = tl.where(item < max_chunks, table_tokens, 0)
         pages = page_ids(block_tables, item * chunk + columns, None, bound, BLOCK_SIZE)
     bounds = Bounds(window_left, window_right, attention_chunk)
-    seq, index, total = locate_chunk(
+    seq, index, total, each = locate_chunk(
         item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY, LONG,
-        LEAST, FEW,
+        LEAST, FEW, RUNS,
     )  # fmt: skip
     if SINGLE:
         present = live_rows & (tokens < num_tokens)
@@ -174,9 +176,11 @@ def attention_split_kernel(
 
     # The compiler must see that tiles start at multiples of the chunk: it then finds the keys that share a
     # block without arithmetic in the loop.
-    start = (first_chunk + index) * chunk
+    slot = index * each
+    start = (first_chunk + slot) * chunk
     low, high = visible_keys(context, context + query_len - 1, num_keys, bounds, 0)
-    high = tl.minimum(high, start + chunk)
+    high = tl.minimum(high, start + chunk * each)
+    stop = start + chunk
     first_key = None
     if window_left is not None or attention_chunk is not None:
         first_key = tl.maximum(low, start)
@@ -223,6 +227,17 @@ def attention_split_kernel(
                 q, acc, row_max, row_sum, current, position, columns, inside, query_pos, keys, scoring, KEY_LAYOUT,
                 ALIBI_SQRT, 0, True, EXACT,
             )  # fmt: skip
+        if RUNS is not None:  # noqa: SIM102, without it nothing is compiled
+            if (position + BLOCK_N == stop) & (stop < high):
+                _store_chunk(
+                    partial_out, partial_max, partial_sum, acc, row_max, row_sum, seq, slot, max_chunks, tokens, heads,
+                    live, MAX_QUERY, NUM_HEADS, VALUE_SIZE, True,
+                )  # fmt: skip
+                acc = tl.zeros([BLOCK_M, VALUE_PADDED], tl.float32)
+                row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_M], tl.float32)
+                slot += 1
+                stop += chunk
     if PAIRS:
         acc = tl.reshape(tl.join(acc_even, acc_odd), [BLOCK_M, VALUE_PADDED])
 
@@ -230,10 +245,25 @@ def attention_split_kernel(
         inverse, row_lse = finish_rows(row_max, row_sum, sinks, heads, live_rows, EXACT)
         store_rows(output, acc * inverse[:, None], row_lse, query_start + tokens, heads, live, OUT_LAYOUT)
     elif partial_out is not None:
-        row = seq.to(tl.int64) * MAX_QUERY + tokens
-        slots = (row * max_chunks + index) * NUM_HEADS + heads
-        dims = tl.arange(0, VALUE_PADDED)
+        _store_chunk(
+            partial_out, partial_max, partial_sum, acc, row_max, row_sum, seq, slot, max_chunks, tokens, heads, live,
+            MAX_QUERY, NUM_HEADS, VALUE_SIZE, RUNS is not None,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_chunk(
+    partial_out, partial_max, partial_sum, acc, row_max, row_sum, seq, chunk, max_chunks, tokens, heads, live,
+    MAX_QUERY: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, IN_HALVES: tl.constexpr,
+):  # fmt: skip
+    """Stores the running softmax of a chunk's rows; in halves it takes half of the shared memory."""
+    row = seq.to(tl.int64) * MAX_QUERY + tokens
+    slots = (row * max_chunks + chunk) * NUM_HEADS + heads
+    HALF: tl.constexpr = acc.shape[1] // 2
+    parts = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, HALF]), (0, 2, 1))) if IN_HALVES else (acc,)
+    for part in tl.static_range(2 if IN_HALVES else 1):
+        dims = part * HALF + tl.arange(0, parts[0].shape[1])
         mask = live[:, None] & (dims < VALUE_SIZE)[None, :]
-        tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], acc, mask=mask)
-        tl.store(partial_max + slots, row_max, mask=live)
-        tl.store(partial_sum + slots, row_sum, mask=live)
+        tl.store(partial_out + slots[:, None] * VALUE_SIZE + dims[None, :], parts[part], mask=mask)
+    tl.store(partial_max + slots, row_max, mask=live)
+    tl.store(partial_sum + slots, row_sum, mask=live)

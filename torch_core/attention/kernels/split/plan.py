@@ -29,13 +29,17 @@ _MAX_CHUNK = 4096
 # sequence is then cut into one wave, by its length, so that a short one in a wide table fills the device too.
 _FEW_WAVES = 3
 _SINGLE_CHUNK = 512
-# In a table that is wide enough for several chunks most sequences are shorter. By bytes of a key's element and the most
-# programs that one chunk of each sequence has: keys of a chunk at least, and programs of a batch until they are larger.
-# In larger batches a second chunk of a sequence costs more than it balances: 256 x 3000 keys took 1 or 3% longer.
+# In a table that is wide enough for several chunks most sequences are shorter, and a long one among them is read by as
+# many programs as it has chunks. By bytes of a key's element and the most programs that one chunk of each sequence has:
+# keys of a chunk at least, programs of a batch until they are larger, and keys of the sequences that come last.
 _SHORTER = {
-    1: {64: (512, 256), 128: (1024, 384), 256: (512, 2048), 512: (2048, 2048)},
-    2: {64: (512, 256), 128: (1024, 384), 256: (1024, 2048)},
+    1: {64: (512, 256, 256), 128: (1024, 384, 512), 256: (512, 2048, 256), 512: (2048, 2048, 1024)},
+    2: {64: (512, 256, 256), 128: (704, 1152, 352), 512: (1024, 4096, 1024), 2048: (1024, 8192, 1024)},
 }
+# Bytes that partial results in such chunks take at most.
+_PARTIAL_BYTES = 1 << 26
+# If these are few, a long sequence of 16-bit keys has more: chunks, and keys of one. A full batch takes them in runs.
+_RUN_CHUNKS, _RUN_LEAST = 8, 1024
 # Sequences of more keys come first, if chunks have no least number of keys.
 _LONG = 512
 # Chunks times head programs that a batch is cut into: one or two full waves of the device. More of them cost more to
@@ -46,6 +50,9 @@ _SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
 _SMALL_TARGET = 128
 # Merging programs from which on one has several heads, and these at most.
 _MERGES, _MOST_HEADS = 2048, 8
+# Shared memory of a merging program, which uses none: those that begin early crowd on the multiprocessors that are
+# free, and wait for one another there. By the merging programs on a multiprocessor.
+_MERGE_ROOM = {1: 48 << 10, 2: 32 << 10}
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
 # the table is wide, and leave after about a microsecond.
 _MAX_PROGRAMS = 8192
@@ -80,7 +87,7 @@ def split_launches(
     split = make_launch(
         attention_split_kernel,
         call,
-        ((call.num_seqs * chunks.number + padding) * head_programs,),
+        ((_programs(call.num_seqs, chunks) + padding) * head_programs,),
         {
             **cache_constexprs(call),
             "BLOCK_SEQS": block_seqs(call.num_seqs),
@@ -88,6 +95,7 @@ def split_launches(
             "CHUNK": chunks.size,
             "LEAST": chunks.least,
             "FEW": chunks.few,
+            "RUNS": chunks.runs,
             "MAX_QUERY": max_query,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -108,7 +116,10 @@ def split_launches(
     if chunks.number == 1:
         return [split], ()
     heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
-    merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early)
+    merges = ceil_div(call.num_seqs * max_query * call.num_heads // heads, limits.num_sms)
+    crowds = merged_early and 2 * split.grid[0] > limits.num_sms
+    room = _MERGE_ROOM.get(merges, 0) if crowds else 0
+    merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return [split, merge], chunks.scratch(call)
 
 
@@ -172,6 +183,12 @@ def _fills_device(call: PagedCall[ArraySpec]) -> bool:
     )
 
 
+def _programs(num_seqs: int, chunks: Chunks) -> int:
+    """Returns the most programs of a head that have keys."""
+    most = num_seqs * chunks.number
+    return most if chunks.runs is None else min(most, num_seqs + chunks.runs)
+
+
 def _chunks(call: PagedCall[ArraySpec], max_query: int) -> Chunks:
     head_programs, wave, size = _head_programs(call), _TARGET_PROGRAMS * _MAX_CHUNK, _chunk_size(call)
     sees_all = call.spec.window_left is None and call.spec.attention_chunk is None
@@ -187,21 +204,29 @@ def _chunks(call: PagedCall[ArraySpec], max_query: int) -> Chunks:
     shorter = _shorter(call)
     if shorter is None or fixed.number == 1 or size <= shorter[0]:
         return fixed
-    least, wanted = shorter
-    few = min(wanted // programs, ceil_div(call.table_tokens, least))
-    return Chunks(size, max(fixed.number, few), max_query, least, few)
+    least, wanted, _ = shorter
+    row_bytes = 4 * call.num_heads * call.value_head_size
+    most = max(1, _PARTIAL_BYTES // (row_bytes * call.num_seqs * max_query))
+    few = min(wanted // programs, ceil_div(call.table_tokens, least), most)
+    runs, each = None, min(_RUN_CHUNKS, most) // few
+    # Sums of more rows take shared memory that another program would have, and those of 8-bit keys registers.
+    is_small = max_query * _pack(call) <= 16 and DTYPE_BYTES[call.keys().dtype] > 1
+    is_wide = call.num_seqs <= block_seqs(call.num_seqs) and each * few * _RUN_LEAST <= call.table_tokens
+    if each > 1 and is_small and is_wide:
+        runs, least, few = max(1, wanted // head_programs), _RUN_LEAST, few * each
+    return Chunks(size, max(fixed.number, few), max_query, least, few, runs)
 
 
-def _shorter(call: PagedCall[ArraySpec]) -> tuple[int, int] | None:
+def _shorter(call: PagedCall[ArraySpec]) -> tuple[int, int, int] | None:
     programs = call.num_seqs * _head_programs(call)
     sizes = _SHORTER[min(DTYPE_BYTES[call.keys().dtype], 2)]
     return next((found for most, found in sizes.items() if programs <= most), None)
 
 
 def _long(call: PagedCall[ArraySpec]) -> int:
-    """Returns the keys above which a sequence comes first: half of the smallest chunks of several."""
+    """Returns the keys above which a sequence comes first."""
     shorter = _shorter(call)
-    return _LONG if shorter is None else shorter[0] // 2
+    return _LONG if shorter is None else shorter[2]
 
 
 def _heads_of_merge(rows: int, num_heads: int) -> int:

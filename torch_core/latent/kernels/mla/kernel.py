@@ -86,7 +86,7 @@ def latent_attention_kernel(
     output = Output(out, lse, out_factor, v_scale, out_scale)
     OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     bounds = Bounds(window_left, window_right, attention_chunk)
-    seq, index, total = locate_chunk(
+    seq, index, total, _ = locate_chunk(
         item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY
     )
     if item >= total:
