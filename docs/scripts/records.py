@@ -16,7 +16,7 @@ PAGES = {
         "Attention",
         "Decoding, prompts and chunks on one H100 or H200, compared with other kernels in the same process.",
         [
-            *("decode", "decode_jax", "prefill", "prefill_heads", "prefill_fp8_128", "prefill_fp8"),
+            *("decode", "decode_uneven", "decode_jax", "prefill", "prefill_heads", "prefill_fp8_128", "prefill_fp8"),
             *("chunks", "chunks_fp8", "ejkernel"),
         ],
     ),
