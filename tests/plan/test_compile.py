@@ -121,7 +121,13 @@ def test_the_merge_of_chunks_begins_before_they_are_made_and_waits_where_devices
 
 
 @pytest.mark.parametrize(
-    ("blocks", "changes", "has_room"), [(4096, {}, True), (128, {}, False), (4096, {"arch": 89}, False)]
+    ("blocks", "changes", "has_room"),
+    [
+        (4096, {}, True),
+        (128, {}, False),
+        (4096, {"arch": 89}, False),
+        (4096, {"arch": 120, "shared_memory": 101376}, False),
+    ],
 )
 def test_a_merge_that_begins_early_on_a_full_device_is_spread(blocks, changes, has_room):
     limits = DeviceLimits(**{"arch": 90, **changes})

@@ -117,7 +117,8 @@ def split_launches(
         return [split], ()
     heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
     merges = ceil_div(call.num_seqs * max_query * call.num_heads // heads, limits.num_sms)
-    crowds = merged_early and 2 * split.grid[0] > limits.num_sms
+    # Where a multiprocessor has less shared memory, a merge with room would wait for the end of a chunk's program.
+    crowds = merged_early and 2 * split.grid[0] > limits.num_sms and limits.shared_memory > 200_000
     room = _MERGE_ROOM.get(merges, 0) if crowds else 0
     merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return [split, merge], chunks.scratch(call)
