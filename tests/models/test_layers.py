@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jattn.llm.models import layers
-from jattn.llm.models.layers import LayerNorm, RMSNorm, linear
+from jattn.llm.models.layers import LayerNorm, RMSNorm, dot_general, linear
 from jattn.ops.activations import gated
+from tests.support.devices import mesh, on_eight_devices, place
 
 
 @pytest.mark.parametrize(
@@ -106,16 +109,20 @@ MANY = 1 << 13
 @pytest.mark.parametrize(
     ("platform", "rows", "in_features", "dtype"),
     [
-        ("cuda", 2, 64, None),
-        ("cpu", 1, 64, None),
+        ("cuda", "2", 64, None),
+        ("cpu", "1", 64, None),
         # With the row it has 10,000,000 elements, or fewer.
-        ("cuda", 1, 4881, None),
-        ("cuda", 2, 4880, None),
-        ("cuda", 2, MANY, jnp.bfloat16),
+        ("cuda", "1", 4881, None),
+        ("cuda", "4x2", 4880, None),
+        # A sum of four from 2 ** 22 weights on, of inputs that are a multiple of four.
+        ("cuda", "4x2", 2048, None),
+        ("cuda", "2", 2044, None),
+        ("cuda", "2", 2050, None),
+        ("cuda", "2", MANY, jnp.bfloat16),
     ],
 )
 def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_or_wide_weights(
-    platform: str, rows: int, in_features: int, dtype: Any
+    platform: str, rows: str, in_features: int, dtype: Any
 ) -> None:
     options: dict[str, Any] = {} if dtype is None else {"param_dtype": dtype, "preferred_element_type": jnp.float32}
     layer = nnx.eval_shape(lambda: linear(in_features, 2048, use_bias=False, rngs=nnx.Rngs(0), **options))
@@ -123,4 +130,14 @@ def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_or_wide_
     row = jax.ShapeDtypeStruct((1, in_features), dtype or jnp.float32)
     traced = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(state, row)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert re.findall(r"dot_general .*: \(tensor<(\d+)x", text) == [str(rows)]
+    assert re.findall(r"dot_general .*: \(tensor<([\dx]+)x\d+x[bf]", text) == [rows]
+
+
+@on_eight_devices
+def test_one_row_that_lies_on_more_devices_than_a_product_has_parts_is_multiplied_whole() -> None:
+    devices = mesh("explicit", tp=8)
+    x, kernel = jnp.ones((1, 2048), jnp.bfloat16), jnp.ones((2048, 2048), jnp.bfloat16)
+    placed = place(x, devices, PartitionSpec(None, "tp")), place(kernel, devices, PartitionSpec("tp", None))
+    product = functools.partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=PartitionSpec())
+    with jax.set_mesh(devices):
+        np.testing.assert_array_equal(jax.jit(product)(*placed), jnp.full((1, 2048), 2048))
