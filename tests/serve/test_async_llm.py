@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jattn.llm.engine import LLM, CompletionOutput, EngineConfig, RequestOutputKind, SamplingParams
+from jattn.llm.engine import LLM, CompletionOutput, EngineConfig, Outbox, RequestOutputKind, SamplingParams
 from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.engine.core import EngineCore
 from jattn.llm.serve import AsyncLLM
@@ -387,16 +387,26 @@ def test_a_request_that_comes_while_another_thread_closes_is_refused_as_a_later_
         asyncio.run(outputs_of(llm, PROMPTS[0]))
 
 
-def test_a_request_that_is_queued_while_another_thread_closes_ends_with_an_error_alone(folder, monkeypatch) -> None:
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_request_that_is_queued_while_another_thread_closes_ends_with_an_error_alone(
+    folder, monkeypatch, is_followed
+) -> None:
     llm, told = AsyncLLM(LLM(folder, config=CONFIG)), []
-    engine, add = llm.llm.engine, llm.llm.engine.add
+    engine, add, subscribe = llm.llm.engine, llm.llm.engine.add, llm.llm.engine.subscribe
 
     def add_and_close(*args: Any, **options: Any) -> Any:
         request = add(*args, **options)
         llm.close()
         return request
 
-    monkeypatch.setattr(engine, "add", add_and_close)
+    def close_and_subscribe(outbox: Outbox, *args: Any) -> None:
+        # By steps that ran for others.
+        while engine.runs_for(outbox):
+            engine.step()
+        llm.close()
+        subscribe(outbox, *args)
+
+    monkeypatch.setattr(engine, *(("subscribe", close_and_subscribe) if is_followed else ("add", add_and_close)))
     llm.add(PROMPTS[0], params_of(), deliver=told.append)
 
     assert [str(each) for each in told] == ["the AsyncLLM was closed before the request ended."]

@@ -189,6 +189,8 @@ class AsyncLLM(ClosingOwner):
         if self._entries.pop(entry.request, None) is not None:
             if self.llm.engine.runs_for(entry.request.outbox):
                 self.llm.engine.abandon(entry.request.outbox)
+            # Of a request that nobody follows yet.
+            entry.request.outbox.take()
             if error is not None:
                 with contextlib.suppress(Exception):
                     is_ours = isinstance(error, JattnError)
