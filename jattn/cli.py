@@ -262,8 +262,9 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     config = engine_config(arguments, max_num_seqs=1)
     with _compiling(arguments), LLM(arguments.model, **loading_options(arguments), config=config) as llm:
-        # It ends the answer, and not the process.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            # It ends the answer, and not the process.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         say = functools.partial(print, end="", flush=True)
         converse(llm, _typed(), say, params=params, system=arguments.system, chat_template=template)
     return 0

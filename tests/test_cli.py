@@ -40,15 +40,17 @@ def test_an_interrupt_ends_the_process_and_of_a_chat_the_answer(folder, monkeypa
     before, handlers = signal.getsignal(signal.SIGINT), []
     monkeypatch.setattr(cli, "_typed", lambda: iter(()))
     try:
-        for arguments in (["bench"], ["chat", "--model", str(folder)]):
-            monkeypatch.setattr(sys, "argv", ["jattn", *arguments])
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            assert cli.main() == 0
-            handlers.append(signal.getsignal(signal.SIGINT))
+        # A shell lets its background jobs ignore the signal.
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            for arguments in (["bench"], ["chat", "--model", str(folder)]):
+                monkeypatch.setattr(sys, "argv", ["jattn", *arguments])
+                signal.signal(signal.SIGINT, handler)
+                assert cli.main() == 0
+                handlers.append(signal.getsignal(signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)
 
-    assert handlers == [signal.SIG_DFL, signal.default_int_handler]
+    assert handlers == [signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN, signal.SIG_IGN]
 
 
 @pytest.mark.nightly

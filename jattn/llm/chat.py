@@ -22,11 +22,11 @@ def converse(
     """Answers each line in the light of those before it, which the cached prefix makes cheap; returns the conversation.
 
     An interrupt ends the current answer, and the text so far stays. `/clear` forgets the conversation, `/exit` and the
-    last line end it. `say` takes each piece of an answer, and the newline after it. A later line that does not fit the
-    model is refused and left out.
+    last line end it. `say` takes each piece of an answer, and the newline after it. A further line that does not fit
+    the model is refused and left out.
 
     Raises:
-        RequestTooLong: the first line does not fit.
+        RequestTooLong: the first line of a conversation does not fit.
     """
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
