@@ -65,6 +65,15 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def wait_for_samples(server: Running, num_samples: int) -> None:
+    """Waits until as many samples are unfinished."""
+    for _ in range(6000):
+        if server.llm.num_unfinished == num_samples:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{server.llm.num_unfinished} samples are unfinished, not {num_samples}")
+
+
 def wait_until_idle(server: Running) -> None:
     """Waits for cancelled requests to be gone."""
     for _ in range(600):

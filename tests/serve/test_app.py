@@ -9,7 +9,7 @@ import random
 import socket
 import struct
 import threading
-import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,11 +20,11 @@ import jattn
 from jattn.llm.engine import LLM, EngineConfig
 from jattn.llm.load import tokenizer as text_tokenizer
 from jattn.llm.serve import AsyncLLM
-from jattn.llm.serve.app import create_app
+from jattn.llm.serve.app import _or_none, create_app
 from jattn.llm.serve.config import ServeConfig
 from jattn.llm.serve.protocol import parse_completion
 from jattn.llm.workers.pool import Task
-from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_until_idle
+from tests.serve.conftest import KEY, MAX_UNFINISHED, MODEL, wait_for_samples, wait_until_idle
 from tests.serve.malformed import BAD_CHATS, BAD_COMPLETIONS, Malformed, drawn
 from torch_core.base.errors import Overloaded
 
@@ -259,11 +259,7 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream) -> None:
     if stream:
         assert connection.getresponse().read(10)
     else:
-        for _ in range(6000):
-            if server.llm.num_unfinished:
-                break
-            time.sleep(0.01)
-        assert server.llm.num_unfinished
+        wait_for_samples(server, 4)
 
     # Before its 240 tokens are there.
     connection.sock.shutdown(socket.SHUT_RDWR) if connection.sock else None
@@ -417,19 +413,47 @@ def test_of_streams_that_wait_for_their_first_token_those_of_gone_clients_end(se
             # All of it: an end with unread bytes would be a reset, which the server sees at once.
             found = b""
             while b"\r\n\r\n" not in found:
-                found += gone.recv(1 << 16)
+                received = gone.recv(1 << 16)
+                assert received
+                found += received
             assert server.llm.num_unfinished == 2
-        for _ in range(6000):
-            if server.llm.num_unfinished == 1:
-                break
-            time.sleep(0.01)
-        assert server.llm.num_unfinished == 1
+        wait_for_samples(server, 1)
     finally:
         server.llm.llm.engine.wake()
 
     expected = client.completions.create(model=MODEL, prompt="The", max_tokens=3, temperature=0)
     assert "".join(each.choices[0].text for each in staying) == expected.choices[0].text
     wait_until_idle(server)
+
+
+def test_a_stream_asks_proxies_not_to_hold_it_back(http_client) -> None:
+    headers = http_client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True}).headers
+
+    assert (headers["Cache-Control"], headers.get("X-Accel-Buffering")) == ("no-cache", "no")
+
+
+def test_a_first_part_that_comes_while_a_comment_is_written_is_not_lost(monkeypatch) -> None:
+    monkeypatch.setattr("jattn.llm.serve.app._COMMENT_SECONDS", 0)
+
+    async def read() -> list[str | None]:
+        told, found = asyncio.Event(), []
+
+        async def parts() -> AsyncIterator[str]:
+            await told.wait()
+            yield "first"
+            yield "second"
+
+        async for part in _or_none(parts()):
+            if part is None and not told.is_set():
+                told.set()
+                # A write that waits for its client: other tasks go on, in turns.
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            elif part is not None:
+                found.append(part)
+        return found
+
+    assert asyncio.run(read()) == ["first", "second"]
 
 
 def test_a_client_of_a_closed_engine_is_told_to_try_again() -> None:

@@ -408,7 +408,9 @@ class _EventStream(StreamingResponse):
     """The events of some requests, which are cancelled at its end, even if the client is gone before the first."""
 
     def __init__(self, events: AsyncIterator[str], submission: Submission) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # The second one is nginx's: the proxy passes each event on.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._submission = submission
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -434,9 +436,9 @@ async def _or_none(parts: AsyncIterator[_T]) -> AsyncIterator[_T | None]:
     """Yields parts, and None from time to time until the first one comes."""
     first = asyncio.ensure_future(anext(parts))
     try:
-        while not first.done():
-            await asyncio.wait((first,), timeout=_COMMENT_SECONDS)
-            yield first.result() if first.done() else None
+        while not (await asyncio.wait((first,), timeout=_COMMENT_SECONDS))[0]:
+            yield None
+        yield first.result()
     finally:
         first.cancel()
     async for part in parts:
