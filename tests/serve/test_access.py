@@ -11,6 +11,7 @@ import pytest
 from jattn.llm.engine.clients.stream import PromptReader
 from jattn.llm.serve.access import log
 from tests.serve.conftest import KEY
+from torch_core.base.errors import PoolLost
 
 BODY = {"prompt": "The list", "max_tokens": 3, "ignore_eos": True}
 
@@ -56,23 +57,26 @@ def test_a_clients_own_id_is_kept_where_it_can_stand_in_a_log(http_client, given
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status"), [(ZeroDivisionError("inside"), 500), (PoolLost("inside", generation=1), 503)]
+)
 def test_a_failure_of_the_servers_own_is_logged_with_its_id_and_hides_its_inside(
-    http_client, caplog, monkeypatch, stream
+    http_client, caplog, monkeypatch, error, status, stream
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("inside")
+        raise error
 
     monkeypatch.setattr(PromptReader, "read", fail)
 
     def num_failed() -> float:
         lines = dict(line.rsplit(" ", 1) for line in http_client.get("/metrics").text.splitlines())
-        return float(lines.get('jattn_refused_requests_total{status="500"}', 0))
+        return float(lines.get(f'jattn_refused_requests_total{{status="{status}"}}', 0))
 
     before = num_failed()
 
     response = http_client.post("/v1/completions", json=BODY | {"stream": stream})
 
-    assert (response.status_code, num_failed() - before) == (200 if stream else 500, 1)
+    assert (response.status_code, num_failed() - before) == (200 if stream else status, 1)
     assert "the server failed on this request." in response.text
     assert "inside" not in response.text
     (record,) = [record for record in caplog.records if record.name == "jattn.llm.serve"]

@@ -59,6 +59,28 @@ def test_an_adapter_is_a_model_from_its_loading_to_its_unloading(server, client,
         client.completions.create(model="tuned", **options)
 
 
+@pytest.mark.parametrize(
+    ("path", "method", "body"),
+    [
+        pytest.param("completions", "add", {"model": "tuned", "prompt": "x"}, id="asked"),
+        pytest.param("unload_lora_adapter", "remove_lora", {"lora_name": "tuned"}, id="unloaded"),
+    ],
+)
+def test_an_adapter_that_is_unloaded_after_it_was_found_is_not_served(server, folder, monkeypatch, path, method, body):
+    post(server, "load_lora_adapter", lora_name="tuned", lora_path=folder)
+    engine = server.llm.llm.engine
+    call, remove = getattr(engine, method), engine.remove_lora
+
+    def remove_and_call(*args, **options):
+        remove("tuned")
+        return call(*args, **options)
+
+    monkeypatch.setattr(engine, method, remove_and_call)
+    refused = post(server, path, **body)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_the_server_answers_while_an_adapter_is_loaded_and_another_is_to_be_unloaded(server, folder, monkeypatch):
     begun, waits, answered = threading.Event(), threading.Event(), threading.Event()
     load, remove = adapters.load_adapter, adapters.AdapterRegistry.remove

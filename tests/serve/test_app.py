@@ -92,13 +92,13 @@ def test_a_body_beyond_the_limit_is_not_read(http_client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/v1/completions", 405), ("GET", "/nowhere", 404), ("GET", "/v1/models/other", 404)],
+    ("path", "status", "allowed"),
+    [("/v1/completions", 405, "POST"), ("/nowhere", 404, None), ("/v1/models/other", 404, None)],
 )
-def test_what_is_not_served_is_said_in_the_same_form(http_client, method, path, status) -> None:
-    response = http_client.request(method, path)
+def test_what_is_not_served_is_said_in_the_same_form(http_client, path, status, allowed) -> None:
+    response = http_client.get(path)
 
-    assert response.status_code == status
+    assert (response.status_code, response.headers.get("Allow")) == (status, allowed)
     assert response.json()["error"]["message"]
 
 

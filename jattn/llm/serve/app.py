@@ -150,8 +150,11 @@ class _Server:
 
     async def refuse_route(self, request: Request, error: Exception) -> Response:
         """Answers requests without a route."""
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        return self._refusal(RequestError(status, f"{request.method} {request.url.path} is not served."))
+        found = error if isinstance(error, HTTPException) else HTTPException(500)
+        response = self._refusal(RequestError(found.status_code, f"{request.method} {request.url.path} is not served."))
+        # The methods of the path, with 405.
+        response.headers.update(found.headers or {})
+        return response
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, *await self._read(request, parse_completion))
@@ -294,6 +297,8 @@ class _Server:
                 options |= {"lora": model.adapter, "salt": self._salt(request, generation)}
                 submission = await model.llm.submit(prompts, params, reservation=reservation, **options)
         except Exception as error:
+            # 404 if it is an adapter that was unloaded meanwhile.
+            self._models.find(model.name)
             raise as_request_error(
                 error, default=field, grammar=generation.grammar_field, aliases=generation.aliases
             ) from error
@@ -421,7 +426,7 @@ class _EventStream(StreamingResponse):
 def _told(request: Request, error: Exception) -> RequestError:
     """Returns an exception as a client is told; the server's own is logged."""
     told = as_request_error(error)
-    if told.status == 500:
+    if told.code == "internal_error":
         _log.error("request %s failed", request.state.request_id, exc_info=error)
     return told
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch_core.base.errors import ArgumentError, EngineClosed, Overloaded, RequestTooLong
+from torch_core.base.errors import ArgumentError, EngineClosed, Overloaded, PoolLost, RequestTooLong
 
 
 class RequestError(Exception):
@@ -30,7 +30,7 @@ def as_request_error(
     grammar: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> RequestError:
-    """Returns the error response to an exception; a 500 without details unless the client caused it.
+    """Returns the error response to an exception; one without details unless the client caused it.
 
     Args:
         error: any exception.
@@ -46,7 +46,9 @@ def as_request_error(
         # Clients send it again, and a balancer to another engine.
         return RequestError(503, str(error), code="unavailable")
     if not isinstance(error, ArgumentError):
-        return RequestError(500, "the server failed on this request.", code="internal_error")
+        # An engine that lost its pool goes on with another.
+        status = 503 if isinstance(error, PoolLost) else 500
+        return RequestError(status, "the server failed on this request.", code="internal_error")
     is_of_prompt, is_long = error.root in (None, "prompt", "prompts"), isinstance(error, RequestTooLong)
     names = {"structured_outputs": grammar, "inputs": "vllm_xargs", **(aliases or {})}
     param = (default if is_of_prompt else names.get(error.root or "")) or error.root

@@ -189,7 +189,12 @@ class ModelList:
         model = self.find(name)
         if model.adapter is None:
             raise InvalidInput("lora_name", f"{name!r} is no adapter's name")
-        model.llm.llm.engine.remove_lora(name)
+        try:
+            model.llm.llm.engine.remove_lora(name)
+        except InvalidInput:
+            # 404 if another request unloaded it meanwhile.
+            self.find(name)
+            raise
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _open_to_loading(self, name: str | None) -> ServedModel:
@@ -199,7 +204,7 @@ class ModelList:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of samples that wait or run, of all models."""
+        """Number of unfinished samples of all models; see `AsyncLLM.num_unfinished`."""
         return sum(model.llm.num_unfinished for model in self)
 
     @property
