@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,7 @@ def test_code_is_loaded_onto_the_device_of_the_tensors_whichever_is_current(monk
         """A kernel whose code goes to the current device when `run` is first read, as Triton's."""
 
         metadata = SimpleNamespace(shared=0)
+        packed_metadata = (4, 1, 0)
 
         @property
         def run(self) -> None:
@@ -141,6 +143,30 @@ def test_code_is_loaded_onto_the_device_of_the_tensors_whichever_is_current(monk
     launcher._prepared.__wrapped__(double_and_add(), 1)
 
     assert loaded == [1] * len(double_and_add().launches)
+
+
+def test_the_room_of_a_launch_is_not_that_of_another_with_the_same_kernel(monkeypatch):
+    seen = []
+    compiled = SimpleNamespace(
+        metadata=SimpleNamespace(shared=64),
+        packed_metadata=(4, 1, 64),
+        function=None,
+        run=lambda x, y, z, stream, function, packed, *rest: seen.append(packed),
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(launcher, "device_limits", lambda device: DeviceLimits())
+    monkeypatch.setattr(launcher, "compile_variant", lambda variant, arch: compiled)
+    plan = double_and_add()
+    wide = replace(plan, launches=tuple(replace(launch, room=4096) for launch in plan.launches))
+    tensors = {"x": torch.zeros(16), "total": torch.zeros(16), "copy": torch.zeros(16)}
+    buffers = {**tensors, **{name: torch.zeros(spec.shape) for name, spec in plan.scratch}}
+
+    for each in (wide, plan):
+        launcher._launch(launcher._prepared.__wrapped__(each, 0), buffers, torch.device("cuda", 0))
+
+    assert [packed[2] for packed in seen] == [4096] * len(plan.launches) + [64] * len(plan.launches)
 
 
 @pytest.mark.gpu

@@ -170,7 +170,7 @@ def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], devi
             return _launch(launches, buffers, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     hooked = _has_hooks()
-    for compiled, run, template, pointers, descriptors, grid in launches:
+    for compiled, run, packed, template, pointers, descriptors, grid in launches:
         arguments = list(template)
         for index, name in pointers:
             # Numbers, not tensors: for a tensor the launcher asks the driver about the address on every call.
@@ -181,7 +181,7 @@ def _launch(launches: tuple[Any, ...], buffers: Mapping[str, torch.Tensor], devi
             compiled[grid](*arguments, stream=stream)
         else:
             # The same as compiled[grid], without a closure and a record for hooks that are not set.
-            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+            run(*grid, stream, compiled.function, packed, None, None, None, *arguments)
     return None
 
 
@@ -202,9 +202,11 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
         # Reading `run` loads the code onto the current device, and now, so that a later capture does not.
         with torch.cuda.device(device_index):
             run = compiled.run
+        packed = compiled.packed_metadata
         if launch.room:
-            warps, blocks, shared, *others = compiled.packed_metadata
-            compiled.packed_metadata = (warps, blocks, max(shared, launch.room), *others)
+            # A copy: launches without room share the compiled kernel.
+            warps, blocks, shared, *others = packed
+            packed = (warps, blocks, max(shared, launch.room), *others)
         arguments = {**dict(launch.constexprs), **dict(launch.arguments)}
         template: list[Any] = []
         pointers, descriptors = [], []
@@ -216,7 +218,7 @@ def _prepared(plan: OperationPlan, device_index: int) -> tuple[Any, ...]:
             elif isinstance(argument, Descriptor):
                 descriptors.append((index, argument))
         grid = launch.grid + (1,) * (3 - len(launch.grid))
-        prepared.append((compiled, run, tuple(template), pointers, descriptors, grid))
+        prepared.append((compiled, run, packed, tuple(template), pointers, descriptors, grid))
     return tuple(prepared)
 
 
