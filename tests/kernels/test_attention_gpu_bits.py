@@ -10,6 +10,8 @@ import torch
 from tests.support.attention_cases import AttentionCase, paged_case
 from tests.support.triton_ops import paged_attention_with_lse
 from torch_core.base.specs import AttentionSpec
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -137,10 +139,12 @@ def test_a_decode_row_has_the_same_bits_in_a_mixed_batch(seed):
 
 def test_neighbours_that_change_the_chunks_of_a_run_change_no_bit(seed):
     """Programs take two chunks of eight long sequences at a time, and one of two long ones among short ones."""
-    lens = [8000, 2500] * 4
+    lens = [9000, 2500] * 4
     case = paged_case(
         seed, num_heads=16, num_kv_heads=8, head_size=128, dtype="bfloat16", seq_lens=lens, query_lens=[1] * 8
     )
+    # Eight chunks and three of each pair are 44, and among short ones 17.
+    assert dict(plan_call(case.call().map(array_spec)).launches[0].constexprs)["RUNS"] == 32
     uneven = case.tensors("cuda")["seq_lens"].clone()
     uneven[2:] = 3
     out, lse = _run(case)
