@@ -1,7 +1,7 @@
-"""Attention for short queries (decode, speculative rows): key chunks of a fixed size, each on its own.
+"""Attention for short queries (decode, speculative rows): chunks of keys, each with a sum of its own.
 
-Flash-decoding (Dao et al., 2023) with a chunk size instead of a number of splits: a sequence is cut at the same keys
-in every batch, so its result does not depend on its neighbours. A sequence without neighbours may have a number.
+Flash-decoding (Dao et al., 2023) with chunks that follow from shapes and a sequence's own length, never from the batch:
+a sequence is cut at the same keys whatever its neighbours are, so its result does not depend on them.
 """
 
 from __future__ import annotations
