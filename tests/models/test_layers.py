@@ -46,15 +46,22 @@ def test_a_bfloat16_norm_has_the_bits_of_transformers(norm_type, module, name, u
 
 
 @pytest.mark.parametrize(
-    ("shape", "launches", "calls"),
-    [((512, 8), True, 1), ((511, 8), True, 0), ((1, 512, 8), True, 0), ((512, 8), False, 0)],
+    ("shape", "dtype", "launches", "calls"),
+    [
+        ((512, 8), "float32", True, 1),
+        ((511, 8), "float32", True, 0),
+        ((1, 512, 8), "float32", True, 0),
+        ((512, 8), "float32", False, 0),
+        # The kernel has one dtype for rows and weights; embeddings of a caller may have another.
+        ((512, 8), "bfloat16", True, 0),
+    ],
 )
-def test_the_rows_of_a_large_step_are_normalised_by_a_kernel(shape, launches, calls, monkeypatch):
+def test_the_rows_of_a_large_step_are_normalised_by_a_kernel(shape, dtype, launches, calls, monkeypatch):
     found = []
     monkeypatch.setattr(layers, "launches_kernels", lambda implementation: launches)
     monkeypatch.setattr(layers, "row_norm", lambda x, *rest, **options: (found.append(x.shape), x)[1])
 
-    RMSNorm(8, epsilon=1e-5, dtype="float32")(jnp.ones(shape))
+    RMSNorm(8, epsilon=1e-5, dtype="float32")(jnp.ones(shape, dtype))
 
     assert found == [shape] * calls
 
