@@ -53,6 +53,8 @@ _MERGES, _MOST_HEADS = 2048, 8
 # Shared memory of a merging program, which uses none: those that begin early crowd on the multiprocessors that are
 # free, and wait for one another there. By the merging programs on a multiprocessor.
 _MERGE_ROOM = {1: 48 << 10, 2: 32 << 10}
+# Where a multiprocessor has less, a merge with room would wait for the end of a chunk's program.
+_LARGE_SHARED_MEMORY = 200_000
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
 # the table is wide, and leave after about a microsecond.
 _MAX_PROGRAMS = 8192
@@ -117,8 +119,7 @@ def split_launches(
         return [split], ()
     heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
     merges = ceil_div(call.num_seqs * max_query * call.num_heads // heads, limits.num_sms)
-    # Where a multiprocessor has less shared memory, a merge with room would wait for the end of a chunk's program.
-    crowds = merged_early and 2 * split.grid[0] > limits.num_sms and limits.shared_memory > 200_000
+    crowds = merged_early and 2 * split.grid[0] > limits.num_sms and limits.shared_memory > _LARGE_SHARED_MEMORY
     room = _MERGE_ROOM.get(merges, 0) if crowds else 0
     merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return [split, merge], chunks.scratch(call)
