@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,14 @@ def test_padded_tokens_get_zeros_and_an_lse_of_minus_infinity(seed):
     out, lse = case.run(paged_attention_with_lse)
     assert not out[1:].any()
     assert (lse[1:] == -torch.inf).all()
+
+
+def test_padding_alone_gets_zeros_with_ranges_of_a_prefix(seed):
+    ranges = np.zeros((1, 2, 2), np.int32)
+    case = paged_case(seed, seq_lens=[0], query_lens=[0], padding_tokens=2, mm_prefix_range=ranges)
+    out, lse = case.run(paged_attention_with_lse)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
 
 
 def test_an_output_with_strides_is_written_in_place(seed):

@@ -47,7 +47,7 @@ def plan_attention(call: AttentionCall[ArraySpec], limits: DeviceLimits) -> Oper
                 return operation(call, (alone,))
     launches: list[LaunchPlan] = []
     scratch: tuple[tuple[str, ArraySpec], ...] = ()
-    if not isinstance(call, PagedCall) or short < call.max_query_len:
+    if not short or short < call.max_query_len:
         long = short + 1
         hopper = None
         if not call.drops:
