@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jattn.llm.models import layers
+from jattn.llm.models import Decoder, layers
 from jattn.llm.models.layers import LayerNorm, RMSNorm, dot_general, linear
 from jattn.ops.activations import gated
 from tests.support.devices import mesh, on_eight_devices, place
+from tests.support.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,19 @@ def test_the_rows_of_a_large_step_are_normalised_by_a_kernel(shape, dtype, launc
     RMSNorm(8, epsilon=1e-5, dtype="float32")(jnp.ones(shape, dtype))
 
     assert found == [shape] * calls
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "torch"])
+def test_a_decoders_norms_are_kernels_where_its_implementation_is(implementation, monkeypatch):
+    asked = []
+    monkeypatch.setattr(layers, "launches_kernels", lambda implementation: (asked.append(implementation), False)[1])
+    decoder = Decoder(tiny_config(qk_norm="all"), rngs=nnx.Rngs(0), implementation=implementation)
+
+    for _, module in nnx.iter_modules(decoder):
+        if isinstance(module, RMSNorm):
+            module(jnp.ones((512, *module.weight.shape), module.weight.dtype))
+
+    assert set(asked) == {implementation}
 
 
 def test_a_layer_norm_keeps_its_digits_where_the_mean_is_large(seed):

@@ -16,7 +16,7 @@ from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.batch_adapters import BatchAdapters, LayerAdapters, attached
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, through
-from jattn.llm.models.layers import INITIALIZER, linear, norm, scaled
+from jattn.llm.models.layers import INITIALIZER, RMSNorm, linear, norm, scaled
 from jattn.llm.models.paged_model import PagedSpec
 from jattn.llm.models.per_layer import PerLayerInputs
 from jattn.llm.models.positions import (
@@ -84,8 +84,7 @@ class Decoder(nnx.Module):
         self.relative_attention_bias = table(buckets, config.num_attention_heads)
         self.token_type_embedding = table(config.token_types)
         self.embedding_norm = norm(config) if config.embedding_norm else None
-        has_inputs = config.per_layer_input is not None
-        self.per_layer_inputs = PerLayerInputs(config, rngs=rngs, parallel=parallel) if has_inputs else None
+        self.per_layer_inputs = PerLayerInputs(config, rngs=rngs, parallel=parallel) if config.per_layer_input else None
         shared: dict[str, Any] = {"rngs": rngs, "implementation": implementation, "parallel": parallel}
         self.layers = nnx.List([DecoderLayer(local, index, **shared) for index in range(config.num_hidden_layers)])
         self.norm = norm(config) if config.final_norm else None
@@ -96,8 +95,10 @@ class Decoder(nnx.Module):
         self.pooler = linear(width, width, use_bias=config.pooler_bias, **options) if num_labels else None
         self.pooler_norm = norm(config) if num_labels and config.pooler_norm else None
         self.classifier = linear(width, num_labels, use_bias=True, **options) if num_labels else None
-        bias = jnp.zeros((1, config.vocab_size), jnp.dtype(config.dtype)) if config.logits_bias else None
-        self.final_logits_bias = None if bias is None else nnx.Param(bias)
+        bias = (1, config.vocab_size), jnp.dtype(config.dtype)
+        self.final_logits_bias = nnx.Param(jnp.zeros(*bias)) if config.logits_bias else None
+        for module in (each for _, each in nnx.iter_modules(self) if isinstance(each, RMSNorm)):
+            module.norm_implementation = implementation
 
     @property
     def paged_spec(self) -> PagedSpec:
@@ -238,9 +239,8 @@ class Decoder(nnx.Module):
             logits = self.lm_head(hidden)
         else:
             # Not Embed.attend, which rounds the logits to the dtype of the model.
-            embedding = self.embed_tokens.embedding[...]
             product = tied_logits_by_row if self.batch_invariant else tied_logits
-            logits = product(hidden, embedding)
+            logits = product(hidden, self.embed_tokens.embedding[...])
         if adapters is not None:
             logits = adapters.with_head(logits, hidden)
         bias = () if self.final_logits_bias is None else (self.final_logits_bias[0],)

@@ -124,6 +124,8 @@ class RMSNorm(nnx.Module):
     """
 
     batch_invariant: bool = False
+    # Set by a decoder.
+    norm_implementation: str | None = None
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class RMSNorm(nnx.Module):
         """Normalises `[..., features]`; keeps shape and dtype."""
         # The rows of a step; those of training come by sequences.
         has_many = x.ndim == 2 and len(x) >= _MANY_ROWS and x.dtype == self.weight.dtype
-        has_many = has_many and self.parallel is None and launches_kernels(None)
+        has_many = has_many and self.parallel is None and launches_kernels(self.norm_implementation)
         if self.batch_invariant or has_many:
             return _by_row(x, self.weight[...], epsilon=self.epsilon, norm_type=self.norm_type)
         wide = x.astype(jnp.float32)
