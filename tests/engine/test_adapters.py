@@ -30,6 +30,7 @@ from tests.support.lora_models import (
     tiny_adapters,
 )
 from tests.support.tiny_models import tiny_config, tiny_model
+from torch_core.base.errors import InvalidInput
 
 # Adapters are of all parts: attention, experts and their router, the embedding and the head, which is tied.
 MOE = MoEConfig(num_experts=4, num_experts_per_tok=2, intermediate_size=8)
@@ -123,6 +124,18 @@ def test_tokens_and_logprobs_of_a_mixed_batch_are_those_of_merged_models(named):
         assert tokens == logprobs.argmax(-1).tolist()
         found = [each[token].logprob for each, token in zip(request.output().outputs[0].logprobs, tokens, strict=True)]
         np.testing.assert_allclose(found, logprobs.max(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["remove_lora", "pin_lora"])
+def test_a_number_of_two_adapters_names_neither(named, method):
+    for index in range(2):
+        named.add_lora(LoRARequest(f"n{index}", lora_int_id=7), named.trained, index=index)
+
+    with pytest.raises(InvalidInput, match="lora is 7, the lora_int_id of 'n0' and 'n1'; give a name"):
+        getattr(named, method)(7)
+
+    named.remove_lora("n0")
+    getattr(named, method)(7)
 
 
 def test_log_probabilities_of_a_prompt_have_the_heads_adapter(named):

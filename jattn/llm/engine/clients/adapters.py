@@ -156,8 +156,12 @@ class AdapterRegistry:
     def _known(self, name: Any) -> LoadedAdapter:
         self._model_config()
         known = self._loaded.get(name) if isinstance(name, str) else None
-        if known is None and isinstance(name, int) and name:
-            known = next((each for each in self._loaded.values() if each[1].lora_int_id == name), None)
+        if type(name) is int and name:
+            found = [each for each in list(self._loaded.values()) if each[1].lora_int_id == name]
+            if len(found) > 1:
+                names = " and ".join(shown(each.name) for each, _ in found)
+                raise InvalidInput("lora", f"is {name}, the lora_int_id of {names}", "give a name")
+            known = found[0] if found else None
         if known is None:
             names = ", ".join(map(shown, list(self._loaded)[:20])) or "none"
             raise InvalidInput("lora", f"{shown(name)} is not loaded", f"the engine has {names}")
@@ -222,7 +226,7 @@ class ServesAdapters:
         """Forgets an adapter, by its name or its `lora_int_id`; requests that have it go on.
 
         Raises:
-            InvalidInput: no adapter has the name.
+            InvalidInput: no adapter has the name, or several have the number.
         """
         self.adapters.remove(name)
 
