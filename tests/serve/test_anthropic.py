@@ -34,9 +34,9 @@ def post(server) -> Any:
 
 
 def events_of(post, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the events of a stream, each of which has its type as its name; a comment may stand before them."""
+    """Returns the events of a stream, each of which has its type as its name."""
     found = []
-    for each in post(body | {"stream": True}).text.replace(": waiting\n\n", "").split("\n\n")[:-1]:
+    for each in post(body | {"stream": True}).text.split("\n\n")[:-1]:
         name, data = each.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"

@@ -22,11 +22,12 @@ PATIENT = TimeLimits()
 MOST_BYTES = 1 << 20
 GET = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n"
+EVENT = b"data: 1\n\n"
 CHUNKED = b"POST /%s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class App:
-    """An application whose paths read, wait, stream without end, or refuse before the body."""
+    """An application whose paths read, wait, stream without end, send one event and wait, or refuse before the body."""
 
     def __init__(self) -> None:
         self.waits, self.may_answer, self.is_gone = threading.Event(), threading.Event(), threading.Event()
@@ -43,7 +44,12 @@ class App:
             else:
                 self.is_gone.set()
                 return
-        if scope["path"] == "/wait":
+        path = scope["path"]
+        if path == "/events":
+            scope["state"]["is_event_stream"] = True
+            await send({"type": "http.response.start", "status": status})
+            await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        if path in ("/wait", "/events"):
             self.waits.set()
             gone = asyncio.ensure_future(receive())
             answer = asyncio.ensure_future(asyncio.to_thread(self.may_answer.wait, 60))
@@ -54,9 +60,10 @@ class App:
                 return
             gone.cancel()
         body = b"%d bytes" % length
-        headers = [] if scope["path"] == "/stream" else [(b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        if scope["path"] == "/stream":
+        headers = [] if path == "/stream" else [(b"content-length", b"%d" % len(body))]
+        if path != "/events":
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+        if path == "/stream":
             gone = asyncio.ensure_future(receive())
             while not gone.done():
                 await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
@@ -114,8 +121,12 @@ def rest_of(client: socket.socket) -> bytes:
 
 
 def answer_of(client: socket.socket) -> bytes:
+    return received_until(client, b"bytes")
+
+
+def received_until(client: socket.socket, end: bytes) -> bytes:
     found = b""
-    while not found.endswith(b"bytes"):
+    while not found.endswith(end):
         data = client.recv(1 << 16)
         if not data:
             raise ConnectionError(f"the server closed the connection after {found!r}")
@@ -187,6 +198,30 @@ def test_a_client_that_is_gone_is_noticed_while_its_answer_is_made(patient) -> N
         assert app.waits.wait(60)
 
     assert app.is_gone.wait(60)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_goes_between_two_events_is_noticed(patient, version) -> None:
+    app, port = patient
+    with connected(port) as client:
+        client.sendall(GET.replace(b"echo", b"events").replace(b"1.1", version))
+        # All of it: an end with unread bytes would be a reset, which the server sees at once.
+        received_until(client, EVENT if version == b"1.0" else EVENT + b"\r\n")
+
+    assert app.is_gone.wait(60)
+
+
+def test_a_half_closed_client_gets_the_rest_of_its_events(patient) -> None:
+    app, port = patient
+    with connected(port) as client:
+        client.sendall(GET.replace(b"echo", b"events"))
+        received_until(client, EVENT + b"\r\n")
+        client.shutdown(socket.SHUT_WR)
+        # Chunks of a stream begin with their length.
+        received_until(client, b"b\r\n: waiting\n\n\r\n")
+        app.may_answer.set()
+
+        assert rest_of(client).endswith(b"0 bytes\r\n0\r\n\r\n")
 
 
 def test_a_long_body_is_refused_before_it_has_come(patient) -> None:

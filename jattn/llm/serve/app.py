@@ -55,7 +55,6 @@ from torch_core.base.errors import InvalidInput
 _Answer = Answer | ResponseAnswer | MessageAnswer
 _ErrorForm = Callable[[RequestError], dict[str, Any]]
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 _V = TypeVar("_V", bound=VectorsBody)
 _log = logging.getLogger("jattn.llm.serve")
 
@@ -66,8 +65,6 @@ _MAX_DECODED = 1 << 17
 _SHORT_BODY = 1 << 14
 # The status that nginx logs for a client that disconnected.
 _CLIENT_GONE = 499
-# A stream that has no token yet says so this often: only what is written shows that its client is gone.
-_COMMENT_SECONDS = 5.0
 
 
 def create_app(llm: AsyncLLM, config: ServeConfig, more: Mapping[str, AsyncLLM] | None = None) -> Starlette:
@@ -324,12 +321,7 @@ class _Server:
             outputs, samples = [], defaultdict[tuple[int, int], Sample](answer.sample)
             for body in answer.opening():
                 yield event(body)
-            async for part in _or_none(submission.joined()):
-                if part is None:
-                    # A comment, which clients skip.
-                    yield ": waiting\n\n"
-                    continue
-                prompt, new, output = part
+            async for prompt, new, output in submission.joined():
                 if new.text or new.logprobs or new.finish_reason is not None:
                     for body in answer.parts(prompt, new, samples[prompt, new.index]):
                         yield event(body)
@@ -419,6 +411,8 @@ class _EventStream(StreamingResponse):
         self._submission = submission
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # Between two events the connection may write a comment.
+        scope["state"]["is_event_stream"] = True
         with self._submission:
             await super().__call__(scope, receive, send)
 
@@ -435,19 +429,6 @@ async def _written(make: Callable[..., dict[str, Any]], *args: Any, **options: A
     """Returns the answer whose JSON `make` makes, both off the event loop: vectors and log-probabilities are long."""
     content = await asyncio.to_thread(lambda: json_bytes(make(*args, **options)))
     return Response(content, media_type="application/json")
-
-
-async def _or_none(parts: AsyncIterator[_T]) -> AsyncIterator[_T | None]:
-    """Yields parts, and None from time to time until the first one comes."""
-    first = asyncio.ensure_future(anext(parts))
-    try:
-        while not (await asyncio.wait((first,), timeout=_COMMENT_SECONDS))[0]:
-            yield None
-        yield first.result()
-    finally:
-        first.cancel()
-    async for part in parts:
-        yield part
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:

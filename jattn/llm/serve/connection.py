@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torch_core.base.limits import Limits, check_fields
@@ -86,7 +87,7 @@ class _Connection(H11Protocol):
         # A client that sent its request whole may close its sending side and still read.
         cycle = self.cycle
         self._is_half_closed = cycle is not None and not cycle.response_complete and not cycle.more_body
-        if self._is_half_closed and self.scope["http_version"] == "1.1":
+        if self._is_half_closed:
             self._probe(cycle, _FIRST_PROBE)
         return self._is_half_closed
 
@@ -121,7 +122,11 @@ class _Connection(H11Protocol):
         return "body" if cycle.more_body and not cycle.response_complete else None
 
     def _probe(self, cycle: Any, seconds: float) -> None:
-        """Sends an interim answer, which ends the connection if the client has closed its reading side, too."""
-        if not cycle.response_started and not self.transport.is_closing():
+        """Sends what clients skip, which ends the connection if the client has closed its reading side, too."""
+        if cycle.response_complete or self.transport.is_closing():
+            return
+        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.loop.call_later(seconds, self._probe, cycle, seconds * _PROBE_GROWTH)
+        elif cycle.response_started and cycle.scope["state"].get("is_event_stream"):
+            self.transport.write(self.conn.send(h11.Data(data=b": waiting\n\n")))
+        self.loop.call_later(seconds, self._probe, cycle, seconds * _PROBE_GROWTH)
