@@ -163,7 +163,7 @@ def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name:
 @pytest.mark.parametrize(
     ("heads", "sizes"), [((4, 2), (64, 128)), ((4, 1), (128, 256)), ((3, 1), (40, 20))], ids=["usual", "wide", "odd"]
 )
-@pytest.mark.parametrize("lens", [(300, 1, 0, 700, 5), (1,) * 70, (5000, 1, 3000)], ids=["mixed", "one", "in spans"])
+@pytest.mark.parametrize("lens", [(300, 1, 0, 700, 5), (1,) * 70, (1700, 1, 600)], ids=["mixed", "one", "in spans"])
 def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, heads, sizes, seed):
     call = mamba_call(seed, lens, heads=heads, sizes=sizes, dtype="bfloat16")
     given = call.map(torch.Tensor.cuda)
@@ -183,7 +183,7 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, heads, sizes, 
     ("lens", "heads", "sizes", "dtype"),
     [
         ((300, 1, 0, 70), (4, 2), (64, 128), "bfloat16"),
-        ((2000, 1, 600), (8, 1), (64, 128), "bfloat16"),
+        ((1100, 1, 30), (8, 1), (64, 128), "bfloat16"),
         ((70, 3), (2, 1), (128, 256), "float16"),
         ((70, 0, 33), (4, 1), (40, 20), "float32"),
     ],
