@@ -147,42 +147,46 @@ def causal_conv_step_kernel(
     inside = channel < CHANNELS
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
-    sequence = x + start.to(tl.int64) * x_token_stride + channel
     kept = length if num_kept_tokens is None else tl.load(num_kept_tokens + seq)
-    state = sequence
-    state_stride = x_token_stride
-    reads_state = False
     if conv_states is not None:
-        reads_state = True if has_initial_state is None else tl.load(has_initial_state + seq) != 0
         slot = seq if cache_indices is None else tl.load(cache_indices + seq)
         has_slot = (slot >= 0) & (slot < num_states) & (length > 0)
-        reads_state = reads_state & has_slot
+        reads_state = has_slot if has_initial_state is None else has_slot & (tl.load(has_initial_state + seq) != 0)
         state = conv_states + slot.to(tl.int64) * state_slot_stride + channel
-        state_stride = state_token_stride
     first = tl.zeros([BLOCK_C], tl.float32)
     if bias is not None:
         first += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    # All that a token needs is loaded before anything waits; the inputs before it, once.
+    source = x + start.to(tl.int64) * x_token_stride + channel
+    latest = tl.load(source, mask=inside & (length > 0), other=0.0)
+    factors, past = (), ()
+    for tap in tl.static_range(WIDTH):
+        factor = tl.load(weight + channel * weight_channel_stride + tap * weight_tap_stride, mask=inside, other=0.0)
+        factors = factors + (factor.to(tl.float32),)  # noqa: RUF005
+    for entry in tl.static_range(PAST):
+        old = tl.zeros([BLOCK_C], tl.float32)
+        if conv_states is not None:
+            old += tl.load(state + entry * state_token_stride, mask=inside & reads_state, other=0.0).to(tl.float32)
+        past = past + (old,)  # noqa: RUF005
     for index in range(length):
+        inputs = past + (latest.to(tl.float32),)  # noqa: RUF005
+        source += x_token_stride
+        latest = tl.load(source, mask=inside & (index + 1 < length), other=0.0)
         sums = first
         for tap in tl.static_range(WIDTH):
-            factor = tl.load(weight + channel * weight_channel_stride + tap * weight_tap_stride, mask=inside, other=0.0)
-            sums += _input(
-                sequence, state, index + tap - PAST, inside, reads_state, x_token_stride, state_stride, PAST
-            ) * factor.to(tl.float32)
+            sums += inputs[tap] * factors[tap]
         if SILU:
             sums = sums * tl.sigmoid(sums)
         _store(
             sums, out, out_1, out_2, (start + index).to(tl.int64), channel, inside,
             out_token_stride, CHANNELS, START_1, START_2,
         )  # fmt: skip
-    if conv_states is not None:
-        # An entry comes from a later one, which is not yet replaced.
-        for entry in tl.static_range(PAST):
-            latest = _input(
-                sequence, state, kept + entry - PAST, inside, reads_state, x_token_stride, state_stride, PAST
-            )
-            held = state + entry * state_stride
-            tl.store(held, latest.to(conv_states.dtype.element_ty), mask=inside & has_slot & (kept > 0))
+        past = inputs[1:]
+        if conv_states is not None:
+            is_kept = inside & has_slot & (index + 1 == kept)
+            for entry in tl.static_range(PAST):
+                held = state + entry * state_token_stride
+                tl.store(held, past[entry].to(conv_states.dtype.element_ty), mask=is_kept)
     if tl.program_id(0) == 0:
         zeros = tl.zeros([BLOCK_T, BLOCK_C], out.dtype.element_ty)
         for row in range(tl.load(query_start_loc + num_seqs), num_tokens, BLOCK_T):
@@ -210,15 +214,6 @@ def _store(
         if out_2 is not None:
             third = mask & (channels >= START_2)
             tl.store(out_2 + tokens * (CHANNELS - START_2) + (channels - START_2), results, mask=third)
-
-
-@triton.jit
-def _input(sequence, state, token, inside, reads_state, x_stride, state_stride, PAST: tl.constexpr):
-    """Returns an input of a sequence in float32; before the first one its state has them, or zeros."""
-    row = sequence + tl.cast(token, tl.int64) * x_stride
-    value = tl.load(row, mask=inside & (token >= 0), other=0.0).to(tl.float32)
-    is_past = inside & (token < 0) & reads_state
-    return value + tl.load(state + (token + PAST) * state_stride, mask=is_past, other=0.0).to(tl.float32)
 
 
 @triton.jit
