@@ -31,6 +31,8 @@ from torch_core.state.kernels.delta.parts import (
 # Elements of a state that one warp holds: of one token, of several, and of several with gates of channels of which some
 # are kept. A program has one warp: more would have to wait for each other.
 _ONE_TOKEN, _TOKENS, _KEPT_TOKENS = 1024, 2048, 4096
+# If a multiprocessor gets fewer programs of one token than that, they have half as many elements.
+_FEW_PROGRAMS = 8
 # The fewest tokens that are taken together, without gates of channels and with them.
 _LEAST_FEW, _LEAST_BY_CHANNEL = 4, 3
 # Batches whose sequences are not longer go token by token, and so does float32, whose products do not fit registers.
@@ -81,7 +83,7 @@ def plan_gated_delta(call: GatedDeltaCall[ArraySpec], limits: DeviceLimits) -> O
     if in_chunks:
         launches = _in_chunks(call, arguments, tile)
     else:
-        launches = (_together(call, arguments, limits) or _by_token(call, arguments),)
+        launches = (_together(call, arguments, limits) or _by_token(call, arguments, limits),)
     return OperationPlan(
         name=call.name, inputs=tuple(arrays.items()), outputs=(("out", results["out"]),), in_place=in_place,
         scratch=tuple(scratch.items()), launches=launches,
@@ -122,15 +124,18 @@ def _together(
     return named_launch(kernel, grid, arguments, constexprs, writes=_written(call), **options)
 
 
-def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument]) -> LaunchPlan:
+def _by_token(call: GatedDeltaCall[ArraySpec], arguments: dict[str, Argument], limits: DeviceLimits) -> LaunchPlan:
     values, keys = power_of_two(call.value.shape[2]), power_of_two(call.key.shape[2])
     is_one = call.max_query_len == 1
     elements = _KEPT_TOKENS if call.gk is not None and call.num_kept_tokens is not None else _TOKENS
     rows = min(values, max(1, (_ONE_TOKEN if is_one else elements) // keys))
+    heads = call.num_seqs * call.num_heads
+    if is_one and heads * ceil_div(call.value.shape[2], rows) < _FEW_PROGRAMS * limits.num_sms:
+        rows = max(1, rows // 2)
     constexprs = {**constexprs_of(call, 1), "BLOCK_V": rows, "ONE_TOKEN": is_one}
     if call.states is not None:
         constexprs["states_row_stride"] = call.states.element_strides[2]
-    grid = (call.num_seqs * call.num_heads * ceil_div(call.value.shape[2], rows),)
+    grid = (heads * ceil_div(call.value.shape[2], rows),)
     return named_launch(
         gated_delta_kernel, grid, arguments, constexprs, writes=_written(call), num_warps=1, num_stages=1, hot=True
     )
