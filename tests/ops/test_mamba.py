@@ -179,6 +179,17 @@ def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, heads, sizes, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lens", [(1, 1), (3, 1), (70, 20), (1300,)], ids=str)
+def test_a_step_size_that_is_nan_is_not_hidden(lens, seed):
+    call = mamba_call(seed, lens, heads=(4, 2), sizes=(64, 128), dtype="bfloat16", states=False, padding=0)
+    call.dt[0, 1] = torch.nan
+    out = torch_ops.run(call.map(torch.Tensor.cuda))["out"].cpu()
+    assert out[: lens[0], 1].isnan().all()
+    assert out[:, [0, 2, 3]].isfinite().all()
+    assert out[lens[0] :].isfinite().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("lens", "heads", "sizes", "dtype"),
     [

@@ -156,13 +156,13 @@ def rates_of(rates, LOG_RATES: tl.constexpr):
 
 @triton.jit
 def step_sizes(dt, dt_bias, heads, least, largest, SOFTPLUS: tl.constexpr):
-    """Returns the step sizes of dt, in float32."""
+    """Returns the step sizes of dt, in float32; NaN of NaN, which the instructions of a least number would drop."""
     steps = dt.to(tl.float32)
     if dt_bias is not None:
         steps += tl.load(dt_bias + heads).to(tl.float32)
     if SOFTPLUS:
         # log(1 + e) is e * log(u) / (u - 1) for u = 1 + e as it is rounded: exact for small e, too.
-        e = tl.exp(tl.minimum(steps, 20.0))
+        e = tl.exp(tl.minimum(steps, 20.0, propagate_nan=tl.PropagateNan.ALL))
         u = 1.0 + e
         steps = tl.where(steps > 20.0, steps, tl.where(u == 1.0, e, e * tl.log(u) / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.minimum(tl.maximum(steps, least), largest)
+    return tl.clamp(steps, least, largest, propagate_nan=tl.PropagateNan.ALL)
