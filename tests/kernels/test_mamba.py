@@ -49,6 +49,16 @@ def test_prompts_go_in_chunks(dtype, options, seed):
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 
 
+@pytest.mark.parametrize("rates", [(-1e6, -1e7), (-1.0, -1e6)], ids=str)
+def test_tokens_keep_their_digits_behind_what_is_forgotten(rates, seed):
+    call = mamba_call(seed, (66, 130), heads=(2, 1), dtype="bfloat16")
+    call.A[:] = torch.tensor(rates)
+    # One token in seven forgets everything before it, or each does.
+    call.dt[torch.arange(len(call.dt)) % 7 > 0] -= 14 if rates[0] < -1 else 0
+    given = call.map(torch.clone)
+    assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
+
+
 def test_spans_of_long_prompts_run_at_the_same_time(monkeypatch, seed):
     monkeypatch.setattr(parts, "SPANS", (64,))
     call = mamba_call(seed, (70, 3, 0, 40, 65, 130, 33), heads=(2, 1), dtype="bfloat16")

@@ -88,7 +88,9 @@ def mamba_products_kernel(
         found = step_sizes(found, dt_bias, head[None, :], least_step, largest_step, SOFTPLUS)
         found = tl.where(is_value, found, 0.0)
         places = head.to(tl.int64)[None, :] * num_tokens + place[:, None]
-        decay = tl.cumsum(found * rates_of(tl.load(A + head), LOG_RATES)[None, :], 0)
+        decay = found * rates_of(tl.load(A + head), LOG_RATES)[None, :]
+        # exp(-128) is 0 in float32, and sums of larger numbers would lose the digits of later tokens.
+        decay = tl.cumsum(tl.maximum(decay, -128.0, propagate_nan=tl.PropagateNan.ALL), 0)
         if BINARY:
             decay *= _LOG2E
             found = tl.log2(found) - decay
