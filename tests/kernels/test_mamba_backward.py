@@ -40,6 +40,20 @@ def test_spans_run_at_the_same_time_and_parts_of_a_group_are_summed(monkeypatch,
     assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, call, run_triton(call))
 
 
+def test_gradients_of_strong_decays_are_finite_in_a_chunk_that_is_not_full(seed):
+    call = mamba_call(seed, (40, 66), heads=(2, 1), dtype="bfloat16", padding=0)
+    call.A[:] = torch.tensor([-16.0, -128.0])
+    call = mamba_backward_call(call.with_arrays({"dt_bias": call.dt_bias + 2}))
+    assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, call, run_triton(call))
+
+
+def test_gradients_of_small_step_sizes_have_the_digits_of_float32(seed):
+    call = mamba_call(seed, (9,), heads=(8, 1), padding=0)
+    call = call.with_arrays({"dt": call.dt / 16, "dt_bias": torch.full((8,), -4.4)})
+    call = mamba_backward_call(call)
+    assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, call, run_triton(call))
+
+
 def test_the_specification_is_the_slope_of_the_forward_one(seed):
     call = mamba_call(seed, (3, 1, 0, 2), heads=(2, 1), padding=0)
     call = call.map(lambda x: x.double().nan_to_num() if x.is_floating_point() else x)

@@ -111,6 +111,8 @@ def mamba_gradients_kernel(
         step = tl.load(steps + first_step + token, mask=live, other=0.0)
         decay = tl.load(decays + first_step + token, mask=live, other=0.0)
         last = tl.load(decays + first_step + tl.minimum(CHUNK, length - index * CHUNK) - 1)
+        # Behind the last token no decay is less: from 0 on, the powers of differences would be infinite.
+        decay = tl.where(live, decay, last)
         inputs = x + head * x_head_stride
         results = d_out + head * d_out_head_stride
         # In a loop of its own: registers are scarce.
@@ -167,8 +169,9 @@ def mamba_gradients_kernel(
         given = tl.load(dt + origin * dt_token_stride + head + token * dt_token_stride, mask=live, other=0.0)
         free = step_sizes(given, dt_bias, head, float("-inf"), float("inf"), SOFTPLUS)
         if SOFTPLUS:
-            # The slope of the softplus s of a number is 1 - exp(-s).
-            d_step *= tl.where(free < 0.01, free * (1.0 - free * (0.5 - free / 6.0)), 1.0 - tl.exp(-free))
+            # The slope of the softplus s of a number is 1 - exp(-s), which has no digits of a small one.
+            series = free * (1.0 - free * (1 / 2 - free * (1 / 6 - free * (1 / 24 - free * (1 / 120 - free / 720)))))
+            d_step *= tl.where(free < 0.25, series, 1.0 - tl.exp(-free))
         d_step = tl.where(live & (free >= least_step) & (free <= largest_step), d_step, 0.0)
         tl.store(d_dt + origin * NUM_HEADS + head + token * NUM_HEADS, d_step.to(d_dt.dtype.element_ty), mask=live)
         sums = head_sums + tile * 3 * NUM_HEADS + head
