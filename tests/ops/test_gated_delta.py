@@ -261,10 +261,22 @@ def test_keys_that_are_alike_leave_the_systems_of_chunks_their_digits(gates, dty
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("gates", ["g", "gk"])
-def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, tokens, seed):
-    large = delta_call(seed, (tokens,) * 64, heads=(8, 4), sizes=(128, 128), gates=gates, dtype="bfloat16", padding=0)
+def test_a_gate_that_is_nan_is_not_hidden(gates, tokens, seed):
+    call = delta_call(seed, (tokens, 3), heads=(4, 2), sizes=(128, 128), gates=gates, dtype="bfloat16", padding=0)
+    call = call.map(lambda array: array.nan_to_num(0) if array.ndim == 4 else array)
+    getattr(call, gates)[0, 1] = torch.nan
+    out = torch_ops.run(call.map(torch.Tensor.cuda))["out"].cpu()
+    assert out[:tokens, 1].isnan().all()
+    assert out[:, [0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, (128, 128)), (4, (128, 128)), (1, (96, 192))])
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_few_decoded_sequences_have_the_bits_that_they_have_in_a_large_batch(gates, tokens, sizes, seed):
+    large = delta_call(seed, (tokens,) * 64, heads=(8, 4), sizes=sizes, gates=gates, dtype="bfloat16", padding=0)
     rows = {name: getattr(large, name)[: 3 * tokens].cuda() for name in ("query", "key", "value", "beta", gates)}
     slots = {"query_start_loc": large.query_start_loc[:4].cuda()}
     slots |= {name: getattr(large, name)[:3].cuda() for name in ("cache_indices", "has_initial_state")}

@@ -70,7 +70,8 @@ def gated_delta_channels_kernel(
     source = query + place[:, None] * query_token_stride + head // GROUP * query_head_stride + channel[None, :]
     gates = gk + place[:, None] * gk_token_stride + head * gk_head_stride + channel[None, :]
     # Of two sums with -inf no difference could be taken.
-    gate = tl.maximum(tl.load(gates, mask=is_key, other=0.0).to(tl.float32), -100.0)
+    gate = tl.load(gates, mask=is_key, other=0.0).to(tl.float32)
+    gate = tl.maximum(gate, -100.0, propagate_nan=tl.PropagateNan.ALL)
     decays = decay_sums(decays, dtype)
     gate = gate.to(decays.dtype.element_ty)
     decay = tl.cumsum(gate, 0)

@@ -82,7 +82,8 @@ def gated_delta_overlaps_kernel(
     if g is not None:
         gates = g + place[:, None] * g_token_stride + member
         # Of two sums with -inf no difference could be taken.
-        gate = tl.maximum(tl.load(gates, mask=is_member & live[:, None], other=0.0).to(tl.float32), -100.0)
+        gate = tl.load(gates, mask=is_member & live[:, None], other=0.0).to(tl.float32)
+        gate = tl.maximum(gate, -100.0, propagate_nan=tl.PropagateNan.ALL)
         decay = tl.cumsum(gate.to(decays.dtype.element_ty), 0)
     last = tl.sum(tl.where(row == CHUNK - 1, decay, 0.0), 0)[None, :]
     k_norm = inverse_norms(k, epsilon, NORMALIZE)
