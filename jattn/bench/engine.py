@@ -82,6 +82,8 @@ def run(
 ) -> Iterator[EngineRow]:
     """Yields a row for each load and each group of settings, with random weights.
 
+    They are normal numbers of deviation 0.02, in norms too; at a card's power limit their bits count.
+
     Args:
         shape: shape of the model: Llama 3.1's of 70B and 8B, or one whose layers keep a state.
         decode: SEQUENCESxCONTEXT of each row: milliseconds of a decode step.
