@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_model(*parser.parse_known_args(given))
         # Their flags are an engine's fields, for which jax is imported: only if one of them is run.
         if given[:1] in (["generate"], ["chat"]):
-            add_engine_arguments(commands[given[0]], without=["seed"] if given[0] == "generate" else [])
+            generates = given[0] == "generate"
+            sizes = {"max_num_seqs": "one for each prompt, 8 to 64" if generates else 1}
+            add_engine_arguments(commands[given[0]], without=["seed"] if generates else [], defaults=sizes)
         arguments, rest = parser.parse_known_args(given)
         if rest and arguments.command not in ("bench", "serve"):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")

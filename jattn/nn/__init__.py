@@ -10,7 +10,7 @@ from jattn.nn.module_cache import PagedCache
 from jattn.nn.multi_head import MultiHeadAttention
 from jattn.nn.norms import LayerNorm, RMSNorm
 from jattn.nn.paged import PagedAttention
-from jattn.nn.scan import layer_metadata, scan_layers
+from jattn.nn.scan import scan_layers
 from jattn.nn.sparse_latent import LatentIndexer, SparseLatentAttention
 from jattn.nn.states import GatedDeltaNet, ShortConv
 from jattn.nn.yarn import DeepSeekRoPE
@@ -32,6 +32,5 @@ __all__ = [
     "ShortConv",
     "SparseLatentAttention",
     "attention_fn",
-    "layer_metadata",
     "scan_layers",
 ]

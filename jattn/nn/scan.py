@@ -69,14 +69,14 @@ def scan_layers(
 
     def body(carry: tuple[jax.Array, _Cache], layer: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, _Cache], None]:
         index, variables = layer
-        shifted = layer_metadata(metadata, index * (num_blocks // num_layers), block_size)
+        shifted = _layer_metadata(metadata, index * (num_blocks // num_layers), block_size)
         return step(nnx.merge(graph, variables), *carry, shifted), None
 
     scanned = (jnp.arange(num_layers, dtype=jnp.int32), state)
     return jax.lax.scan(body, (x, kv_cache), scanned)[0]
 
 
-def layer_metadata(metadata: AttentionMetadata, first_block: jax.Array | int, block_size: int) -> AttentionMetadata:
+def _layer_metadata(metadata: AttentionMetadata, first_block: jax.Array | int, block_size: int) -> AttentionMetadata:
     """Returns the metadata of a layer whose blocks start at `first_block` of a pool shared by several layers."""
     slots = metadata.slot_mapping
     return replace(

@@ -238,7 +238,7 @@ def test_a_decoder_brings_its_own_dtype(llm) -> None:
 def test_text_needs_a_tokenizer(llm) -> None:
     bare = LLM(llm.model, config=CONFIG)
 
-    with pytest.raises(InvalidInput, match=r"no tokenizer.json; pass prompts as lists of token ids"):
+    with pytest.raises(InvalidInput, match=r"the model has no tokenizer; .* LLM\(model, tokenizer=...\)"):
         bare.generate("text", GREEDY)
     with pytest.raises(InvalidInput, match=r"^stop is given, but there is no tokenizer that makes the text"):
         bare.generate([1, 2], replace(GREEDY, stop="a"))

@@ -168,6 +168,14 @@ def test_the_best_of_several_has_the_highest_mean_logprob(client) -> None:
     assert best.text == max(every, key=mean).text
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_the_best_of_several_has_no_logprobs_that_were_not_wanted(client, max_tokens) -> None:
+    (best,) = client.completions.create(prompt="The", model=MODEL, best_of=2, echo=True, max_tokens=max_tokens).choices
+
+    assert best.logprobs is None
+    assert best.text.startswith("The")
+
+
 def test_text_ends_before_a_stop_string(client, server) -> None:
     text = by_the_engine(server, "The for statement")
     stop = text[5:7]

@@ -344,4 +344,6 @@ class AttentionSpec:
 
 def _check_cache_dtype(dtype: str) -> None:
     if dtype not in KV_CACHE_DTYPES:
-        raise Unsupported("dtype", value=dtype, wanted=f"a KV cache can be one of {', '.join(KV_CACHE_DTYPES)}")
+        raise Unsupported(
+            "dtype", value=dtype, wanted=f"a KV cache can be one of {', '.join(map(repr, KV_CACHE_DTYPES))}"
+        )

@@ -14,6 +14,7 @@ import numpy as np
 
 from jattn.llm.engine import CompletionOutput, Logprob, RequestOutput
 from jattn.llm.load import TextTokenizer
+from jattn.llm.serve.bodies import CompletionBody
 from jattn.llm.serve.errors import RequestError
 from jattn.llm.serve.messages import MessageReader, delta, message_of
 from jattn.llm.serve.protocol import Generation
@@ -205,7 +206,8 @@ class Answer:
         token_ids, logprobs, text = completion.token_ids, completion.logprobs, completion.text
         offsets = None if self.tokens is None else TextOffsets(self.tokens)
         places, prompt = [], self._prompt(output) if self.request.echo else ""
-        if logprobs is None:
+        # Of more samples than choices, the best are found by log-probabilities.
+        if logprobs is None or (isinstance(body := self.request.body, CompletionBody) and body.logprobs is None):
             return {"text": prompt + text, "logprobs": None}
         if self.request.echo:
             logprobs = (*(output.prompt_logprobs or ()), *logprobs)

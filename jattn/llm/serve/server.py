@@ -26,7 +26,7 @@ from jattn.llm.arguments import (
     loading_options,
 )
 from jattn.llm.engine import LLM, LoRARequest
-from jattn.llm.engine.options.defaults import serving_sizes
+from jattn.llm.engine.options.defaults import LARGE_DEVICE_BYTES, LARGE_DEVICE_SIZES, SERVING_SIZES, serving_sizes
 from jattn.llm.load import ChatTemplate, embedded_model_folder
 from jattn.llm.load.folder import read_given, read_json
 from jattn.llm.paths import is_gguf, named_path
@@ -86,7 +86,9 @@ def main(argv: Sequence[str]) -> int:
     warmup("--no-warmup", action="store_true", help="compile each program when a request first needs it")
     warmup("--warmup-first", action="store_true", help="listen only when every program is compiled")
     add_cache_argument(parser)
-    add_engine_arguments(parser)
+    large = f"where JAX may use {LARGE_DEVICE_BYTES >> 30} GiB of a GPU"
+    sizes = {name: f"{size}; {LARGE_DEVICE_SIZES[name]} {large}" for name, size in SERVING_SIZES.items()}
+    add_engine_arguments(parser, defaults=sizes)
     add_process_arguments(parser)
     arguments = parser.parse_args(argv)
     join_processes(arguments)

@@ -63,7 +63,7 @@ def encoded(
             argument="prompt",
         )
     if tokenizer is None:
-        raise InvalidInput("the model folder has no tokenizer.json; pass prompts as lists of token ids.")
+        raise InvalidInput("the model has no tokenizer; pass lists of token ids, or LLM(model, tokenizer=...).")
     _check_text(prompt)
     return tokenizer.encode(prompt, most=most, cut=cut), prompt
 

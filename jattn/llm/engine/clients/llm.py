@@ -74,7 +74,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
             see `jattn.llm.load.load_model`; not for a module.
         hf_overrides: values that replace those of config.json; see there; not for a module.
         config: sizes and options of the engine; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048
-            tokens per step.
+            tokens per step, or 256 and 8,192 where JAX may use 48 GiB.
         use_generation_config: use the sampling parameters of the folder's generation_config.json for requests without
             their own.
         follow: arrays that are replaced in a module replace those of the engine; see `Engine`.
