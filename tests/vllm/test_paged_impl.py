@@ -363,7 +363,14 @@ CONSTRUCTION = {
         {"kv_cache_dtype": "nf4"},
         "kv_cache_dtype is 'nf4'; it must be one of auto, float32, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8.",
     ),
-    "an empty window": ({"sliding_window": 0}, "sliding_window is 0; it must be at least 1, or None for off."),
+    "an empty window": (
+        {"sliding_window": 0},
+        "sliding_window is 0; it must be an int of at least 1, or None for off.",
+    ),
+    "a window to two sides": (
+        {"sliding_window": (3, 3)},
+        "sliding_window is (3, 3); it must be an int of at least 1, or None for off.",
+    ),
     "too few sinks": ({"sinks": torch.zeros(3)}, "sinks has shape (3,); it must be (4,), one per query head."),
     "sinks in a list": ({"sinks": [0.0] * 4}, "sinks is a list; it must be a tensor of 4 numbers."),
     "no scale": ({"scale": None}, "scale is None; it must be a number, usually head_size ** -0.5."),
@@ -418,6 +425,12 @@ def test_a_batch_for_another_cache_is_refused(name):
     step = build_common_metadata([SequenceRow([3], 2, 1)], **{"block_size": 4, "num_blocks": 8, **build})
     with refuses(message):
         builder.build(0, step)
+
+
+def test_a_configuration_of_another_kind_is_refused():
+    config: Any = {}
+    with refuses("vllm_config is a dict; pass a BuilderConfig."):
+        TorchAttentionMetadataBuilder(SPEC, ["a"], config, "cpu")
 
 
 @pytest.mark.parametrize("prefix", [-4, 2, 8])

@@ -242,6 +242,7 @@ IMPOSSIBLE = {
     "no heads": ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be an int of at least 1."),
     "a float head size": ({"head_size": 64.0}, "head_size is 64.0; it must be an int of at least 1."),
     "an empty block": ({"block_size": 0}, "block_size is 0; it must be an int of at least 1."),
+    "the name of a dtype": ({"dtype": "float32"}, "dtype is 'float32'; it must be a torch.dtype."),
     "a bool": ({"num_heads": True}, "num_heads is True; it must be an int of at least 1."),
 }
 

@@ -51,6 +51,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.layer_names = tuple(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)
+        if not isinstance(vllm_config, BuilderConfig):
+            raise InvalidInput("vllm_config", f"is a {type(vllm_config).__name__}", "pass a BuilderConfig")
         vllm_config.context_parallel.refuse_both_kinds()
         self._set_up()
 

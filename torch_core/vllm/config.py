@@ -65,6 +65,8 @@ class AttentionSelectorConfig:
             check_int(name, getattr(self, name), 1)
         if self.block_size is not None:
             check_int("block_size", self.block_size, 1)
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidInput("dtype", value=self.dtype, wanted="it must be a torch.dtype")
         if self.num_heads % self.num_kv_heads:
             wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
             raise InvalidInput("num_heads", f"is {self.num_heads}", wanted)

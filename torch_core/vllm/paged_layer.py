@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_core import ops
 from torch_core.attention.call import PagedCall
+from torch_core.base.checks import check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices
 from torch_core.base.specs import AttentionSpec
@@ -85,8 +86,8 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
             wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
             raise InvalidInput("num_heads", value=num_heads, wanted=wanted)
         Choices(*CACHE_DTYPES)("kv_cache_dtype", kv_cache_dtype)
-        if sliding_window is not None and sliding_window < 1:
-            raise InvalidInput("sliding_window", f"is {sliding_window}", "it must be at least 1, or None for off")
+        if sliding_window is not None:
+            check_int("sliding_window", sliding_window, 1, also=", or None for off")
         if sinks is not None and not isinstance(sinks, Tensor):
             raise InvalidInput("sinks", f"is a {type(sinks).__name__}", f"it must be a tensor of {num_heads} numbers")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
