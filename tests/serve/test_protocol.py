@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 
-from jattn.llm.engine import CompletionOutput, RequestMetrics, RequestOutput, SamplingMask
+from jattn.llm.engine import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingMask
 from jattn.llm.serve import bodies
 from jattn.llm.serve.bodies import UNUSED, DetokenizeBody, EmbeddingsBody, TokenizeBody, read_body
 from jattn.llm.serve.errors import RequestError, as_request_error
@@ -193,6 +193,24 @@ def test_what_a_trainer_replays_is_in_whole_answers_in_vllms_form(chat) -> None:
     assert (choice["sampling_mask"], choice["token_ids"]) == ([[1, 2], [32]], [2, 32])
     np.testing.assert_array_equal(np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))), experts)
     assert (found if chat else choice)["prompt_token_ids"] == [7]
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_a_token_that_filters_exclude_has_vllms_smallest_logprob(chat) -> None:
+    logprobs = ({2: Logprob(0.0, 1, "a"), 3: Logprob(-np.inf, 2, "b")},)
+    completion = CompletionOutput("a", (2,), "length", logprobs=logprobs)
+    output = RequestOutput("a", None, (7,), (completion,), 0, RequestMetrics(0.0), True, prompt_logprobs=logprobs)
+    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} if chat else {"prompt": [7], "logprobs": 2}
+    answer = Answer((parse_chat if chat else parse_completion)(asked), "id", "model", 0)
+
+    whole = answer.whole([output])
+    parts = answer.parts(0, completion, answer.sample())
+
+    found = whole["choices"][0]["logprobs"]
+    top = {each["token"]: each["logprob"] for each in found["content"][0]["top_logprobs"]} if chat else None
+    assert (top if chat else found["top_logprobs"][0]) == {"a": 0.0, "b": -9999.0}
+    assert parts[0]["choices"][0]["logprobs"] == found
+    assert b'"logprob":-9999.0' in json_bytes(whole)
 
 
 def test_a_number_that_json_lacks_is_no_answer() -> None:

@@ -38,6 +38,8 @@ _written = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_DEPTH = 5
 # Of a list in one piece.
 _MAX_ELEMENTS = 1 << 14
+# vLLM's log-probability of tokens that filters exclude: JSON has no infinity.
+_SMALLEST = -9999.0
 
 
 def event(body: dict[str, Any] | str) -> str:
@@ -229,7 +231,7 @@ class Answer:
 
     def _chat_logprob(self, token: int, found: Logprob) -> dict[str, Any]:
         own = b"" if self.tokens is None else self.tokens.of(token)
-        return {"token": found.decoded_token or "", "logprob": found.logprob, "bytes": list(own)}
+        return {"token": found.decoded_token or "", "logprob": _finite(found).logprob, "bytes": list(own)}
 
     def _completion_logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], offsets: Sequence[int]
@@ -241,7 +243,7 @@ class Answer:
                 tokens.append("" if self.tokens is None else self.tokens.text(token))
             else:
                 tokens.append(found[token].decoded_token or "")
-            own.append(None if found is None else found[token].logprob)
+            own.append(None if found is None else _finite(found[token]).logprob)
             top.append(None if found is None else _by_text(found))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(offsets)}
 
@@ -252,7 +254,7 @@ class Answer:
             return found
         if output.prompt_logprobs is not None:
             found["prompt_logprobs"] = [
-                None if each is None else {str(token): asdict(value) for token, value in each.items()}
+                None if each is None else {str(token): asdict(_finite(value)) for token, value in each.items()}
                 for each in output.prompt_logprobs
             ]
         if self.request.returns_token_ids:
@@ -334,5 +336,9 @@ def _by_text(found: dict[int, Logprob]) -> dict[str, float]:
     for token, each in found.items():
         text = each.decoded_token or ""
         # vLLM's spelling.
-        values[f"token_id:{token}" if text in values else text] = each.logprob
+        values[f"token_id:{token}" if text in values else text] = _finite(each).logprob
     return values
+
+
+def _finite(found: Logprob) -> Logprob:
+    return replace(found, logprob=_SMALLEST) if found.logprob < _SMALLEST else found
