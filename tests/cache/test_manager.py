@@ -252,6 +252,20 @@ def test_swapped_blocks_come_back_in_other_places():
     cache.audit()
 
 
+def test_a_token_sampled_anew_after_a_swap_is_no_key_of_the_blocks_that_were_swapped():
+    cache = make(num_host_blocks=2)
+    prefill(cache, "a", [1, 2, 3])
+    # The device writes a fourth token that nobody learns: its sequence is computed again, and samples another one.
+    flight = cache.step([("a", 1)])
+    out, back = cache.swap_out("a"), cache.swap_in("a")
+    cache.preempt("a")
+    cache.append_tokens("a", [4])
+    for step in (flight, out, back):
+        cache.retire(step.step_id)
+    assert cache.resume("a") == 0
+    assert cache.add("b", [1, 2, 3, 4, 5]) == 0
+
+
 def test_reset_keeps_the_sequences_and_forgets_the_blocks():
     cache = make()
     prefill(cache, "a", [1, 2, 3, 4, 5])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from transformers import CONFIG_MAPPING
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 from jattn.llm.load import Family, known_families, load_model, parse_config, register_family, save_model
@@ -84,6 +85,35 @@ EVERY = marked(LAST, lambda case: case[0].startswith(NIGHTLY))
 
 def test_every_family_of_the_package_is_tested():
     assert set(known_families()) == {*CASES, *encoder_decoders.CASES, *ENCODERS}
+
+
+#: Defaults that mean the same as those of transformers, or that it derives otherwise.
+OTHERWISE = {
+    *((family, "sliding_window") for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")),
+    *((family, "mamba_d_head") for family in ("bamba", "falcon_h1", "granitemoehybrid")),
+    *(("dots1", name) for name in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")),
+    ("ernie4_5_moe", "moe_layer_end_index"),
+    ("laguna", "gating"),
+}
+
+
+def has(theirs, ours):
+    """Whether a value is one of ours, by the keys that ours names; None says that it is derived."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return all(has({str(name): value for name, value in theirs.items()}.get(key), ours[key]) for key in ours)
+    return ours is None or theirs == ours
+
+
+def test_what_a_file_leaves_out_is_as_transformers_has_it():
+    other = set()
+    for family in known_families().values():
+        config = CONFIG_MAPPING[family.model_type]()
+        values = (config.to_dict().get("rope_parameters") or {}) | config.to_dict()
+        for key, ours in family.all_defaults.items():
+            theirs = values.get(config.attribute_map.get(key, key), ...)
+            if theirs is not ... and not callable(ours) and not has(theirs, ours):
+                other.add((family.model_type, key))
+    assert other == OTHERWISE
 
 
 def paged_logits(model, tokens, cuts):

@@ -80,6 +80,11 @@ def losing(**parts: object) -> Tokenizer:
     return tokenizer
 
 
+def before_bytes(part: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return losing(pre_tokenizer=pre_tokenizers.Sequence([part, byte_level]))
+
+
 def swallowing() -> Tokenizer:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
@@ -91,8 +96,8 @@ def swallowing() -> Tokenizer:
     [
         lambda: losing(normalizer=normalizers.Strip()),
         lambda: losing(normalizer=normalizers.Replace("aa", "a")),
-        lambda: losing(pre_tokenizer=pre_tokenizers.Whitespace()),
-        lambda: losing(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+        lambda: before_bytes(pre_tokenizers.Whitespace()),
+        lambda: before_bytes(pre_tokenizers.Split(" ", "removed")),
         lambda: losing(model=models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")),
         lambda: losing(model=models.BPE({"a": 0}, [])),
         lambda: losing(model=models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True)),

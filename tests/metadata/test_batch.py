@@ -92,6 +92,8 @@ def test_a_decode_behind_a_prefill_is_refused():
 def test_a_threshold_below_one_is_refused():
     with refuses("decode_threshold is 0; it must be an int of at least 1."):
         split_decodes_and_prefills(batch((4, 1)), 0)
+    with refuses("decode_threshold is 0; it must be an int of at least 1."):
+        reorder_batch_to_split_decodes_and_prefills([], 0)
 
 
 def test_prefill_chunks_fill_the_workspace():

@@ -138,10 +138,16 @@ def test_arrays_of_unequal_lengths_are_refused(step):
         check_metadata(replace(step, query_start_loc=step.query_start_loc[:3]))
 
 
-def test_more_sequences_than_rows_are_refused(step):
-    message = "num_reqs is 9 of 4 rows and num_actual_tokens is 4 of 6 tokens; the arrays must hold them all."
-    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
-        check_metadata(replace(step, num_reqs=9))
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"num_reqs": 9}, "num_reqs is 9 of 4 rows and num_actual_tokens is 4 of 6 tokens"),
+        ({"num_actual_tokens": 9}, "num_reqs is 2 of 4 rows and num_actual_tokens is 9 of 6 tokens"),
+    ],
+)
+def test_more_sequences_than_rows_or_tokens_than_slots_are_refused(change, found, step):
+    with pytest.raises(InvalidInput, match=f"^{re.escape(found)}; the arrays must hold them all.$"):
+        check_metadata(replace(step, **change))
 
 
 def test_a_table_without_room_for_its_sequence_is_refused(step):

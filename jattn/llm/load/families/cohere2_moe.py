@@ -23,7 +23,8 @@ COHERE2_MOE = replace(
         "norm_topk_prob": Key("moe.norm_topk_prob", default=True),
         "expert_selection_fn": Key("moe.scoring_func", default="softmax"),
     },
-    defaults={**COHERE2.all_defaults, **DERIVED, "head_dim": 128},
+    # A file that leaves the strategy out means another one than those that are written here.
+    defaults={**COHERE2.all_defaults, **DERIVED, "head_dim": 128, "shared_expert_combination_strategy": "average"},
     derive=layers,
     write=written,
     derived=DERIVED,
