@@ -297,6 +297,8 @@ def test_states_have_experts_and_embeddings(seed):
         ({"layers_to_transform": [0], "layers_pattern": "x"}, "layers_pattern is 'x'"),
         ({"layers_to_transform": -1}, r"layers_to_transform\[0\] is -1"),
         ({"rank_pattern": {"(a+)+$": 3}}, "rank_pattern has "),
+        ({"rank_pattern": {"q_proj": 257}}, r"rank_pattern\['q_proj'\] is 257"),
+        ({"alpha_pattern": {"q_proj": "x"}}, r"alpha_pattern\['q_proj'\] is 'x'"),
         ({"r": 0}, "adapter_config.json: r is 0; it must be"),
         ({"r": 257}, "r is 257"),
         ({"r": True}, "r is True"),

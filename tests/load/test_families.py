@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from transformers import CONFIG_MAPPING
 
 from jattn.llm.engine import LLM, EngineConfig, SamplingParams
 from jattn.llm.load import Family, known_families, load_model, parse_config, register_family, save_model
+from jattn.llm.load.config_keys import REQUIRED_FIELDS
+from jattn.llm.models import ModelConfig
+from jattn.llm.models.config_fields import PARTS
 from jattn.llm.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
 from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
@@ -87,13 +90,22 @@ def test_every_family_of_the_package_is_tested():
     assert set(known_families()) == {*CASES, *encoder_decoders.CASES, *ENCODERS}
 
 
-#: Defaults that mean the same as those of transformers, or that it derives otherwise.
+#: Defaults that mean the same as those of transformers, or that it derives otherwise, or that every file has.
 OTHERWISE = {
     *((family, "sliding_window") for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")),
     *((family, "mamba_d_head") for family in ("bamba", "falcon_h1", "granitemoehybrid")),
+    *((family, "shared_expert_intermediate_size") for family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")),
     *(("dots1", name) for name in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")),
+    ("bart", "scale_embedding"),
     ("ernie4_5_moe", "moe_layer_end_index"),
+    ("flint", "mlp_only_layers"),
     ("laguna", "gating"),
+}
+FIELDS = {
+    f"{part}{field.name}": field.default
+    for part, kind in {"": ModelConfig, **{f"{name}.": kind for name, kind in PARTS.items()}}.items()
+    for field in fields(kind)
+    if field.default is not MISSING and f"{part}{field.name}" not in REQUIRED_FIELDS
 }
 
 
@@ -101,7 +113,7 @@ def has(theirs, ours):
     """Whether a value is one of ours, by the keys that ours names; None says that it is derived."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return all(has({str(name): value for name, value in theirs.items()}.get(key), ours[key]) for key in ours)
-    return ours is None or theirs == ours
+    return ours is None or theirs == (list(ours) if isinstance(ours, tuple) else ours)
 
 
 def test_what_a_file_leaves_out_is_as_transformers_has_it():
@@ -109,7 +121,9 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it():
     for family in known_families().values():
         config = CONFIG_MAPPING[family.model_type]()
         values = (config.to_dict().get("rope_parameters") or {}) | config.to_dict()
-        for key, ours in family.all_defaults.items():
+        plain = {name: key.fields[0] for name, key in family.all_keys.items() if key.is_plain}
+        of_fields = {name: FIELDS[field] for name, field in plain.items() if field in FIELDS}
+        for key, ours in {**of_fields, **family.all_defaults}.items():
             theirs = values.get(config.attribute_map.get(key, key), ...)
             if theirs is not ... and not callable(ours) and not has(theirs, ours):
                 other.add((family.model_type, key))

@@ -29,13 +29,13 @@ def _written(config: ModelConfig) -> Raw:
     return {"layer_rope_theta": [0 if layer in config.nope_layers else config.rope_theta for layer in layers]}
 
 
-def _with_sinks(family: Family, architecture: str, model_type: str) -> Family:
+def _with_sinks(family: Family, architecture: str, model_type: str, **defaults: Any) -> Family:
     """Returns the family with sinks, windows in three of four layers, and rotation in some."""
     return replace(
         family,
         architecture=architecture,
         model_type=model_type,
-        defaults={**family.all_defaults, "sliding_window": 128, "rope_theta": 10000.0},
+        defaults={**family.all_defaults, "sliding_window": 128, "rope_theta": 10000.0, **defaults},
         options={**family.options, "attention_sinks": True},
         derive=lambda raw: {"nope_layers": tuple(layer for layer, theta in enumerate(_thetas(raw)) if theta == 0)},
         write=_written,
@@ -45,7 +45,7 @@ def _with_sinks(family: Family, architecture: str, model_type: str) -> Family:
     )
 
 
-GRANITE_SWA = _with_sinks(GRANITE, "GraniteSWAForCausalLM", "granite_swa")
+GRANITE_SWA = _with_sinks(GRANITE, "GraniteSWAForCausalLM", "granite_swa", rms_norm_eps=1e-5, tie_word_embeddings=True)
 _EXPERTS = "block_sparse_moe.experts"
 GRANITE_MOE_SWA = replace(
     _with_sinks(GRANITE_MOE_SHARED, "GraniteMoeSWAForCausalLM", "granitemoe_swa"),
