@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -207,3 +208,17 @@ def test_warming_up_changes_no_block(pool) -> None:
     pool.warmup(copies=5, scrubs=6, swaps=3)
 
     assert marks(pool) == before
+
+
+def test_what_was_warmed_up_compiles_no_more() -> None:
+    # Of a size that no other test has compiled for.
+    pool, events = KVPool(SPEC, num_layers=1, num_blocks=13), list[str]()
+    pool.warmup(copies=5, scrubs=6, swaps=3)
+
+    jax.monitoring.register_event_duration_secs_listener(listen := lambda event, *_, **__: events.append(event))
+    pool.copy_blocks([(1, 2), (3, 4), (5, 6)])
+    pool.scrub_blocks([1, 2, 3, 4, 5])
+    pool.write_blocks([1, 2, 3], pool.read_blocks([4, 5, 6]))
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+    assert not [event for event in events if "backend_compile" in event]

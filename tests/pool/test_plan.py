@@ -40,6 +40,12 @@ def test_the_room_of_several_groups_is_counted_exactly() -> None:
     assert plan.num_tokens == 30 * 16
 
 
+def test_a_block_of_several_ranks_holds_the_tokens_of_all() -> None:
+    plan = PoolPlan(spec=SPEC, num_layers=1, num_blocks=10, context_parallel_size=2)
+
+    assert plan.num_tokens == 9 * 32
+
+
 class Device:
     """A device that reports its memory, as CUDA devices do."""
 

@@ -36,6 +36,8 @@ RECORDED: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         BOTH,
     ),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {json.dumps(JSON)}}}', "", "", BOTH[:1]),
+    ("hermes", '<tool_call> [ { "arguments" : {} , "name" : "now" } ] </tool_call>', "", "", BOTH[1:]),
+    ("llama3_json", json.dumps({"name": "weather", "parameters": CITY}, indent=2), "", "", BOTH[:1]),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {JSON}</tool_call> Done', "Done", "", BOTH[:1]),
     (
         "qwen3_coder",

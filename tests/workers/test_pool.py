@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jattn.llm.workers import pool
+from jattn.llm.workers import child, pool
 from jattn.llm.workers.pool import Refused, Task, end_idle_processes
 from torch_core.base.errors import InvalidInput, Overloaded
 
@@ -76,6 +78,16 @@ def test_a_refusal_leaves_the_process_as_it_was() -> None:
         RENDER.run("{{ raise_exception('why') }}", [], {})
 
     assert processes() == [process]
+
+
+def test_the_bounds_of_a_task_end_with_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+
+    with child._bounds(60.0, 1 << 40):
+        assert resource.getrlimit(resource.RLIMIT_DATA) != before
+
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 def test_without_a_systems_limits_the_clock_ends_the_work(monkeypatch) -> None:

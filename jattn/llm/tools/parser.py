@@ -171,6 +171,7 @@ class AnswerParser:
         source, found, is_open = self._source, dict[str, Any](), False
         if not (yield from source.takes("{")):
             raise Malformed
+        yield from source.space()
         while not (yield from source.takes("}")):
             key = yield from self._json_value('"')
             if key not in _KEYS or key in found or (is_open and key == "parameters"):
