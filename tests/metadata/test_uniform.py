@@ -120,6 +120,7 @@ def test_rows_without_a_name_are_called_by_their_number():
     [
         ([SequenceRow([5], 0, 1), SequenceRow([5], 1, 1)], "block 5, which sequence 0 and sequence 1 would write"),
         ([SequenceRow([5, 6], 3, 2), SequenceRow([6], 0, 2)], "block 6, which sequence 0 and sequence 1 would write"),
+        ([SequenceRow([5], 0, 1), SequenceRow([5, 6], 3, 2)], "block 5, which sequence 0 and sequence 1 would write"),
         ([SequenceRow([5, 5], 0, 8)], r"slot_mapping\[0\] and slot_mapping\[4\] are both 20"),
     ],
 )

@@ -201,6 +201,15 @@ def test_host_memory_needs_a_positive_size(pool) -> None:
         HostBlocks(pool, 0)
 
 
+def test_a_pool_whose_last_step_failed_on_the_device_is_lost(pool, monkeypatch) -> None:
+    def fail(arrays: object) -> None:
+        raise jax.errors.JaxRuntimeError("an illegal address")
+
+    assert not pool.is_lost()
+    monkeypatch.setattr(jax, "block_until_ready", fail)
+    assert pool.is_lost()
+
+
 def test_warming_up_changes_no_block(pool) -> None:
     pool.scrub_blocks([0])
     before = marks(pool)

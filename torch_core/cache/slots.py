@@ -120,7 +120,7 @@ class StateSlots:
             position = tokens // chain.block_size - 1
             chain.extend(table.sequence.tokens, position + 1)
             # A second snapshot of the same tokens would only push out another one.
-            if slot not in self.index.keys and self.find(chain, tokens) is None:
+            if self.find(chain, tokens) is None:
                 self.index.publish(0, chain, {position: slot}, position, position + 1)
                 count += 1
             self.pool.release((slot,))
