@@ -145,7 +145,10 @@ def test_without_prefix_caching_no_state_is_kept():
     cache = make(enable_prefix_caching=False)
     cache.add("a", PROMPT)
     assert cache.until_snapshot("a", 7) == 7
-    compute(cache, "a", 7)
+    compute(cache, "a", 6)
+    step = cache.step([("a", 1)])
+    assert step.state_copies == ()
+    cache.retire(step.step_id)
     cache.finish("a")
     assert cache.stats().slots_free == 7
 

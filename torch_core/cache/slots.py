@@ -72,9 +72,9 @@ class StateSlots:
         return regular - first if regular > first else count
 
     def is_due(self, table: SequenceTable) -> bool:
-        """Says whether the state of a table is to become a snapshot, if it is not one."""
+        """Says whether the state of a table, which has one, is to become a snapshot, if it is not one."""
         tokens = table.scheduled
-        if not self.publishing or not tokens or table.slot in self.index.keys:
+        if not self.publishing or table.slot in self.index.keys:
             return False
         return tokens in table.boundaries or tokens % (self.block_size * self.config.snapshot_blocks) == 0
 
