@@ -46,7 +46,7 @@ def pad_blocks(blocks: np.ndarray, *, fill: int = 0) -> np.ndarray:
 
 def padded_sizes(most: int) -> list[int]:
     """Returns the numbers of blocks that lists of up to `most` are padded to."""
-    return [1 << exponent for exponent in range(max(most - 1, 0).bit_length() + 1)] if most else []
+    return [1 << exponent for exponent in range((most - 1).bit_length() + 1)] if most else []
 
 
 def given_from_the_host(program: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,10 +65,13 @@ def test_where_it_cannot_serve_no_program_is_made_for_it(model_changes, changes)
     assert Cascade.of(model, config, group_layers(model.paged_spec.windows)) is None
 
 
-def test_by_itself_it_is_chosen_on_gpus_alone(decoder) -> None:
-    chosen = Cascade.of(decoder, EngineConfig(**SIZES), group_layers(decoder.paged_spec.windows))
+def test_by_itself_it_is_chosen_on_gpus_alone_and_elsewhere_by_option(decoder) -> None:
+    groups = group_layers(decoder.paged_spec.windows)
+
+    chosen = Cascade.of(decoder, EngineConfig(**SIZES), groups)
 
     assert (chosen is not None) == (jax.default_backend() == "gpu")
+    assert Cascade.of(decoder, EngineConfig(**SIZES, enable_cascade_attention=True), groups) is not None
 
 
 def test_what_is_no_choice_is_refused() -> None:

@@ -130,6 +130,23 @@ def test_what_a_file_leaves_out_is_as_transformers_has_it():
     assert other == OTHERWISE
 
 
+#: Keys of a file that say something for each layer, and which of transformers' defaults are no whole model here.
+OF_LAYERS = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "no_rope_layers", "moe_layers"}
+OF_LAYERS |= {"gating_types", "indexer_types", "layer_rope_theta"}
+NO_MODELS = {"bamba", "deepseek_v2", "dots1", "gemma3_text", "glm4_moe", "granitemoehybrid"}
+LEFT_OUT = {"bos_token_id", "eos_token_id", "per_layer_config", "time_step_limit"}
+
+
+def test_a_file_that_lists_no_layers_has_those_of_transformers():
+    families = [family for family in known_families().values() if family.model_type not in NO_MODELS]
+    for family in families:
+        config = CONFIG_MAPPING[family.model_type](architectures=[family.architecture])
+        raw = json.loads(config.to_json_string(use_diff=False))
+        whole = {name: value for name, value in raw.items() if name not in LEFT_OUT}
+        less = {name: value for name, value in whole.items() if name not in OF_LAYERS}
+        assert parse_config(less) == parse_config(whole), family.model_type
+
+
 def paged_logits(model, tokens, cuts):
     """The logits of one sequence whose tokens are fed up to each of the cuts, and one by one from the last on."""
     run, ends = PagedRun(model, num_seqs=1, max_len=40), [*cuts, *range(cuts[-1] + 1, len(tokens) + 1)]

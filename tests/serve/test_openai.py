@@ -83,6 +83,7 @@ def test_events_count_the_tokens_so_far_by_option(client) -> None:
     ):
         *events, last = ask(stream=True, stream_options=options, **GREEDY)
 
+        assert {event.object for event in events} == {last.object}
         counts = [event.usage.completion_tokens for event in events]
         assert counts == sorted(counts)
         assert counts[-1] == last.usage.completion_tokens == 8

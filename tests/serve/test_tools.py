@@ -140,6 +140,7 @@ def test_reasoning_is_apart_from_the_text(client) -> None:
     [
         ({"tools": [{}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 257}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},

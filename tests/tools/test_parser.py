@@ -228,6 +228,7 @@ def test_a_text_without_a_call_is_itself(name, text) -> None:
         '<tool_call>\n{"name": "weather"',
         '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"nom": "weather"}</tool_call>',
+        '<tool_call>\n{"name": "now", "name": "weather", "arguments": {}}</tool_call>',
         "<tool_call>weather</tool_call>",
         "<tool_call>",
         '<tool_call>{"arguments": {}}</tool_call>',

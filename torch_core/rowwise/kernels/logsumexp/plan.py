@@ -23,4 +23,4 @@ def plan_row_logsumexp(call: RowLogSumExpCall[ArraySpec], limits: DeviceLimits) 
     launch = named_launch(
         row_logsumexp_kernel, (num_rows,), arguments, constexprs, writes=("out",), num_warps=8, num_stages=3
     )
-    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs(), {})
+    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())

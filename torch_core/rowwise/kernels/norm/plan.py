@@ -33,4 +33,4 @@ def plan_row_norm(call: RowNormCall[ArraySpec], limits: DeviceLimits) -> Operati
         row_norm_kernel, (num_rows,), arguments, constexprs, writes=("out",),
         num_warps=max(1, min(16, block // 512)), num_stages=1,
     )  # fmt: skip
-    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs(), {})
+    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())

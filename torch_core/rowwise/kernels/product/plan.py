@@ -55,7 +55,7 @@ def plan_row_product(call: RowProductCall[ArraySpec], limits: DeviceLimits) -> O
         row_product_kernel, (ceil_div(num_rows, tile.rows) * ceil_div(outputs, tile.columns),), arguments, constexprs,
         writes=("out",), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs(), {})
+    return OperationPlan.of(call.name, call.arrays(), (launch,), call.outputs())
 
 
 def _tile(num_rows: int, outputs: int, dtype: str, limits: DeviceLimits) -> _Tile:

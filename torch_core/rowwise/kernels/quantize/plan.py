@@ -35,4 +35,4 @@ def plan_row_quantize(call: RowQuantizeCall[ArraySpec], limits: DeviceLimits) ->
         row_quantize_kernel, (call.num_rows,), arguments, constexprs, writes=tuple(outputs),
         num_warps=max(1, _THREADS // 32 * chunk // whole), num_stages=1, hot=True,
     )  # fmt: skip
-    return OperationPlan.of(call.name, call.arrays(), (launch,), outputs, {})
+    return OperationPlan.of(call.name, call.arrays(), (launch,), outputs)
