@@ -57,6 +57,7 @@ _NIGHTLY = (
     "no prefixes",
     "no overlap",
     "single steps",
+    "swap",
     "swap without overlap",
     "small chunks",
     "window groups",

@@ -392,3 +392,8 @@ def test_a_scored_batch_draws_the_tokens_of_a_plain_one(seed: int) -> None:
     tokens, found = scored("raw_logprobs", SamplingKind.SCORED, params, logits)
     expected = run_plain(logits, rows_of(*params, seeds=list(range(ROWS))), jnp.zeros(ROWS, jnp.int32))
     assert (tokens.tolist(), found.top_ids) == (expected.tolist(), None)
+
+
+def test_rows_without_tables_have_the_slot_behind_all_others() -> None:
+    tables = SlotTables(*(np.stack([each] * (ROWS + 1)) for each in NEUTRAL))
+    assert SamplerState(tables, None).neutral_slot == ROWS

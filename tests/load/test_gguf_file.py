@@ -137,6 +137,7 @@ HOSTILE = {
         r"k\[0\] is not",
     ),
     "no alignment": (header(keys=text("general.alignment") + value_bytes(3)), "power of two"),
+    "an alignment of 0": (header(keys=text("general.alignment") + value_bytes(0)), "power of two"),
     "an alignment of a text": (header(keys=text("general.alignment") + value_bytes("32")), "a whole number"),
     "one of two files": (header(keys=text("split.count") + value_bytes(2)), "llama-gguf-split"),
     "a tensor of 2^63": (of_tensors(entry(dims=(HUGE,))), "2\\^63 elements"),

@@ -74,6 +74,7 @@ RECORDED: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         [("weather", {"city": None, "days": -1, "tags": [True, {"a": [1.5, False]}]})],
     ),
     ("pythonic", "[now](https://example.com)", "[now](https://example.com)", "", []),
+    ("pythonic", "[weather('x')]", "[weather('x')]", "", []),
     (
         "mistral",
         (f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON}, "id": "abcdefghi"}}, '
@@ -308,6 +309,21 @@ def test_calls_beyond_the_wanted_number_are_left_out() -> None:
 )
 def test_a_template_shows_its_format(template, name) -> None:
     assert getattr(tool_format("auto", template), "name", None) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<think></think><response></response>", "granite_response"),
+        ("{{ '<think>' }}", "qwen3"),
+        ("[THINK]", "mistral"),
+        ("write 'Here is my thought process:' first", "granite"),
+        ("<seed:think>", "seed_oss"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_a_template_shows_how_its_model_reasons(template, name) -> None:
+    assert getattr(reasoning_format("auto", template), "name", None) == name
 
 
 @pytest.mark.parametrize(
