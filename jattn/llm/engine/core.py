@@ -54,7 +54,6 @@ class EngineCore(Owner):
         self._config, self._cache_config = config, cache_config
         self._device: Device | None = device
         self._failed_steps = 0
-        self._num_updates = 0
         self.weights_version = 0
         self._unfinished: Counter[Outbox] = Counter()
         self.requests: dict[str, Request] = {}
@@ -343,7 +342,6 @@ class EngineCore(Owner):
         """
         weights = self.device.runner.weights
         self._state = None
-        self._num_updates += 1
         self.weights_version = self.weights_version + 1 if version is None else version
         weights.leaves = leaves
         event(logging.INFO, "weights_replaced", num_unfinished=len(self.requests))
@@ -482,11 +480,4 @@ class EngineCore(Owner):
         return state
 
     def _new_state(self, device: Device) -> EngineState:
-        return EngineState(self._config, self._cache_config_now(), device)
-
-    def _cache_config_now(self) -> CacheConfig:
-        if not self._num_updates:
-            return self._cache_config
-        # A key must not say that a block of other weights is the same.
-        fingerprint = self._cache_config.model_fingerprint + b" update %d" % self._num_updates
-        return replace(self._cache_config, model_fingerprint=fingerprint)
+        return EngineState(self._config, self._cache_config, device)
