@@ -103,6 +103,17 @@ def test_split_over_heads_a_step_gives_the_same_in_place_without_a_collective(ki
     np.testing.assert_array_equal(cache, expected_cache)
 
 
+@on_four_devices
+def test_heads_that_two_axes_split_together_are_computed_in_place() -> None:
+    expected, _ = jax.jit(step)(*arrays(), *METADATA)
+    both = ("dp", "tp")
+    specs = (PartitionSpec(None, None, None, both), PartitionSpec(None, both), PartitionSpec(None, both))
+    placed = [place(x, mesh("auto", dp=2, tp=2), spec) for x, spec in zip(arrays(), specs, strict=True)]
+
+    assert collectives(jax.jit(step), *placed, *METADATA) == []
+    assert_close(jax.jit(step)(*placed, *METADATA)[0], expected)
+
+
 def split_call(name: str) -> tuple[Call[Any], dict[str, PartitionSpec]]:
     """A call with what a model may pass, and how the arrays with heads are split."""
     cache, query, key = arrays()

@@ -90,6 +90,15 @@ def test_generated_tokens_are_shared_once_they_are_known():
     assert cache.add("b", [1, 2, 3, 4, 5]) == 4
 
 
+def test_a_block_whose_last_token_came_after_its_step_is_shared_when_its_sequence_has_ended():
+    cache = make()
+    prefill(cache, "a", [1, 2, 3])
+    cache.retire(cache.step([("a", 1)]).step_id)
+    cache.append_tokens("a", [4])
+    cache.finish("a")
+    assert cache.add("b", [1, 2, 3, 4, 5]) == 4
+
+
 def test_tokens_of_several_sequences_are_appended_at_once():
     cache = make()
     for seq_id in ("a", "b"):

@@ -31,6 +31,15 @@ def test_a_rest_that_padding_would_pay_dearly_runs_in_a_second_step(prompts, ste
     assert [bench.step() for _ in steps] == steps
 
 
+def test_where_programs_have_no_sizes_for_prompts_the_first_step_takes_all_of_them(monkeypatch) -> None:
+    monkeypatch.setattr(scheduler, "FIRST_TOKENS", 8)
+    bench = Bench(max_num_batched_tokens=64)
+    for name in "abc":
+        bench.add(name, 8)
+
+    assert bench.step() == {"a": 8, "b": 8, "c": 8}
+
+
 def test_a_sample_that_waits_for_the_second_step_keeps_its_prompt() -> None:
     bench = Bench(num_blocks=1200, max_num_batched_tokens=4096, prompt_sizes=(256, 512, 1024, 2048, 3072, 4096))
     bench.add_samples(tuple(range(100)), 4)

@@ -32,6 +32,21 @@ def test_the_models_defaults_hold_where_a_body_says_nothing() -> None:
     assert (chat.temperature, chat.top_p, chat.max_tokens) == (0.6, 0.9, 7)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "schema"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}, {"type": "array"}),
+    ],
+)
+def test_beside_tools_an_answer_has_the_schema_of_its_format(wanted, schema) -> None:
+    found = parse_chat({"messages": MESSAGES, "response_format": wanted}).answer_schema
+
+    assert (found and {name: found[name] for name in found if name != "x-guidance"}) == schema
+
+
 def test_without_defaults_they_are_openais() -> None:
     completion, chat = parse_completion({"prompt": "x"}).params, parse_chat({"messages": MESSAGES}).params
 
