@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jattn.llm.models import Decoder, layers
 from jattn.llm.models.layers import LayerNorm, RMSNorm, dot_general, linear
+from jattn.llm.models.recurrent import mamba_dot_general
 from jattn.ops.activations import gated
 from tests.support.devices import mesh, on_eight_devices, place
 from tests.support.tiny_models import tiny_config
@@ -151,6 +152,14 @@ def test_one_row_is_multiplied_as_two_where_xla_would_write_the_product_or_wide_
     row = jax.ShapeDtypeStruct((1, in_features), dtype or jnp.float32)
     traced = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).trace(state, row)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert re.findall(r"dot_general .*: \(tensor<([\dx]+)x\d+x[bf]", text) == [rows]
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((3072, 8832), "4x2"), ((12288, 3072), "1"), ((3072, 3072), "4x2")])
+def test_the_products_of_mamba_are_in_parts_with_more_weights(shape: tuple[int, int], rows: str) -> None:
+    x, kernel = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in ((1, shape[0]), shape))
+    product = functools.partial(mamba_dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    text = jax.jit(product).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"dot_general .*: \(tensor<([\dx]+)x\d+x[bf]", text) == [rows]
 
 

@@ -52,7 +52,9 @@ def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rng
     return nnx.Linear(in_features, out_features, **options)
 
 
-def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+def dot_general(
+    x: jax.Array, kernel: jax.Array, dimension_numbers: Any, *, few_elements: int = _FEW_ELEMENTS, **options: Any
+) -> jax.Array:
     """`jax.lax.dot_general` of `[..., in]` and `[in, out]`, in parts and shapes that a platform rounds or runs well."""
 
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -71,7 +73,7 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **optio
 
     by_platform: dict[str, Any] = {}
     widens = jnp.dtype(options.get("preferred_element_type") or x.dtype).itemsize > x.dtype.itemsize
-    if x.ndim > 1 and x.size == x.shape[-1] and (x.size + kernel.size < _FEW_ELEMENTS or widens):
+    if x.ndim > 1 and x.size == x.shape[-1] and (x.size + kernel.size < few_elements or widens):
         by_platform["cuda"] = twice
     if (count := _num_parts(x, kernel)) > 1:
         by_platform["cpu"] = functools.partial(_in_parts, count=count, options=options)

@@ -125,6 +125,17 @@ _MODULES: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
 )
 
 
+# Products of one row up to so many elements are sums of four in Mamba-2. A layer of Falcon-H1 7B, whose first one has
+# 27 million weights, takes 0.7 us less in a decode step on an H100 (of 128) and an H200 (of 97); with a product of 38
+# million in parts it takes 5 us more. For layers of attention that was not measured.
+_FEW_ELEMENTS = 30_000_000
+
+
+def mamba_dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+    """See `jattn.llm.models.layers.dot_general`."""
+    return dot_general(x, kernel, dimension_numbers, few_elements=_FEW_ELEMENTS, **options)
+
+
 def recurrent_mixer(
     name: str,
     config: ModelConfig,
@@ -137,6 +148,8 @@ def recurrent_mixer(
     options = {"param_dtype": jnp.dtype(config.dtype), "kernel_init": INITIALIZER, "dot_general": dot_general}
     if name in ("lightning", "mamba"):
         options["parallel"] = parallel
+    if name == "mamba":
+        options["dot_general"] = mamba_dot_general
     return _MODULES[name](config, rngs=rngs, implementation=implementation, **options)
 
 
