@@ -34,9 +34,9 @@ PAGES = {
         "Engine and layers",
         "Whole models in the engine, layers of experts, and a Flax module.",
         [
-            *("engine_vllm", "kernels_beside_vllm", "serve", "start", "engine", "engine_fp8", "engine_hybrid"),
-            *("batch_invariance", "adapters", "adapters_h200", "experts", "experts_parts", "generate_cpu"),
-            "flax_module",
+            *("engine_vllm", "kernels_beside_vllm", "serve", "serve_long", "start", "engine", "engine_fp8"),
+            *("engine_hybrid", "batch_invariance", "adapters", "adapters_h200", "experts", "experts_parts"),
+            *("generate_cpu", "flax_module"),
         ],
     ),
     "states": (
