@@ -7,7 +7,7 @@ import torch
 
 from tests.support import reference
 from tests.support.attention_cases import assert_as_exact, assert_matches_reference, paged_case
-from tests.support.triton_ops import paged_attention, paged_attention_with_lse
+from tests.support.triton_ops import paged_attention, paged_attention_with_lse, write_kv_cache
 from torch_core import ops
 from torch_core.base.specs import AttentionSpec
 from torch_core.launch.planner import plan_call
@@ -127,3 +127,39 @@ def test_sequences_longer_than_their_table_row_read_nothing_outside(seed):
     longer = torch.full((2,), 5000, dtype=torch.int32, device="cuda")
     found = case.run(paged_attention, device="cuda", block_tables=tables, seq_lens=longer)
     assert torch.equal(found, expected)
+
+
+def test_a_launch_that_begins_early_reads_what_the_launches_in_front_wrote(seed):
+    """Lengths, a key and the attention to it, step by step: the same bits if the host waits between them."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    cache = torch.randn(64, 2, 16, 8, 128, device="cuda", generator=generator).bfloat16()
+    rows = torch.randn(100, 3, 1, 32, 128, device="cuda", generator=generator).bfloat16()
+    starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    order = torch.randperm(64, device="cuda", generator=generator).int()[None]
+    slots = (order[0, :, None] * 16 + torch.arange(16, device="cuda", dtype=torch.int32)).flatten()
+
+    def steps(wait: bool) -> list[torch.Tensor]:
+        own, lens, results = cache.clone(), torch.full((1,), 900, dtype=torch.int32, device="cuda"), []
+        torch.cuda.synchronize()
+        for step, (query, key, value) in enumerate(rows):
+            write_kv_cache(key[:, :8], value[:, :8], own, slots[900 + step : 901 + step])
+            if wait:
+                torch.cuda.synchronize()
+            lens.add_(1)
+            arrays = {
+                "query": query,
+                "kv_cache": own,
+                "block_tables": order,
+                "seq_lens": lens,
+                "query_start_loc": starts,
+            }
+            results.append(paged_attention(**arrays, spec=AttentionSpec(scale=128**-0.5), max_query_len=1))
+            write_kv_cache(value[:, :8], key[:, :8], own, slots[step : step + 1])
+            results.append(paged_attention(**arrays, spec=AttentionSpec(scale=128**-0.5), max_query_len=1))
+            if wait:
+                torch.cuda.synchronize()
+        return results
+
+    steps(wait=True)
+    for found, expected in zip(steps(wait=False), steps(wait=True), strict=True):
+        assert torch.equal(found, expected)

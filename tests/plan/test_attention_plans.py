@@ -150,6 +150,12 @@ def test_sequences_in_a_wide_table_have_smaller_chunks(num_seqs, blocks, changes
         assert (constants["LEAST"], dict(plan.scratch)["partial_max"].shape[1]) == keys_and_number
 
 
+@pytest.mark.parametrize(("num_seqs", "blocks", "keys"), [(1, 512, 128), (64, 32, 128), (128, 32, 64), (64, 512, 64)])
+def test_tiles_are_tall_where_a_multiprocessor_has_one_program_of_them(num_seqs, blocks, keys):
+    plan = paged_plan(num_seqs=num_seqs, block_tables=ArraySpec((num_seqs, blocks), "int32"))
+    assert dict(plan.launches[0].constexprs)["BLOCK_N"] == keys
+
+
 def test_partial_results_of_smaller_chunks_have_a_limit():
     wide = ArraySpec((512, 576), "int32")
     for tokens in (1, 8):

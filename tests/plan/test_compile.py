@@ -112,12 +112,23 @@ def test_tokens_of_a_decoded_sequence_are_multiplied_with_a_constant_stride_in_6
 
 def test_the_merge_of_chunks_begins_before_they_are_made_and_waits_where_devices_can():
     split, merge = (plan := paged_plan(num_seqs=1)).launches
-    assert (split.dependent, merge.dependent) == (False, True)
     variant = kernel_variant(merge, plan.specs)
     assert variant.options()["launch_pdl"]
     ptx = compile_variant(variant, 90).asm["ptx"]
     assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global.v4")
     assert "griddepcontrol.launch_dependents" in compile_variant(kernel_variant(split, plan.specs), 90).asm["ptx"]
+
+
+@pytest.mark.parametrize(("blocks", "arch", "early"), [(64, 90, True), (16384, 90, False), (64, 89, False)])
+def test_chunks_begin_early_where_a_multiprocessor_has_one_and_wait_before_all_else(blocks, arch, early):
+    limits = DeviceLimits(arch=arch)
+    split = (plan := paged_plan(num_seqs=1, block_tables=ArraySpec((1, blocks), "int32"), limits=limits)).launches[0]
+    assert split.dependent == early
+    ptx = compile_variant(kernel_variant(split, plan.specs), arch).asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx) == early
+    if early:
+        wait, let = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+        assert 0 < wait < let < ptx.index("ld.global")
 
 
 @pytest.mark.parametrize(

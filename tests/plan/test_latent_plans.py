@@ -14,8 +14,8 @@ from torch_core.launch.planner import plan_call
 
 
 def _plan(**changes: Any) -> OperationPlan:
-    arch = changes.pop("arch", 90)
-    return plan_call(latent_call(**changes), DeviceLimits(arch=arch))
+    limits = {name: changes.pop(name) for name in ("arch", "shared_memory") if name in changes}
+    return plan_call(latent_call(**changes), DeviceLimits(**limits))
 
 
 def _kernel(**changes: Any) -> str:
@@ -168,12 +168,14 @@ def test_long_queries_keep_their_sums_to_themselves():
     [
         ({"num_seqs": 1}, True),
         ({"num_seqs": 1, "num_heads": 128}, False),
+        ({"num_seqs": 8, "num_heads": 128}, True),
+        ({"num_seqs": 8, "num_heads": 128, "shared_memory": 101376}, False),
         ({"num_seqs": 1, "arch": 80}, False),
-        ({"num_seqs": 8}, False),
+        ({"num_seqs": 8}, True),
         ({"num_seqs": 4, "table_tokens": 2048}, True),
     ],
 )
-def test_a_merge_begins_early_where_half_of_the_device_is_free(changes, early):
+def test_a_merge_begins_early_where_the_device_has_room(changes, early):
     launch, merge = _plan(**changes).launches
     assert merge.dependent == early
     assert dict(launch.constexprs)["MERGED"] == early

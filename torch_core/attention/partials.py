@@ -14,6 +14,11 @@ from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer
 
 #: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
+#: Shared memory of a merging program, which uses none: those that begin early crowd on the multiprocessors that are
+#: free, and wait for one another there.
+MERGE_ROOM = 48 << 10
+#: Where a multiprocessor has less, a merge with room would wait for the end of a chunk's program.
+LARGE_SHARED_MEMORY = 200_000
 _COMBINE_CHUNKS = 32
 _PARTS_BLOCK = 1024
 # Scratch that is always read completely: waiting for the lengths first takes longer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_core.attention.operands import cache_constexprs, make_launch, operation
-from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, Chunks, combine_launch
 from torch_core.base.specs import ArraySpec
 from torch_core.device.dependent import DEPENDENT_ARCH
 from torch_core.latent.call import LatentCall
@@ -24,6 +24,8 @@ _MAX_SPLIT_QUERY = 8
 # slower over blocks of one token, at any size: 1 x 2048 took 13.2 and 12.5 us on an H100.
 _FEW_ROWS = 16
 _MANY_TOKENS = 1 << 16
+# Chunks whose merge begins early where most multiprocessors have a program.
+_FEW_CHUNKS = 16
 
 
 def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
@@ -44,8 +46,11 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query)
     programs = (call.num_seqs * chunks.number + padding) * row_tiles
-    # A merge that begins early crowds on the multiprocessors that are free: with four of 132 it took 1 us longer.
-    merged_early = chunks.number > 1 and limits.arch >= DEPENDENT_ARCH and 2 * programs <= limits.num_sms
+    # A merge that begins early crowds on the multiprocessors that are free: with four of 132 one of 64 chunks took 1 us
+    # longer, in the room that one of few has.
+    crowds = 2 * programs > limits.num_sms
+    has_place = not crowds or (chunks.number <= _FEW_CHUNKS and limits.shared_memory > LARGE_SHARED_MEMORY)
+    merged_early = chunks.number > 1 and limits.arch >= DEPENDENT_ARCH and has_place
     constexprs: dict[str, Any] = {
         **cache_constexprs(call),
         "BLOCK_SEQS": block_seqs(call.num_seqs),
@@ -72,8 +77,11 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
         num_stages=chosen.num_stages,
         hot=chosen.hot,
     )
-    merge = (combine_launch(call, chunks, min_chunks=2, dependent=merged_early),) if chunks.number > 1 else ()
-    return operation(call, (launch, *merge), chunks.scratch(call))
+    if chunks.number == 1:
+        return operation(call, (launch,))
+    room = MERGE_ROOM if merged_early and crowds else 0
+    merge = combine_launch(call, chunks, min_chunks=2, dependent=merged_early, room=room)
+    return operation(call, (launch, merge), chunks.scratch(call))
 
 
 def _kernel(call: LatentCall[ArraySpec], limits: DeviceLimits, rows: int) -> LatentKernel:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torch_core.attention.kernels.split.pairs import attend_pairs
-from torch_core.device.dependent import let_next_begin
+from torch_core.device.dependent import let_next_begin, wait_for_previous
 from torch_core.device.mask import Bounds, Scoring, visible_keys
 from torch_core.device.softmax import finish_rows
 from torch_core.device.step import attend_tile
@@ -79,6 +79,7 @@ def attention_split_kernel(
     EXACT: tl.constexpr,
     ZERO_PADDING: tl.constexpr,
     PAIRS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     MERGED: tl.constexpr,
     OUT_LIMIT: tl.constexpr,
     QUERY_STRIDES: tl.constexpr,
@@ -97,11 +98,15 @@ def attention_split_kernel(
     sequence * MAX_QUERY + query row, for attention_combine_kernel. With ZERO_PADDING, programs past the last chunk
     zero the rows of padded tokens. CHUNK, LEAST and FEW say how many chunks a sequence has, see `chunk_span`. With
     RUNS a program takes several of them where a batch has many, see `locate_chunk`. With PAIRS, 8-bit keys and values
-    are read two at a time, see split.pairs. With MERGED the merge may begin, and waits.
+    are read two at a time, see split.pairs. With DEPENDENT the launch in front may still run. With MERGED the merge
+    may begin, and waits.
     """
     HEAD_GROUPS: tl.constexpr = (GROUP + PACK - 1) // PACK
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * HEAD_GROUPS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    # First: the merge reads lengths before it waits, and the launch in front may write them.
+    if DEPENDENT:
+        wait_for_previous()
     if MERGED:
         let_next_begin()
     # The heads of a chunk are neighbours in memory and in the grid.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_core.attention.call import PagedCall
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
 from torch_core.attention.operands import cache_constexprs, make_launch, padded
-from torch_core.attention.partials import Chunks, combine_launch
+from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, Chunks, combine_launch
 from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.device.dependent import DEPENDENT_ARCH
@@ -50,11 +50,8 @@ _SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
 _SMALL_TARGET = 128
 # Merging programs from which on one has several heads, and these at most.
 _MERGES, _MOST_HEADS = 2048, 8
-# Shared memory of a merging program, which uses none: those that begin early crowd on the multiprocessors that are
-# free, and wait for one another there. By the merging programs on a multiprocessor.
-_MERGE_ROOM = {1: 48 << 10, 2: 32 << 10}
-# Where a multiprocessor has less, a merge with room would wait for the end of a chunk's program.
-_LARGE_SHARED_MEMORY = 200_000
+# Room of a merge by the merging programs on a multiprocessor.
+_MERGE_ROOM = {1: MERGE_ROOM, 2: 32 << 10}
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
 # the table is wide, and leave after about a microsecond.
 _MAX_PROGRAMS = 8192
@@ -86,10 +83,13 @@ def split_launches(
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
     merged_early = chunks.number > 1 and limits.arch >= DEPENDENT_ARCH
+    programs = (_programs(call.num_seqs, chunks) + padding) * head_programs
+    # Two programs of a multiprocessor that begin early lie unevenly: 8 x 8192 took a tenth longer.
+    begins_early = limits.arch >= DEPENDENT_ARCH and programs <= limits.num_sms
     split = make_launch(
         attention_split_kernel,
         call,
-        ((_programs(call.num_seqs, chunks) + padding) * head_programs,),
+        (programs,),
         {
             **cache_constexprs(call),
             "BLOCK_SEQS": block_seqs(call.num_seqs),
@@ -106,6 +106,7 @@ def split_launches(
             "NUM_KV_HEADS": call.num_kv_heads,
             "ZERO_PADDING": zero_padding,
             "PAIRS": _reads_pairs(call, tile),
+            "DEPENDENT": begins_early,
             "MERGED": merged_early,
         },
         # A single query row stands at the last key: nothing is to its right.
@@ -113,13 +114,14 @@ def split_launches(
         writes=chunks.buffers,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        dependent=begins_early,
         hot=is_hot(call),
     )
     if chunks.number == 1:
         return [split], ()
     heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
     merges = ceil_div(call.num_seqs * max_query * call.num_heads // heads, limits.num_sms)
-    crowds = merged_early and 2 * split.grid[0] > limits.num_sms and limits.shared_memory > _LARGE_SHARED_MEMORY
+    crowds = merged_early and 2 * programs > limits.num_sms and limits.shared_memory > LARGE_SHARED_MEMORY
     room = _MERGE_ROOM.get(merges, 0) if crowds else 0
     merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return [split, merge], chunks.scratch(call)
@@ -166,8 +168,10 @@ def _tile(call: PagedCall[ArraySpec], rows: int, programs: int) -> Tile:
     if block_m > 16:
         return Tile(block_m, 64, 3, 4)
     if programs < 512:
-        # One program for each multiprocessor, or two: tall tiles must keep enough loads in flight.
-        tall = key_bytes == 1 or programs * call.table_tokens <= _SMALL_WORK[key_bytes]
+        # One program for each multiprocessor, or two: tall tiles must keep enough loads in flight. Those of 128 16-bit
+        # elements leave no room for a second program.
+        fits = head_padded <= 64 or programs <= _SMALL_TARGET
+        tall = key_bytes == 1 or (fits and programs * call.table_tokens <= _SMALL_WORK[key_bytes])
         return Tile(16, 128 if tall else 64, 3, 4)
     if key_bytes == 1:
         return Tile(16, 32, 3, 1) if programs >= 1024 else Tile(16, 64, 3, 2)

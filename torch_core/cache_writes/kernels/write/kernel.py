@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.dependent import let_next_begin
 from torch_core.device.quantize import load_scale, saturate_to, store_value
 
 
@@ -51,11 +52,15 @@ def write_cache_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    LETS_NEXT: tl.constexpr,
 ):
     """Writes a tile of TOKENS tokens by COLUMNS (head, element) columns; both loads are issued before the stores.
 
-    Without a value_cache, values lie value_offset elements after the keys of the same slot.
+    Without a value_cache, values lie value_offset elements after the keys of the same slot. With LETS_NEXT the launch
+    behind may begin, and waits.
     """
+    if LETS_NEXT:
+        let_next_begin()
     dtype: tl.constexpr = key_cache.dtype.element_ty
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -8,6 +8,7 @@ from typing import Any
 from torch_core.base.specs import DTYPE_BYTES, LARGEST_CODE, ArraySpec
 from torch_core.cache_writes.call import WriteCall
 from torch_core.cache_writes.kernels.write.kernel import write_cache_kernel, write_cache_per_token_head_kernel
+from torch_core.device.dependent import DEPENDENT_ARCH
 from torch_core.launch.operands import ceil_div, named_launch, power_of_two, scale_pointer, scale_value, strides
 from torch_core.launch.plan import ABSENT, Argument, DeviceLimits, LaunchPlan, OperationPlan, Pointer, Scalar
 
@@ -20,11 +21,11 @@ _AXES = ("block", "token", "head")
 
 def plan_write(call: WriteCall[ArraySpec], limits: DeviceLimits) -> OperationPlan:
     """Plans a checked write that is not empty, in place; buffers are named as the fields of the call."""
-    launch = _plain_launch(call) if call.k_scale_cache is None else _per_token_head_launch(call)
+    launch = _plain_launch(call, limits) if call.k_scale_cache is None else _per_token_head_launch(call)
     return OperationPlan(name=call.name, inputs=tuple(call.arrays().items()), in_place=call.written, launches=(launch,))
 
 
-def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
+def _plain_launch(call: WriteCall[ArraySpec], limits: DeviceLimits) -> LaunchPlan:
     num_tokens = call.slot_mapping.shape[0]
     row = call.key.shape[1] * max(call.key.shape[2], call.value.shape[2])
     columns = min(power_of_two(row), 2048)
@@ -40,7 +41,12 @@ def _plain_launch(call: WriteCall[ArraySpec]) -> LaunchPlan:
             "k_scale_value": scale_value(call.k_scale),
             "v_scale_value": scale_value(call.v_scale),
         },
-        {"TOKENS": tokens, "COLUMNS": columns, "HAS_SCALE": call.k_scale is not None or call.v_scale is not None},
+        {
+            "TOKENS": tokens,
+            "COLUMNS": columns,
+            "HAS_SCALE": call.k_scale is not None or call.v_scale is not None,
+            "LETS_NEXT": limits.arch >= DEPENDENT_ARCH,
+        },
     )
 
 
