@@ -256,6 +256,12 @@ def test_an_adapter_that_is_not_there_is_refused(lora, text, named):
     assert named.num_unfinished == 0
 
 
+@pytest.mark.parametrize("path", [None, 1])
+def test_a_folder_that_is_no_path_is_refused_by_name(path):
+    with pytest.raises(InvalidInput, match=f"lora_path is {path}"):
+        LoRARequest("a", lora_path=path)
+
+
 def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(named):
     with pytest.raises(jattn.InvalidInput, match="the rank of 'a0' is 5; the engine's max_lora_rank is 4"):
         named.add_lora("a0", Adapters(CONFIG, rank=5, rngs=nnx.Rngs(0)))

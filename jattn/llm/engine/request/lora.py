@@ -37,7 +37,8 @@ class LoRARequest:
     load_inplace: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         check_fields(self)
         check_lora_name(self.lora_name)
 
