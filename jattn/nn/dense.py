@@ -269,7 +269,7 @@ def rotated(
 ) -> jax.Array:
     """Applies `rope` to [..., length, heads, head_size]; positions count from 0 in each row by default."""
     if positions is None:
-        positions = jnp.arange(x.shape[-3])
+        positions = jnp.arange(x.shape[-3], dtype=jnp.int32)
     if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
         raise InvalidInput(f"input_positions is {jnp.result_type(positions)}; positions are integers, such as int32.")
     shape, tokens = jnp.shape(positions), x.shape[:-2]

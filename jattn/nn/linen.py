@@ -158,7 +158,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             check_module_cache(cache, query.shape[:-3], core, _FIXES)
             if self.rope is not None:
                 if input_positions is None:
-                    input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3])
+                    input_positions = cache.seq_lens[..., None] + jnp.arange(query.shape[-3], dtype=jnp.int32)
                 query, key = (rotated(self.rope, x, input_positions) for x in (query, key))
             room: dict[str, Any] = {"max_length": self.max_length, "fixes": _FIXES}
             x, cache = decode_module_cache(core, query, (key, value), cache, lengths=lengths, **room)

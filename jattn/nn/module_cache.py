@@ -179,7 +179,7 @@ def decode_module_cache(
         slots = block * block_size + positions % block_size
         slots = keys.pack(jnp.where(overflow[:, None], PAD_SLOT_ID, slots).reshape(sequences, key_length))
         if keys.real is not None:
-            slots = jnp.where(jnp.arange(slots.size) < keys.start_loc[-1], slots, PAD_SLOT_ID)
+            slots = jnp.where(jnp.arange(slots.size, dtype=jnp.int32) < keys.start_loc[-1], slots, PAD_SLOT_ID)
     metadata = AttentionMetadata(
         block_tables=tables,
         # A sequence that does not fit writes nothing and reads nothing.

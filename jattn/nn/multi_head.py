@@ -390,7 +390,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 def _positions(query: jax.Array, held: ModuleCache | None, metadata: AttentionMetadata | None) -> jax.Array | None:
     """Returns the positions of queries after the cached tokens; None if they count from 0."""
     if held is not None:
-        return held.seq_lens[..., None] + jnp.arange(query.shape[-3])
+        return held.seq_lens[..., None] + jnp.arange(query.shape[-3], dtype=jnp.int32)
     return None if metadata is None else metadata.positions(query[..., 0, 0].size).reshape(query.shape[:-2])
 
 

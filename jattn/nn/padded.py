@@ -66,4 +66,4 @@ def flat_lengths(name: str, lengths: Any, batch_dims: tuple[int, ...], longest: 
 
 def real_tokens(lengths: jax.Array | None, length: int) -> jax.Array | None:
     """Returns bool[batch, length], the real tokens; None if lengths is None: all tokens are real."""
-    return None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
+    return None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]

@@ -46,7 +46,7 @@ def attend_to_blocks(
     query_lens = jnp.diff(call.query_start_loc)
     context = call.seq_lens - query_lens
     queries = _queries(call, dtype)
-    positions = context[:, None] + jnp.arange(call.max_query_len)[None]
+    positions = context[:, None] + jnp.arange(call.max_query_len, dtype=jnp.int32)[None]
 
     blocks_per_run = max(1, min(_TOKENS_PER_RUN // block_size, max_blocks))
     num_runs = math.ceil(max_blocks / blocks_per_run)
@@ -56,7 +56,7 @@ def attend_to_blocks(
 
     def visit(state: softmax.SoftmaxState, run: jax.Array) -> softmax.SoftmaxState:
         start = run * run_tokens
-        key_positions = start + jnp.arange(run_tokens)
+        key_positions = start + jnp.arange(run_tokens, dtype=jnp.int32)
         exists = key_positions[None] < call.seq_lens[:, None]
         blocks = jax.lax.dynamic_slice_in_dim(tables, run * blocks_per_run, blocks_per_run, 1)
         # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
@@ -87,7 +87,7 @@ def attend_to_blocks(
     if num_runs == 1:
         state = visit(state, jnp.int32(0))
     else:
-        state, _ = jax.lax.scan(visit_if_reached, state, jnp.arange(num_runs))
+        state, _ = jax.lax.scan(visit_if_reached, state, jnp.arange(num_runs, dtype=jnp.int32))
     return _results(call, state)
 
 
@@ -100,8 +100,8 @@ def _attention(call: DenseCall[jax.Array]) -> dict[str, jax.Array]:
         return empty_outputs(call)
     key_lens = jnp.diff(call.key_start_loc)
     context = key_lens - jnp.diff(call.query_start_loc)
-    positions = context[:, None] + jnp.arange(call.max_query_len)[None]
-    key_positions = jnp.arange(max_key_len)
+    positions = context[:, None] + jnp.arange(call.max_query_len, dtype=jnp.int32)[None]
+    key_positions = jnp.arange(max_key_len, dtype=jnp.int32)
     pairs = None
     if call.segment_ids is not None:
         call, (positions, key_positions, pairs) = _segmented(call, call.segment_ids, max_key_len)
@@ -147,7 +147,8 @@ def _attention_backward(call: DenseBackwardCall[jax.Array]) -> dict[str, jax.Arr
         lambda x: _attention(forward.with_arrays({name.removeprefix("d_"): array for name, array in x.items()})), inputs
     )
     # Rows past the last sequence may hold anything; rows that see nothing have an lse of -inf in any case.
-    real = (jnp.arange(call.num_tokens) < call.query_start_loc[-1])[:, None] & (found["lse"] > -jnp.inf)
+    real = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.query_start_loc[-1]
+    real = real[:, None] & (found["lse"] > -jnp.inf)
     # The lse that is given counts: it may be over more keys than are here, of which others have the gradient.
     share = jnp.where(real, jnp.exp(found["lse"] - jnp.where(real, call.lse, 0)), 0)
     results = call.arrays()
@@ -198,7 +199,7 @@ def _results(call: AttentionCall[jax.Array], state: softmax.SoftmaxState) -> dic
     padded = (call.num_seqs, call.max_query_len, call.num_heads)
     out = out.transpose(0, 3, 1, 2, 4).reshape(*padded, call.value_head_size)
     lse = lse.transpose(0, 3, 1, 2).reshape(padded)
-    tokens = jnp.arange(call.num_tokens)
+    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(call.query_start_loc, tokens, side="right") - 1
     real = tokens < call.query_start_loc[-1]
     sequence = jnp.where(real, sequence, 0)
@@ -212,7 +213,7 @@ def _results(call: AttentionCall[jax.Array], state: softmax.SoftmaxState) -> dic
 
 def _by_sequence(packed: jax.Array, start_loc: jax.Array, max_len: int) -> jax.Array:
     """Returns packed rows as `[num_seqs, max_len, ...]`, zeros past a sequence's end: a neighbour's NaN lies there."""
-    rows = start_loc[:-1, None] + jnp.arange(max_len)[None]
+    rows = start_loc[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)[None]
     own = rows < start_loc[1:, None]
     own = own.reshape(*own.shape, *(1,) * (packed.ndim - 1))
     return jnp.where(own, packed.at[rows].get(mode="fill", fill_value=0), 0)

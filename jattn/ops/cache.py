@@ -131,7 +131,7 @@ def places(slot_mapping: jax.Array, num_blocks: int, block_size: int) -> tuple[j
 
 def _copy_blocks(call: CopyCall[jax.Array]) -> dict[str, jax.Array]:
     cache, pairs = call.kv_cache, call.block_mapping
-    sources, targets = jnp.where((pairs >= 0).all(1), pairs.T, jnp.array([[0], [cache.shape[0]]]))
+    sources, targets = jnp.where((pairs >= 0).all(1), pairs.T, jnp.array([[0], [cache.shape[0]]], jnp.int32))
     return {"kv_cache": cache.at[targets].set(cache[sources], mode="drop")}
 
 

@@ -88,13 +88,14 @@ def _causal_conv1d(call: CausalConvCall[jax.Array]) -> dict[str, jax.Array]:
     call = call.of_channels()
     past, (num_tokens, num_channels) = call.width - 1, call.x.shape
     wide = jnp.float64 if call.x.dtype == jnp.float64 else jnp.float32
-    starts, seqs, tokens = call.query_start_loc, jnp.arange(call.num_seqs), jnp.arange(num_tokens)
+    starts = call.query_start_loc
+    seqs, tokens = (jnp.arange(count, dtype=jnp.int32) for count in (call.num_seqs, num_tokens))
     lens, first = jnp.diff(starts), starts[:-1] + past * seqs
     num_rows = num_tokens + past * call.num_seqs
     is_token = tokens < starts[-1]
     # Padding is past the end, each row at a place of its own.
     rows = tokens + jnp.where(is_token, past * (jnp.searchsorted(starts[1:], tokens, side="right") + 1), num_rows)
-    history = first[:, None] + jnp.arange(past)[None]
+    history = first[:, None] + jnp.arange(past, dtype=jnp.int32)[None]
     inputs = jnp.zeros((num_rows, num_channels), wide)
     inputs = inputs.at[rows].set(call.x.astype(wide), mode="drop", unique_indices=True)
     found: dict[str, jax.Array] = {}

@@ -48,7 +48,7 @@ def advance_in_chunks(
         if call.num_kept_tokens is not None:
             # Of the two, XLA leaves out what is not used.
             _, _, last = advanced(call.num_kept_tokens)
-        kept = jnp.where(slots_of(call)[1], slots, call.states.shape[0] + jnp.arange(call.num_seqs))
+        kept = jnp.where(slots_of(call)[1], slots, call.states.shape[0] + jnp.arange(call.num_seqs, dtype=jnp.int32))
         new = last.astype(call.states.dtype)
         found["states"] = call.states.at[kept].set(new, mode="drop", unique_indices=True)
     return found
@@ -63,7 +63,7 @@ def decay_between(gate: jax.Array) -> jax.Array:
     Args:
         gate: logarithms of each token's decay, at most 0, `[heads, tokens, ...]`.
     """
-    tokens = jnp.arange(gate.shape[1])
+    tokens = jnp.arange(gate.shape[1], dtype=jnp.int32)
     is_past = tokens[:, None] >= tokens[None]
     lower, after = is_past.astype(gate.dtype), (tokens[:, None] > tokens[None]).astype(gate.dtype)
     # Far below what an exponential is 0 of: -inf times 0 would be NaN.
@@ -79,7 +79,7 @@ def initial_states(
     slots, _, known = slots_of(call)
     if call.states is None:
         return jnp.zeros((call.num_seqs, *shape), wide), slots
-    read = jnp.where(known, slots, call.states.shape[0] + jnp.arange(call.num_seqs))
+    read = jnp.where(known, slots, call.states.shape[0] + jnp.arange(call.num_seqs, dtype=jnp.int32))
     return call.states.at[read].get(mode="fill", fill_value=0, unique_indices=True).astype(wide), slots
 
 
@@ -88,7 +88,7 @@ def slots_of(call: StateCall[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Arra
 
     Sequences without tokens do neither: they may share a slot with another one.
     """
-    slots = jnp.arange(call.num_seqs) if call.cache_indices is None else call.cache_indices
+    slots = jnp.arange(call.num_seqs, dtype=jnp.int32) if call.cache_indices is None else call.cache_indices
     lens = jnp.diff(call.query_start_loc)
     lasts = lens if call.num_kept_tokens is None else call.num_kept_tokens
     known = (slots >= 0) & (lens > 0)
@@ -114,16 +114,16 @@ def _advanced(
     num_tokens, num_seqs, starts = call.num_tokens, call.num_seqs, call.query_start_loc
     wide, is_short = first.dtype, call.max_query_len <= size
     if is_short:
-        seqs, chunk = jnp.arange(num_seqs), jnp.zeros(num_seqs, jnp.int32)
+        seqs, chunk = jnp.arange(num_seqs, dtype=jnp.int32), jnp.zeros(num_seqs, jnp.int32)
     else:
         counts = -(-lens // size)
-        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs)
+        ends, places = jnp.cumsum(counts), jnp.arange(num_tokens // size + num_seqs, dtype=jnp.int32)
         # Places after the last chunk are of no sequence: number num_seqs.
         seqs = jnp.searchsorted(ends, places, side="right")
         chunk = places - (ends - counts).at[seqs].get(mode="clip")
-    steps = chunk[:, None] * size + jnp.arange(size)[None]
+    steps = chunk[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     is_token = (steps < lens.at[seqs].get(mode="clip")[:, None]) & (seqs < num_seqs)[:, None]
-    beyond = num_tokens + jnp.arange(steps.size).reshape(steps.shape)
+    beyond = num_tokens + jnp.arange(steps.size, dtype=jnp.int32).reshape(steps.shape)
     rows = jnp.where(is_token, starts.at[seqs].get(mode="clip")[:, None] + steps, beyond)
 
     def chunks(x: jax.Array) -> jax.Array:

@@ -78,7 +78,8 @@ def masked_attention(
         for lens, size in ((query_lens, length), (key_lens, key_length))
     )
     context = key_lens - query_lens
-    positions, key_positions = context[:, None] + jnp.arange(length)[None], jnp.arange(key_length)
+    positions, key_positions = (jnp.arange(count, dtype=jnp.int32) for count in (length, key_length))
+    positions = context[:, None] + positions[None]
     pairs = None
     if segment_ids is not None:
         positions, key_positions, pairs = softmax.segments(*segment_ids)
@@ -89,7 +90,7 @@ def masked_attention(
     visible, new_bias = softmax.visible(call, positions, key_positions, key_lens, context)
     visible = visible if pairs is None else visible & pairs
     if rows == batch:
-        visible &= (jnp.arange(length)[None] < query_lens[:, None])[:, :, None]
+        visible &= (jnp.arange(length, dtype=jnp.int32)[None] < query_lens[:, None])[:, :, None]
 
     dtype = softmax.compute_dtype(call)
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_size)
@@ -119,7 +120,7 @@ def _real(array: jax.Array, lens: jax.Array | None) -> jax.Array:
     """Returns zeros past each row's end: anything at all lies there, and 0 times NaN is NaN, in a derivative too."""
     if lens is None:
         return array
-    return jnp.where((jnp.arange(array.shape[1])[None] < lens[:, None])[:, :, None, None], array, 0)
+    return jnp.where((jnp.arange(array.shape[1], dtype=jnp.int32)[None] < lens[:, None])[:, :, None, None], array, 0)
 
 
 def _by_head(array: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -38,7 +38,7 @@ def merge_states(
 def _merge_states(call: MergeCall[jax.Array]) -> dict[str, jax.Array]:
     lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (call.lse_a, call.lse_b))
     if call.num_tokens_a is not None:
-        lse_a = jnp.where(jnp.arange(lse_a.shape[0])[:, None] < call.num_tokens_a, lse_a, -jnp.inf)
+        lse_a = jnp.where(jnp.arange(lse_a.shape[0], dtype=jnp.int32)[:, None] < call.num_tokens_a, lse_a, -jnp.inf)
     maximum = jnp.maximum(lse_a, lse_b)
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)
     weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)

@@ -30,7 +30,7 @@ def chosen_experts(
         groups = choice.reshape(-1, n_group, choice.shape[-1] // n_group)
         best = jax.lax.top_k(groups, 1 if correction_bias is None else 2)[0].sum(-1)
         kept = jax.lax.top_k(best, topk_group)[1]
-        is_kept = (kept[..., None] == jnp.arange(n_group)[None, None]).any(-2)
+        is_kept = (kept[..., None] == jnp.arange(n_group, dtype=jnp.int32)[None, None]).any(-2)
         choice = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(choice.shape)
     experts = jax.lax.top_k(choice, top_k)[1].astype(jnp.int32)
     if forced is not None:

@@ -142,10 +142,10 @@ sparse_mla_attention_with_lse = operation(
 
 def _indexer_logits(call: IndexerCall[jax.Array]) -> dict[str, jax.Array]:
     """Scores every key that a query sees, in float32, query by query; -inf elsewhere."""
-    num_seqs, tokens = call.seq_lens.shape[0], jnp.arange(call.num_tokens)
+    num_seqs, tokens = call.seq_lens.shape[0], jnp.arange(call.num_tokens, dtype=jnp.int32)
     if num_seqs == 0:
         return {"logits": jnp.full((call.num_tokens, call.table_tokens), -jnp.inf, jnp.float32)}
-    places = jnp.arange(call.table_tokens)
+    places = jnp.arange(call.table_tokens, dtype=jnp.int32)
     exists = places[None] < call.seq_lens[:, None]
     # The table's tail may hold anything: block 0 replaces entries that no sequence reaches.
     keys = call.key_cache[jnp.where(exists[:, :: call.block_size], call.block_tables, 0)]

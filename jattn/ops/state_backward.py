@@ -40,7 +40,7 @@ def register_backward(
             return found["out"], found["states"]
 
         (_, last), pull = jax.vjp(results, first, *(given[name] for name in names))
-        is_token = jnp.arange(call.num_tokens)[:, None, None] < call.query_start_loc[-1]
+        is_token = jnp.arange(call.num_tokens, dtype=jnp.int32)[:, None, None] < call.query_start_loc[-1]
         d_last = jnp.zeros_like(last) if call.d_last is None else call.d_last.astype(last.dtype)
         d_first, *found = pull((jnp.where(is_token, call.d_out, 0), d_last))
         gradients = {f"d_{name}": x for name, x in zip(names, found, strict=True)} | {"d_initial": d_first}
@@ -72,4 +72,4 @@ def register_backward(
 
 def _no_slots(call: Any) -> jax.Array:
     """Returns a number beyond the slots for each sequence, none twice."""
-    return call.states.shape[0] + jnp.arange(call.num_seqs)
+    return call.states.shape[0] + jnp.arange(call.num_seqs, dtype=jnp.int32)

@@ -34,11 +34,12 @@ def raising() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("label", LABELS.values())
-def test_an_op_in_jnp(label: str) -> None:
+def test_an_op_in_jnp(label: str, x64: bool) -> None:
     call = CALLS[label].map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)))
 
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(jax_op(call).jnp, call)
 
 
@@ -55,12 +56,13 @@ def test_features_of_attention(draw: Any, seed: int, implementation: str) -> Non
         jax.eval_shape(lambda x: attend(**x, **static, implementation=implementation), given)
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("lengths", [None, (3, 7)])
-def test_a_module_with_every_option_and_its_derivative(lengths: tuple[int, ...] | None) -> None:
+def test_a_module_with_every_option_and_its_derivative(lengths: tuple[int, ...] | None, x64: bool) -> None:
     options: dict[str, Any] = {"normalize_qk": True, "sliding_window": 4, "alibi_slopes": (0.5, 0.2), "sinks": True}
     module = MultiHeadAttention(2, 16, num_kv_heads=1, decode=False, **options, rngs=nnx.Rngs(0))
     module.init_cache((2, 12, 16))
-    lens = None if lengths is None else jnp.array(lengths)
+    lens = None if lengths is None else jnp.array(lengths, jnp.int32)
     graph, state = nnx.split(module)
 
     def decode(state: Any, x: jax.Array) -> Any:
@@ -71,8 +73,9 @@ def test_a_module_with_every_option_and_its_derivative(lengths: tuple[int, ...] 
         return nnx.merge(graph, state)(x, is_causal=True, lengths=lens).sum()
 
     x = jnp.ones((2, 7, 16))
-    jax.eval_shape(decode, state, x)
-    jax.eval_shape(jax.grad(loss), x)
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(decode, state, x)
+        jax.eval_shape(jax.grad(loss), x)
 
 
 def test_the_linen_module_with_a_cache() -> None:
