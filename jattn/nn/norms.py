@@ -53,7 +53,8 @@ def normalised(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
     before it multiplies x, which takes two, or three for many rows.
     """
     weight = norm.scale[...]  # type: ignore[index]
-    wide = x.astype(jnp.result_type(x, weight, norm.dtype or jnp.float32, jnp.float32))
+    dtypes = (x.dtype, weight.dtype, jnp.dtype(norm.dtype or jnp.float32), jnp.dtype(jnp.float32))
+    wide = x.astype(max(dtypes, key=lambda each: each.itemsize))
     wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.epsilon)
     wide = wide * jax.lax.broadcast_to_rank(weight.astype(wide.dtype), x.ndim)
     return wide.astype(norm.dtype or jnp.result_type(x, weight))

@@ -70,3 +70,11 @@ def test_a_norm_by_one_kernel_is_as_wide_as_flaxs(dtypes, seed):
         assert found.dtype == wanted.dtype
         eps = float(jnp.finfo(found.dtype).eps)
         np.testing.assert_allclose(found, wanted, rtol=4 * eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_norm_by_one_kernel_mixes_no_dtypes_where_its_own_is_named(dtype):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        norm = nnx.RMSNorm(24, dtype=dtype, param_dtype="bfloat16", rngs=nnx.Rngs(0))
+
+        assert normalised(norm, jnp.ones((5, 24), "float32")).dtype == dtype
