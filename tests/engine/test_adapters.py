@@ -272,6 +272,28 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(named):
     named.add([1], SamplingParams(max_tokens=1, **GREEDY), lora="a0")
 
 
+@pytest.mark.parametrize("alpha", [0, float("nan"), "1", True])
+def test_an_alpha_that_scales_by_no_number_is_refused(alpha, named):
+    with pytest.raises(InvalidInput, match=rf"^alpha is {alpha!r}; it must be a number other than 0"):
+        named.add_lora("a0", named.trained, alpha=alpha)
+
+
+@pytest.mark.parametrize("kind", ["refuse", "report", "accept"])
+def test_an_adapter_from_memory_with_numbers_that_are_not_finite(kind, caplog):
+    adapters = tiny_adapters(CONFIG, 0)
+    config = EngineConfig(num_blocks=8, enable_lora=True, non_finite_weights=kind)
+    with Engine(tiny_model(CONFIG, 0), config) as engine:
+        engine.add_lora("a", adapters)
+        weight = next(iter(adapters.layers[0].values()))["lora_b"]
+        weight[...] = weight[...].at[0].set(jnp.nan)
+        if kind == "refuse":
+            with pytest.raises(InvalidInput, match=r"^adapter 'a' has NaN or infinite numbers"):
+                engine.add([1], lora="a")
+        else:
+            engine.add([1], lora="a")
+    assert ("adapter 'a' has NaN or infinite numbers" in caplog.text) == (kind == "report")
+
+
 def test_without_enable_lora_an_adapter_is_refused():
     with Engine(tiny_model(CONFIG, 0), EngineConfig(num_blocks=8)) as engine:
         for call in (lambda: engine.add([1], lora="x"), lambda: engine.add_lora("x", {})):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jattn.llm.load.families import known_families
 from jattn.llm.load.folder import read_object
 from torch_core.adapters.call import MAX_RANK
@@ -142,7 +144,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     rank, alpha, use_rslora = raw.get("r", 8), raw.get("lora_alpha", 8), raw.get("use_rslora", False)
     try:
         check_int("r", rank, 1, MAX_RANK)
-        _check_alpha("lora_alpha", alpha)
+        check_alpha("lora_alpha", alpha)
         if not isinstance(use_rslora, bool):
             raise InvalidInput("use_rslora", value=use_rslora, wanted="it must be true or false")
         ranks, alphas = _pattern(raw, "rank_pattern"), _pattern(raw, "alpha_pattern")
@@ -155,7 +157,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         for name, value in ranks.items():
             check_int(f"rank_pattern[{name!r}]", value, 1, MAX_RANK)
         for name, value in alphas.items():
-            _check_alpha(f"alpha_pattern[{name!r}]", value)
+            check_alpha(f"alpha_pattern[{name!r}]", value)
     except InvalidInput as error:
         raise error.under(NAME) from None
     return PeftConfig(rank, alpha, use_rslora, ranks, alphas, parameters, modules, excluded, layers, base)
@@ -208,6 +210,8 @@ def _of(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _check_alpha(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < abs(value) < 1e6:
+def check_alpha(name: str, value: Any) -> None:
+    """Refuses a value by which an adapter's products cannot be scaled."""
+    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    if not is_number or not 0 < abs(value) < 1e6:
         raise InvalidInput(name, value=value, wanted="it must be a number other than 0 and below 1e6")

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn.llm.load.adapter_config import check_alpha
 from jattn.llm.load.adapter_pieces import AdapterWeights, Pair, by_last_names, joined, own_pieces, pieces_of, unknown
 from jattn.llm.models import Adapters, LoraWeights, ModelConfig, adapter_targets
 from torch_core.base.checks import check_int
@@ -34,9 +35,11 @@ def adapter_of(
         keeps_dtype: the matrices of modules and states, too, have their own dtype, and not the model's.
 
     Raises:
-        InvalidInput: another source, an index out of range, or arrays that do not fit.
+        InvalidInput: another source, an index or alpha out of range, or arrays that do not fit.
         Unsupported: layers that have no adapters here.
     """
+    if alpha is not None:
+        check_alpha("alpha", alpha)
     if not isinstance(source, Adapters):
         return _of_state(source, config, index, alpha, keeps_dtype)
     check_int("index", index, 0, source.num_adapters - 1)

@@ -7,9 +7,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.engine.device.adapters import engine_targets
+from jattn.llm.engine.device.weights import are_finite
 from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.request.lora import LoadedAdapter, LoRARequest
 from jattn.llm.load.adapter_pieces import AdapterWeights
@@ -17,6 +20,7 @@ from jattn.llm.load.adapter_state import adapter_of
 from jattn.llm.load.adapters import load_adapter
 from jattn.llm.models import AdapterTarget, Decoder, ModelConfig
 from jattn.llm.models.changes import ModuleWatch
+from jattn.llm.reports import LOGGER
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput
 
@@ -62,7 +66,7 @@ class AdapterRegistry:
         with self._lock:
             if adapter is not None:
                 watch = ModuleWatch(adapter) if follow and isinstance(adapter, nnx.Module) else None
-                self._put(lora_request, adapter_of(adapter, config, **options))
+                self._put(lora_request, self._finite(name, adapter_of(adapter, config, **options)))
                 self._sources.pop(name, None)
                 if watch is not None:
                     self._sources[name] = _Source(weakref.ref(adapter), watch, options)
@@ -129,8 +133,19 @@ class AdapterRegistry:
         with self._lock:
             module = source.module()
             if module is not None and self._sources.get(name) is source and source.watch.is_changed():
-                self._put(self._loaded[name][1], adapter_of(module, self._model_config(), **source.options))
+                found = adapter_of(module, self._model_config(), **source.options)
+                self._put(self._loaded[name][1], self._finite(name, found))
                 source.watch.mark_seen()
+
+    def _finite(self, name: str, found: AdapterWeights) -> AdapterWeights:
+        """Returns an adapter from memory, whose numbers are checked as those of `update_weights`."""
+        kind = self._config.non_finite_weights
+        if kind != "accept" and not are_finite(list(map(jnp.asarray, jax.tree.leaves(list(found.weights.values()))))):
+            problem = "has NaN or infinite numbers"
+            if kind == "refuse":
+                raise InvalidInput(f"adapter {shown(name)}", problem, "what was loaded before stays")
+            LOGGER.warning("adapter %s %s.", shown(name), problem)
+        return found
 
     def _put(self, request: LoRARequest, found: AdapterWeights) -> None:
         if found.rank > self._config.max_lora_rank:
@@ -212,8 +227,8 @@ class ServesAdapters:
                 that names the adapter.
 
         Raises:
-            InvalidInput: no such folder, an adapter of another model, a rank above max_lora_rank, or a name that is
-                taken, unless `load_inplace` says so.
+            InvalidInput: no such folder, an adapter of another model, a rank above max_lora_rank, numbers that are not
+                finite (see `EngineConfig.non_finite_weights`), or a name that is taken, unless `load_inplace` says so.
             Unsupported: DoRA, biases, or layers that have no adapters here.
         """
         request = LoRARequest(lora_request) if isinstance(lora_request, str) else lora_request

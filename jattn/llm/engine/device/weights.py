@@ -251,10 +251,10 @@ class Weights:
         # Over several processes all read the same ones.
         is_known = lambda leaf, old: leaf is old and leaf.is_fully_addressable  # noqa: E731
         new = [place for place in arrivals if not is_known(leaves[place], self.leaves[place])]
-        if non_finite == "accept" or _are_finite([leaves[place] for place in new]):
+        if non_finite == "accept" or are_finite([leaves[place] for place in new]):
             return leaves
         names = {place: name for name, place in self._places.items()}
-        wrong = self._as_given(names[place] for place in new if not _are_finite([leaves[place]]))
+        wrong = self._as_given(names[place] for place in new if not are_finite([leaves[place]]))
         problem = f"has NaN or infinite numbers, and so have {len(wrong) - 1} other parameters"
         if non_finite == "refuse":
             raise InvalidInput(wrong[0], problem, "the weights stay as they were")
@@ -284,10 +284,11 @@ def _dtype_of(leaf: Any, old: jax.Array) -> Any:
     return dtype if floating and old.dtype.itemsize > 1 else old.dtype
 
 
-def _are_finite(arrays: list[jax.Array]) -> bool:
-    """Reads each array once, and the host one number for all that lie on the same devices.
+def are_finite(arrays: list[jax.Array]) -> bool:
+    """Returns whether all numbers are finite.
 
-    Arrays of one kind are read by one program: a launch for each would take the host longer than small arrays do.
+    Each array is read once, and the host reads one number for all that lie on the same devices. Arrays of one kind are
+    read by one program: a launch for each would take the host longer than small arrays do.
     """
     kinds: dict[Any, list[jax.Array]] = defaultdict(list)
     for array in arrays:

@@ -106,8 +106,8 @@ class EngineConfig:
             for all of `jattn.llm.models.adapter_targets` but routers, gates of shared experts and indexers. Each has
             memory in every slot, which for experts is much, and is multiplied in every step with an adapter.
         enable_return_sampling_mask: steps record the tokens that filters keep; see `CompletionOutput.sampling_mask`.
-        non_finite_weights: what `update_weights` does with NaN and infinite numbers: "refuse" raises, and the weights
-            stay; "report" logs a warning; "accept" does not read the numbers.
+        non_finite_weights: what `update_weights`, and `add_lora` with an adapter from memory, do with NaN and infinite
+            numbers: "refuse" raises, and the weights stay; "report" logs a warning; "accept" does not read them.
         logits_processors: pure JAX functions by name, for requests that select them by
             `SamplingParams.logits_processors`: `f(logits float32[vocab], token_ids int32[max_model_len],
             num_prompt_tokens, num_tokens, value) -> float32[vocab]`, of one row, applied in order.
