@@ -278,6 +278,12 @@ def test_an_alpha_that_scales_by_no_number_is_refused(alpha, named):
         named.add_lora("a0", named.trained, alpha=alpha)
 
 
+@pytest.mark.parametrize("alpha", [3, np.int64(3), np.float32(3)])
+def test_an_alpha_is_any_number(alpha, named):
+    named.add_lora("numbered", named.trained, alpha=alpha)
+    named.remove_lora("numbered")
+
+
 @pytest.mark.parametrize("kind", ["refuse", "report", "accept"])
 def test_an_adapter_from_memory_with_numbers_that_are_not_finite(kind, caplog):
     adapters = tiny_adapters(CONFIG, 0)

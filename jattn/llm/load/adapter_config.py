@@ -212,6 +212,6 @@ def _of(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def check_alpha(name: str, value: Any) -> None:
     """Refuses a value by which an adapter's products cannot be scaled."""
-    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not 0 < abs(value) < 1e6:
         raise InvalidInput(name, value=value, wanted="it must be a number other than 0 and below 1e6")
