@@ -95,8 +95,8 @@ class Decoder(nnx.Module):
         self.pooler = linear(width, width, use_bias=config.pooler_bias, **options) if num_labels else None
         self.pooler_norm = norm(config) if num_labels and config.pooler_norm else None
         self.classifier = linear(width, num_labels, use_bias=True, **options) if num_labels else None
-        bias = (1, config.vocab_size), jnp.dtype(config.dtype)
-        self.final_logits_bias = nnx.Param(jnp.zeros(*bias)) if config.logits_bias else None
+        shape, dtype = (1, config.vocab_size), jnp.dtype(config.dtype)
+        self.final_logits_bias = nnx.Param(jnp.zeros(shape, dtype)) if config.logits_bias else None
         for module in (each for _, each in nnx.iter_modules(self) if isinstance(each, RMSNorm)):
             module.norm_implementation = implementation
 
