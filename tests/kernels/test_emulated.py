@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.emulated.language import Language
 from tests.support.emulated.machine import Machine
 from tests.support.emulated.run import run_emulated_launch
 from tests.support.emulated.scheduler import Deadlock, Scheduler
-from tests.support.emulated.values import Shared
+from tests.support.emulated.values import Shared, Tensor
 from tests.support.gluon_kernels import squares_kernel
 from torch_core.launch.plan import Descriptor, LaunchPlan, Pointer
 
@@ -106,6 +107,14 @@ def test_a_program_that_waits_for_one_that_starts_after_it_is_an_error() -> None
 
     with pytest.raises(Deadlock, match="all wait"):
         scheduler.run((f"program {i}", 4, functools.partial(program, i)) for i in range(2))
+
+
+def test_what_is_chosen_from_integers_of_a_loop_is_int32_as_in_a_kernel() -> None:
+    language = Language(Machine(Scheduler(0)), program=0, programs=1)
+    chosen: list[Any] = [0, 0]
+    for base in range(0, 64, 32):
+        chosen = [language.where(Tensor(np.arange(2) > 0), base, other) for other in chosen]
+    assert [(x.dtype.name, x.array.tolist()) for x in chosen] == [("int32", [0, 32])] * 2
 
 
 def test_each_role_may_be_late_by_any_time() -> None:

@@ -76,7 +76,9 @@ class Language:
         return self.full(shape, 0, dtype)
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
-        return Tensor(np.where(plain(condition), plain(a), plain(b)))
+        # The numbers of a loop are Python's here, and an integer of the language is an int32.
+        a = np.int32(a) if isinstance(a, int) and isinstance(b, int) else plain(a)
+        return Tensor(np.where(plain(condition), a, plain(b)))
 
     def maximum(self, a: Any, b: Any) -> Tensor:
         return Tensor(np.maximum(plain(a), plain(b)))
