@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from tests.support import reference
-from tests.support.attention_cases import dense_case, paged_case, random_paged_case, to_torch
+from tests.support.attention_cases import assert_as_exact, dense_case, paged_case, random_paged_case, to_torch
 from torch_core.attention.reference.sequence import attend_sequence
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import AttentionSpec
@@ -258,3 +258,14 @@ def test_dense_offsets_of_different_length_are_refused():
     case = dense_case(1, key_lens=[3], query_lens=[2])
     with pytest.raises(InvalidInput, match=r"key_start_loc has 3 entries and query_start_loc 2; both need num_seqs"):
         case.run(reference.attention, key_start_loc=torch.tensor([0, 1, 3]))
+
+
+@pytest.mark.parametrize("overflow", [math.inf, math.nan])
+def test_where_a_plain_computation_overflows_it_bounds_no_error(overflow: float):
+    exact, plain = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([overflow, 2.25, 3.0])
+    for error in (0.4, -0.4):
+        assert_as_exact(exact + error, exact, plain, torch.float16)
+    with pytest.raises(AssertionError, match=r"the bound is 5\.0"):
+        assert_as_exact(exact + torch.tensor([0.6, 0, 0]), exact, plain, torch.float16)
+    with pytest.raises(AssertionError, match="off by nan"):
+        assert_as_exact(plain * math.nan, exact, plain, torch.float16)
