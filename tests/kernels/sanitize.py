@@ -2,13 +2,14 @@
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitize
 
-Names of groups (forward, backward, dropout, latent, state, adapters, quantized) after it run those alone.
+Names of groups (forward, backward, dropout, latent, state, adapters, quantized, experts, rows, caches) after it run
+those alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.attention_cases import AttentionCase, dense_case, paged_case,
 from tests.support.backward_cases import backward_call
 from tests.support.conv_cases import conv_call
 from tests.support.delta_cases import delta_backward_call, delta_call
+from tests.support.expert_cases import experts_call, route_call
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.lora_cases import lora_call
@@ -27,16 +29,23 @@ from tests.support.rotary_writes import quarter_turns
 from tests.support.sparse_cases import indexer_call, sparse_case
 from tests.support.triton_ops import attention_with_lse, paged_attention_with_lse
 from torch_core import ops
+from torch_core.attention.merge_call import MergeCall
 from torch_core.base.specs import AttentionSpec
+from torch_core.cache_writes.call import CopyCall, WriteCall
+from torch_core.latent.sparse_call import ChoiceCall
 from torch_core.launch.call import Call
-from torch_core.rowwise.call import RowQuantizeCall
+from torch_core.rowwise.call import RowLogSumExpCall, RowNormCall, RowProductCall, RowQuantizeCall
 
 __all__ = [
     "adapter_calls",
     "backward_shapes",
+    "cache_calls",
     "dropout_shapes",
+    "expert_calls",
     "latent_shapes",
+    "problems",
     "quantized_calls",
+    "row_calls",
     "shapes",
     "state_calls",
 ]
@@ -100,7 +109,7 @@ def dropout_shapes() -> list[AttentionCase]:
     return [with_dropout(case, 0.2) for case in (*cases, long)]
 
 
-def latent_shapes() -> list[LatentCase]:
+def latent_shapes() -> list[LatentCase | Call[torch.Tensor]]:
     """Returns problems of DeepSeek's sizes for the portable and the Hopper kernel, in one chunk and in many."""
     sizes: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "dtype": "bfloat16", "padding_tokens": 3}
     cases = [
@@ -110,9 +119,10 @@ def latent_shapes() -> list[LatentCase]:
     cases.append(latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes))
     cases.append(latent_case(1, seq_lens=[333, 0, 9], query_lens=[2, 0, 1], num_heads=16, packed=True, **sizes))
     chosen = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 1], "topk": 130}
-    for heads, packed in ((16, False), (16, True), (128, True)):
+    for heads, packed in ((16, False), (16, True), (128, False), (128, True)):
         cases.append(sparse_case(1, num_heads=heads, packed=packed, **chosen, **sizes))
-    return cases
+    cached = rotary_write(1, torch.uint8, rank=512, rope_dim=64, tokens=70)
+    return [*cases, indexer_call(1, **_INDEXED), cached]
 
 
 def state_calls() -> list[Call[torch.Tensor]]:
@@ -127,8 +137,15 @@ def state_calls() -> list[Call[torch.Tensor]]:
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
     mambas.append(mamba_backward_call(mambas[0]))
+    # Keys of 128 have kernels of Hopper's for one token and for a few; a long prompt of few heads goes in segments.
+    for gates, few in (("g", 8), ("gk", 4)):
+        for lens in ((1,) * 40, (few, 1, 0, few) * 5, (2500, 1, 0, 40)):
+            deltas.append(delta_call(1, lens, gates=gates, sizes=(128, 72), dtype="bfloat16"))
     decoded = [delta_call(1, (1,) * 40, **sizes), mamba_call(1, (1,) * 40)]
-    return [*convolutions, conv_call(1, (1,) * 40, first_column=3, out_sizes=(5, 12, 3)), *deltas, *mambas, *decoded]
+    # Without padding there are as many tokens as sequences.
+    for padding in (3, 0):
+        decoded.append(conv_call(1, (1,) * 40, first_column=3, out_sizes=(5, 12, 3), padding=padding))
+    return [*convolutions, *deltas, *mambas, *decoded]
 
 
 def adapter_calls() -> list[Call[torch.Tensor]]:
@@ -136,6 +153,8 @@ def adapter_calls() -> list[Call[torch.Tensor]]:
     slots = ((1, 0), (0, 2, -1, 2, 1), (0,) * 150 + (2,) * 70)
     sizes: dict[str, Any] = {"num_slots": 3, "in_size": 300, "slices": (130, 20, 7), "rank": 5}
     calls = [lora_call(1, each, dtype=dtype, **sizes) for each in slots for dtype in ("bfloat16", "float32")]
+    gated: dict[str, Any] = {**sizes, "slices": (130, 130), "activation": "silu", "dtype": "bfloat16"}
+    calls += [lora_call(1, each, **gated) for each in slots]
     # As many slots as pairs of experts, rows of which several have one input.
     sizes["num_slots"] = 301
     return [*calls, lora_call(1, (300, -1, 7, 7), rows_of_input=2, adds=False, dtype="bfloat16", **sizes)]
@@ -151,6 +170,50 @@ def quantized_calls() -> list[Call[torch.Tensor]]:
         calls.append(RowQuantizeCall(x=residual, residual=residual, weight=residual[0], epsilon=1e-5))
         calls.append(RowQuantizeCall(x=x[:, :features]))
     return [*calls, *(quarter_turns(1, torch.float8_e4m3fn, tokens=n, scaled=True) for n in (5, 600))]
+
+
+def expert_calls() -> list[Call[torch.Tensor]]:
+    """Returns calls of experts and routers: one token, few, many; sizes that fill no tile; ids of no expert."""
+    calls: list[Call[torch.Tensor]] = []
+    for num_tokens in (1, 20, 700):
+        # The kernel for Hopper takes 16 bits and whole steps of 64 inputs.
+        for dtype, inner in (("bfloat16", 64), ("bfloat16", 72), ("float32", 72)):
+            sizes: dict[str, Any] = {"hidden": 192, "inner": inner, "dtype": dtype}
+            calls.append(experts_call(1, num_tokens, bias=True, unused=0.3, **sizes))
+            calls.append(experts_call(1, num_tokens, adapted=True, **sizes))
+        calls.append(route_call(1, num_tokens, num_experts=90, hidden=200, dtype="bfloat16", corrected=True))
+    return calls
+
+
+def row_calls() -> list[Call[torch.Tensor]]:
+    """Returns calls on rows that fill no tile."""
+    generator, calls = torch.Generator().manual_seed(1), list[Call[torch.Tensor]]()
+    for num_rows in (1, 67):
+        x, kernel = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_rows, 136), (136, 72)))
+        calls += [RowProductCall(x=x, kernel=kernel), RowLogSumExpCall(x=x.float())]
+        calls.append(RowNormCall(x=x, weight=kernel.T[:1].contiguous(), epsilon=1e-5, norm_type="rms_norm"))
+    return calls
+
+
+def cache_calls() -> list[Call[torch.Tensor]]:
+    """Returns writes, copies, merges and choices of slots, with entries that name nothing."""
+    torch.manual_seed(1)
+    slots = torch.tensor([5, -1, 34, 0], dtype=torch.int32)
+    key, value = torch.randn(6, 2, 80).bfloat16(), torch.randn(6, 2, 80).bfloat16()
+    calls: list[Call[torch.Tensor]] = []
+    for dtype, one in ((torch.bfloat16, None), (torch.float8_e4m3fn, 0.5)):
+        cache = torch.zeros(5, 2, 7, 2, 80).to(dtype)
+        calls.append(WriteCall(key=key, value=value, slot_mapping=slots, kv_cache=cache, k_scale=one, v_scale=one))
+    scales = {name: torch.zeros(5, 7, 2) for name in ("k_scale_cache", "v_scale_cache")}
+    calls.append(WriteCall(key=key, value=value, slot_mapping=slots, kv_cache=cache, **scales))
+    pairs = torch.tensor([[0, 3], [-1, 2], [1, 4]], dtype=torch.int32)
+    calls.append(CopyCall(kv_cache=cache, block_mapping=pairs))
+    lse = torch.randn(6, 2)
+    calls.append(MergeCall(out_a=key, lse_a=lse, out_b=value, lse_b=lse, num_tokens_a=4))
+    tables, starts = torch.tensor([[1, 3], [2, 0]], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    chosen = torch.tensor([[0, 9, -1], [13, -1, -1], [4, 99, 2], [-1, -1, -1]], dtype=torch.int32)
+    calls.append(ChoiceCall(topk_indices=chosen, block_tables=tables, query_start_loc=starts, block_size=7))
+    return calls
 
 
 def _long_shapes() -> list[AttentionCase]:
@@ -212,16 +275,19 @@ def _long_sizes(head_size: int, window: int | None) -> dict[str, Any]:
 
 def main(groups: Sequence[str]) -> None:
     """Runs every shape of the groups once, of all groups where none is named, and waits for the device."""
-    for name in groups or _GROUPS:
-        for case in _GROUPS[name]():
-            _run(case, differentiate=name in ("backward", "dropout"))
-    if "latent" in (groups or _GROUPS):
-        for call in (indexer_call(1, **_INDEXED), rotary_write(1, torch.uint8, rank=512, rope_dim=64, tokens=70)):
-            ops.run(call.map(torch.Tensor.cuda))
+    for case, differentiate in problems(groups):
+        _run(case, differentiate=differentiate)
     torch.cuda.synchronize()
 
 
-def _run(case: AttentionCase | Call[torch.Tensor], *, differentiate: bool) -> None:
+def problems(groups: Sequence[str] = ()) -> Iterator[tuple[AttentionCase | LatentCase | Call[torch.Tensor], bool]]:
+    """Yields every problem of the groups, of all where none is named, and whether its gradient is one too."""
+    for name in groups or _GROUPS:
+        for case in _GROUPS[name]():
+            yield case, name in ("backward", "dropout")
+
+
+def _run(case: AttentionCase | LatentCase | Call[torch.Tensor], *, differentiate: bool) -> None:
     if isinstance(case, Call):
         ops.run(case.map(torch.Tensor.cuda))
     elif isinstance(case, LatentCase):
@@ -232,7 +298,7 @@ def _run(case: AttentionCase | Call[torch.Tensor], *, differentiate: bool) -> No
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
 
 
-_GROUPS: dict[str, Callable[[], Sequence[AttentionCase | Call[torch.Tensor]]]] = {
+_GROUPS: dict[str, Callable[[], Sequence[AttentionCase | LatentCase | Call[torch.Tensor]]]] = {
     "forward": shapes,
     "backward": backward_shapes,
     "dropout": dropout_shapes,
@@ -240,6 +306,9 @@ _GROUPS: dict[str, Callable[[], Sequence[AttentionCase | Call[torch.Tensor]]]] =
     "state": state_calls,
     "adapters": adapter_calls,
     "quantized": quantized_calls,
+    "experts": expert_calls,
+    "rows": row_calls,
+    "caches": cache_calls,
 }
 
 

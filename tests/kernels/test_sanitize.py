@@ -1,4 +1,4 @@
-"""What is run under compute-sanitizer: a problem for every tile that the Hopper kernels have."""
+"""What is run under compute-sanitizer: a problem for every kernel, and for every tile that the Hopper kernels have."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from tests.kernels import sanitize
+from tests.support.latent_cases import LatentCase
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import AttentionCall, DenseCall
 from torch_core.attention.kernels.backward_hopper.plan import hopper_backward_tile
 from torch_core.attention.kernels.hopper.plan import hopper_tile
 from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_tile
 from torch_core.base.specs import ArraySpec
+from torch_core.launch.call import Call
 from torch_core.launch.plan import DeviceLimits, LaunchPlan
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
+from torch_core.variants.in_use import plans_in_use
 
 _TILES = {
     "hopper_prefill_kernel": hopper_tile,
@@ -71,3 +74,24 @@ def test_backward_problems_of_hopper_have_sinks_and_windows() -> None:
     calls = [call for call, _ in _launches("hopper_backward_kernel")]
     assert any(call.sinks is not None for call in calls)
     assert any(call.spec.window_left is not None for call in calls)
+
+
+def _launched() -> Iterator[str]:
+    for case, differentiate in sanitize.problems():
+        if isinstance(case, Call):
+            calls: list[Any] = [case.map(array_spec)]
+        elif isinstance(case, LatentCase):
+            calls = [case.call(with_lse=True).map(array_spec)]
+        else:
+            calls = [replace(case.call("cpu").map(array_spec), with_lse=True)]
+            calls += [_backward(calls[0])] if differentiate else []
+        for call in calls:
+            yield from (launch.name for launch in plan_call(call, DeviceLimits()).launches)
+
+
+def test_every_kernel_of_one_device_has_a_problem() -> None:
+    several = ("sum over", "attention over devices")
+    plans = {label: plan for label, plan in plans_in_use().items() if not label.startswith(several)}
+    kernels = {launch.name for plan in plans.values() for launch in plan.launches}
+    assert len(kernels) > 50
+    assert kernels - set(_launched()) == set()
