@@ -69,7 +69,7 @@ def test_paged_generation_draws_from_the_log_probabilities_of_training(
     sizes: dict[str, Any] = {
         "max_num_seqs": 8,
         "block_size": 4,
-        "num_blocks": 36,
+        "num_blocks": 28,
         "max_num_batched_tokens": 16,
         "fixed_shapes": True,
     }
