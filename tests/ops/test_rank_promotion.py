@@ -12,7 +12,7 @@ from flax import nnx
 
 from jattn.llm.models import Decoder, LatentConfig, MoEConfig
 from jattn.metadata import AttentionMetadata
-from jattn.nn import MultiHeadAttention
+from jattn.nn import MultiHeadAttention, attention_fn
 from jattn.nn import linen as twin
 from jattn.ops import attention_with_lse, paged_attention_with_lse
 from jattn.ops.xla import jax_op
@@ -76,6 +76,19 @@ def test_a_module_with_every_option_and_its_derivative(lengths: tuple[int, ...] 
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(decode, state, x)
         jax.eval_shape(jax.grad(loss), x)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("implementation", ["torch", "xla"])
+def test_segments_and_their_derivative(implementation: str, own: bool, x64: bool) -> None:
+    q, k, ids = jnp.ones((2, 7, 2, 8)), jnp.ones((2, 7, 1, 8)), jnp.ones((2, 7), jnp.int32)
+    options: dict[str, Any] = {"segment_ids": ids, "key_segment_ids": None if own else ids, "is_causal": True}
+    if implementation == "xla":
+        options |= {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(lambda q: attention_fn(q, k, k, **options, implementation=implementation).sum()), q)
 
 
 def test_the_linen_module_with_a_cache() -> None:

@@ -130,10 +130,11 @@ def marked_sinks(call: Any, fit: Any, library: Any) -> Any:
 
 def segment_offsets(call: Any, library: Any) -> Offsets:
     """Returns the offsets of a call's segments; shapes follow from the call's shapes and bounds alone."""
-    arange = functools.partial(library.arange, **_device(call, library))
+    arange = functools.partial(library.arange, dtype=library.int32, **_device(call, library))
+    as_int32 = functools.partial(library.asarray, dtype=library.int32)
     own, num_seqs, total = call.key_segment_ids is None, call.num_seqs, _num_seqs(call)
     query_rows, key_rows = (
-        (starts[1:] <= arange(ids.shape[0])[:, None]).sum(1)
+        (starts[None, 1:] <= arange(ids.shape[0])[:, None]).sum(1)
         for ids, starts in ((call.segment_ids, call.query_start_loc), (_key_ids(call), call.key_start_loc))
     )
     query_real = (call.segment_ids > 0) & (query_rows < num_seqs)
@@ -142,21 +143,21 @@ def segment_offsets(call: Any, library: Any) -> Offsets:
         query_real = query_real & (query_rows == key_rows)
         pads = ~query_real
         starting = _first(call.segment_ids, query_rows, query_real, library)
-        ends = library.cumsum(starting + 2 * (pads & _changes(pads, library)), 0)
-        query_seqs, key_seqs = ends - 1 - 1 * pads, ends - 1
-        num_segments = starting.sum()
+        ends = library.cumsum(as_int32(starting) + 2 * as_int32(pads & _changes(pads, library)), 0)
+        query_seqs, key_seqs = ends - 1 - as_int32(pads), ends - 1
+        num_segments = as_int32(starting.sum())
         between = ((ends[-1] - num_segments) // 2 - num_seqs - 1).clip(0)
         fit = num_segments + 2 * between <= num_seqs * _max_segments(call)
     else:
         key_real = (call.key_segment_ids > 0) & (key_rows < num_seqs)
-        queries = library.cumsum(1 * _first(call.segment_ids, query_rows, query_real, library), 0)
-        keys = library.cumsum(1 * _first(call.key_segment_ids, key_rows, key_real, library), 0)
+        queries = library.cumsum(as_int32(_first(call.segment_ids, query_rows, query_real, library)), 0)
+        keys = library.cumsum(as_int32(_first(call.key_segment_ids, key_rows, key_real, library)), 0)
         # Three sequences each: padding of queries, padding of keys, the segment.
-        query_seqs, key_seqs = 3 * queries - 1 * query_real, 3 * keys + 1 - 2 * key_real
+        query_seqs, key_seqs = 3 * queries - as_int32(query_real), 3 * keys + 1 - 2 * as_int32(key_real)
         fit = (queries[-1] <= num_seqs * _max_segments(call)) & (queries[-1] == keys[-1])
     # Segments without a sequence join the last one, which is NaN as all others are.
     query_starts, key_starts = (
-        (seqs.clip(max=total - 1) < arange(total + 1)[:, None]).sum(1) for seqs in (query_seqs, key_seqs)
+        (seqs.clip(max=total - 1)[None] < arange(total + 1)[:, None]).sum(1) for seqs in (query_seqs, key_seqs)
     )
     query_lens, key_lens = query_starts[1:] - query_starts[:-1], key_starts[1:] - key_starts[:-1]
     live = (query_lens > 0) & (key_lens > 0)
@@ -166,7 +167,7 @@ def segment_offsets(call: Any, library: Any) -> Offsets:
 
     # A segment is one run of tokens if no two runs of a sequence have an id.
     ids, rows = of_first(call.segment_ids, query_starts), of_first(query_rows, query_starts)
-    twins = live & (ids[:, None] == ids) & (rows[:, None] == rows)
+    twins = live[None] & (ids[:, None] == ids[None]) & (rows[:, None] == rows[None])
     unfit = (query_lens > _longest(call, call.max_query_len)) | (key_lens > _longest(call, call.max_key_len))
     unfit = unfit | (twins.sum(1) > 1)
     if own:
@@ -176,7 +177,6 @@ def segment_offsets(call: Any, library: Any) -> Offsets:
     else:
         unfit = unfit | (of_first(call.key_segment_ids, key_starts) != ids) | (of_first(key_rows, key_starts) != rows)
     fit = fit & ~(live & unfit).any()
-    as_int32 = functools.partial(library.asarray, dtype=library.int32)
     return Offsets(as_int32(query_starts), as_int32(key_starts), fit)
 
 
