@@ -11,8 +11,8 @@ from jattn.llm.engine.options.config import EngineConfig
 #: Default of a server, and of an engine on a GPU without a given value.
 SERVING_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 #: The same where JAX may use `LARGE_DEVICE_BYTES` of a GPU or more. With an 8B model on an H100, steps of 8,192 tokens
-#: gave 7% more tokens a second than steps of 2,048, and steps of 16,384 9%, which let running requests wait twice as
-#: long.
+#: gave 6 to 7% more tokens a second than steps of 2,048, and steps of 16,384 no more, which let running requests wait
+#: twice as long.
 LARGE_DEVICE_SIZES: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 LARGE_DEVICE_BYTES = 48 << 30
 
