@@ -85,10 +85,11 @@ def table(name: str, peers: tuple[str, ...] | None = None) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def geometric_mean(name: str, peer: str, than: str = "jattn") -> float:
-    """Returns how many times as long a peer takes, in the geometric mean of all rows that both have."""
+def geometric_mean(name: str, peer: str, than: str = "jattn", group: str | None = None) -> float:
+    """Returns how many times as long a peer takes, in the geometric mean of all rows of a group that both have."""
     data = load(name)
-    values = {(each["row"], each["peer"]): each["value"] for each in data["records"]}
+    found = [each for each in data["records"] if each.get("group") == group]
+    values = {(each["row"], each["peer"]): each["value"] for each in found}
     pairs = [(values[row, than], value) for (row, who), value in values.items() if who == peer]
     logs = [math.log(theirs / own if data["better"] == "lower" else own / theirs) for own, theirs in pairs]
     return math.exp(sum(logs) / len(logs))

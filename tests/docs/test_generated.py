@@ -45,16 +45,29 @@ def test_every_page_is_in_the_navigation_and_no_page_is_long() -> None:
     assert [page for page in pages if len(page.read_text().splitlines()) > 300 and "api" not in page.parts] == []
 
 
-def test_the_geometric_means_of_the_pages_are_those_of_the_records() -> None:
-    means = [
-        records.geometric_mean("decode", "FlashAttention-3"),
-        records.geometric_mean("prefill", "FlashAttention-3, blocks of 16", "jattn, blocks of 16"),
-        records.geometric_mean("decode", "vLLM Triton"),
+def test_the_means_and_ratios_of_the_pages_are_those_of_the_records() -> None:
+    decode = [records.geometric_mean("decode", peer) for peer in ("FlashAttention-3", "vLLM Triton")]
+    of_fp8 = [
+        records.geometric_mean("decode", f"{peer} fp8", "jattn fp8") for peer in ("FlashAttention-3", "vLLM Triton")
     ]
-    sentence = " ".join(f"{mean:.2f}" for mean in means)
+    dense = [records.geometric_mean("prefill", f"FlashAttention-{n} dense", "jattn dense") for n in (3, 4)]
+    blocks = records.geometric_mean("prefill", "FlashAttention-3, blocks of 16", "jattn, blocks of 16")
+    training = records.geometric_mean("training", "cuDNN in JAX", group="128")
+    engine = {
+        (each["row"], each["peer"]): each["value"]
+        for each in records.load("engine_vllm")["records"]
+        if each["group"] == "e4m3"
+    }
+    of_rows = [
+        engine[row, "vLLM 0.26"] / engine[row, "jattn"] for row in ("decode 1 x 1024", "a prompt of 8,192 tokens")
+    ]
+    main = [decode[0], blocks, decode[1], *of_rows]
+    index = [decode[0], of_fp8[0], decode[1], of_fp8[1], dense[0], blocks, dense[1], training]
 
-    for page in (ROOT / "README.md", DOCS / "index.md"):
-        assert " ".join(re.findall(r"(\d\.\d\d) times", page.read_text())[:3]) == sentence
+    for page, expected in (("README.md", main), ("docs/index.md", main), ("docs/benchmarks/index.md", index)):
+        paragraphs = (ROOT / page).read_text().split("\n\n")
+        text = next(each for each in paragraphs if "FlashAttention-3" in each)
+        assert re.findall(r"\b\d\.\d\d\b", text) == [f"{value:.2f}" for value in expected], page
 
 
 def test_a_record_names_its_run() -> None:
