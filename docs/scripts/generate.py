@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from docs.scripts import records, reference
+from docs.scripts import leads, records, reference
 from docs.scripts.architectures import families_table
 from torch_core.serves import serves_table
 
@@ -23,6 +23,7 @@ def inserted_parts() -> dict[str, str]:
         "features": serves_table().strip(),
         "headline decode": records.table("decode", peers=("jattn", "FlashAttention-3", "vLLM Triton")),
         "headline prefill": records.table("prefill", peers=("jattn dense", "FlashAttention-3 dense", "cuDNN dense")),
+        "leads": leads.table(),
     }
 
 
