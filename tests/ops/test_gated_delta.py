@@ -20,7 +20,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.delta_cases import assert_as_exact_as_torch, delta_backward_call, delta_call
 from tests.support.devices import collectives, mesh, on_four_devices, place
-from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation
+from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation, on_long_sequences
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -51,6 +51,16 @@ def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     run = _quick(lambda given: ops.gated_delta_rule(**given, **statics))
     out, states = run(arrays_of(call))
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
+
+
+@on_long_sequences
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_65_536_tokens_that_forget_little_leave_the_references_state(implementation, dtype, gates, seed):
+    call = delta_call(seed, (65_536,), heads=(1, 1), sizes=(128, 32), gates=gates, dtype=dtype, padding=0)
+    getattr(call, gates).div_(4096)
+    statics = {"max_query_len": call.max_query_len, "use_qk_l2norm_in_kernel": True, "implementation": implementation}
+    out, states = _quick(lambda given: ops.gated_delta_rule(**given, **statics))(arrays_of(call))
+    assert_as_exact_as_torch(call, to_torch(np.array(out)), to_torch(np.array(states)))
 
 
 @each_implementation(OPTIONS[4:])

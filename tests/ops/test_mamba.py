@@ -18,7 +18,7 @@ from tests.ops.runner import QUICK_COMPILE, arrays_of
 from tests.support.attention_cases import to_torch
 from tests.support.devices import collectives, mesh, on_four_devices, place
 from tests.support.mamba_cases import assert_as_exact_as_torch, mamba_backward_call, mamba_call
-from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation
+from tests.support.state_cases import KEPT, assert_gradients_are_as_exact, each_implementation, on_long_sequences
 from torch_core import ops as torch_ops
 from torch_core import reference
 from torch_core.base.errors import InvalidInput
@@ -46,6 +46,15 @@ def test_a_program_is_as_exact_as_the_reference(implementation, options, seed):
     statics = {name: getattr(call, name) for name in names} | {"implementation": implementation}
     out, states = _quick(lambda given: ops.mamba_chunk_scan(**given, **statics))(arrays_of(call))
     assert_as_exact_as_torch(call, to_torch(np.array(out)), None if states is None else to_torch(np.array(states)))
+
+
+@on_long_sequences
+def test_65_536_tokens_that_forget_little_leave_the_references_state(implementation, dtype, seed):
+    call = mamba_call(seed, (65_536,), heads=(2, 1), sizes=(32, 128), dtype=dtype, padding=0)
+    call.A.div_(1024)
+    statics = {"max_query_len": call.max_query_len, "dt_softplus": True, "implementation": implementation}
+    out, states = _quick(lambda given: ops.mamba_chunk_scan(**given, **statics))(arrays_of(call))
+    assert_as_exact_as_torch(call, to_torch(np.array(out)), to_torch(np.array(states)))
 
 
 def test_a_prompt_in_chunks_has_the_bits_of_the_whole_prompt(seed):

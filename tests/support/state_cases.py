@@ -15,6 +15,16 @@ KEPT: dict[str, Any] = {
 }
 
 
+#: Long sequences: the specification takes seconds, token by token.
+on_long_sequences = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        pytest.param("xla", "float32", marks=pytest.mark.nightly),
+        pytest.param("triton", "bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+
+
 def each_implementation(options: Sequence[dict[str, Any]]) -> pytest.MarkDecorator:
     """Parametrizes a test by implementation and options; Triton's cases need a GPU."""
     cases = [
