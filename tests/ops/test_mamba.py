@@ -217,3 +217,15 @@ def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(
         assert torch.equal(to_torch(np.array(found[name])), gradient.cpu()), name
     on_host = {name: gradient.cpu() for name, gradient in theirs.items()}
     assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, call, on_host)
+
+
+@pytest.mark.gpu
+def test_heads_that_forget_all_and_chunks_that_are_not_full_keep_results_and_gradients_exact(seed):
+    call = mamba_call(seed, (40, 66, 300), heads=(4, 2), sizes=(64, 128), dtype="bfloat16", padding=0)
+    call.A[:] = torch.tensor([-1.0, -16.0, -128.0, -1e6])
+    call = call.with_arrays({"dt_bias": call.dt_bias + 2})
+    given = call.map(torch.Tensor.cuda)
+    assert_as_exact_as_torch(call, torch_ops.run(given)["out"].cpu(), given.states.cpu())
+    backward = mamba_backward_call(call)
+    found = {name: each.cpu() for name, each in torch_ops.run(backward.map(torch.Tensor.cuda)).items()}
+    assert_gradients_are_as_exact(reference.mamba_chunk_scan_backward, backward, found)
