@@ -21,7 +21,7 @@ from jattn.llm.models import ModelConfig
 from jattn.llm.models.config_fields import PARTS
 from jattn.llm.testing.torch_side import FirstOfEqual
 from tests.support import encoder_decoders
-from tests.support.family_models import CASES, VARIANTS, reference_logits, write_checkpoint
+from tests.support.family_models import CASES, LARGER, VARIANTS, reference_logits, write_checkpoint
 from tests.support.saved import assert_saved_as_it_was
 from tests.support.tiny_models import PagedRun, dense_logits, reference_bound, tiny_config, tiny_model
 from torch_core.base.errors import InvalidInput
@@ -154,11 +154,13 @@ def paged_logits(model, tokens, cuts):
     return np.concatenate([run.step([tokens[start:end]], num_tokens=16)[0] for start, end in steps])
 
 
+@pytest.mark.parametrize("sizes", [{}, pytest.param(LARGER, marks=pytest.mark.nightly)], ids=["small", "larger"])
 @pytest.mark.parametrize(("architecture", "variant"), EVERY)
-def test_whole_sequences_or_chunks_and_decoding_give_the_logits_of_transformers(architecture, variant, tmp_path, seed):
-    folder = write_checkpoint(
-        tmp_path, architecture, variant, seed, num_hidden_layers=1 + architecture.startswith(PATTERNED)
-    )
+def test_whole_sequences_or_chunks_and_decoding_give_the_logits_of_transformers(
+    architecture, variant, sizes, tmp_path, seed
+):
+    layers = 1 + architecture.startswith(PATTERNED)
+    folder = write_checkpoint(tmp_path, architecture, variant, seed, **{"num_hidden_layers": layers, **sizes})
     tokens = np.random.default_rng(seed).integers(0, 99, 36)
     exact, same_dtype = reference_logits(folder, tokens[None])
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
@@ -219,11 +221,7 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "sizes",
-    [{}, {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 203}],
-    ids=["small", "larger"],
-)
+@pytest.mark.parametrize("sizes", [{}, LARGER], ids=["small", "larger"])
 @pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
 def test_every_variant_in_two_sizes_decodes_what_transformers_would(architecture, variant, sizes, tmp_path, seed):
     folder = write_checkpoint(tmp_path, architecture, variant, seed, **sizes)

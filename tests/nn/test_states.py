@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,16 @@ def joined(qkvz: np.ndarray, ba: np.ndarray) -> np.ndarray:
     return np.pad(rows, ((0, 96 - len(rows)), (0, 0)))
 
 
+def first_matrix(theirs: Any, of: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """Returns what `of` says of the matrices that are one in our layer, joined as they are there."""
+    if hasattr(theirs, "in_proj"):
+        return of(theirs.in_proj)
+    if hasattr(theirs, "in_proj_qkvz"):
+        return joined(of(theirs.in_proj_qkvz), of(theirs.in_proj_ba))
+    names = ("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj")
+    return np.concatenate([of(theirs.get_submodule(name)) for name in names])
+
+
 def make(kind: str) -> tuple[Any, Any]:
     """Returns a layer of transformers and ours with its weights."""
     torch.manual_seed(0)
@@ -47,6 +58,15 @@ def make(kind: str) -> tuple[Any, Any]:
         config = BambaConfig(hidden_size=FEATURES, num_hidden_layers=1, num_attention_heads=2, **sizes)
         theirs = BambaMixer(config, 0)
         ours = Mamba2(4, FEATURES, head_dim=8, state_size=6, num_groups=2, rngs=nnx.Rngs(0))
+    elif kind == "kimi_linear":
+        from transformers import KimiLinearConfig
+        from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+        sizes = {"linear_num_heads": 2, "linear_head_dim": 8, "layer_types": ["linear_attention"]}
+        theirs = KimiLinearDeltaAttention(KimiLinearConfig(hidden_size=FEATURES, num_hidden_layers=1, **sizes), 0)
+        for parameter in theirs.forget_gate.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        ours = KimiDeltaAttention(2, FEATURES, head_dim=8, rngs=nnx.Rngs(0))
     else:
         from transformers import Qwen3NextConfig
         from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -63,10 +83,12 @@ def make(kind: str) -> tuple[Any, Any]:
         theirs = Qwen3NextGatedDeltaNet(config, 0)
         ours = GatedDeltaNet(4, FEATURES, num_kv_heads=2, key_dim=8, value_dim=6, rngs=nnx.Rngs(0))
     tensors = {name: tensor.detach().numpy() for name, tensor in theirs.named_parameters()}
-    if kind == "qwen3_next":
-        tensors["in_proj.weight"] = joined(tensors.pop("in_proj_qkvz.weight"), tensors.pop("in_proj_ba.weight"))
+    tensors["in_proj.weight"] = first_matrix(theirs, lambda linear: linear.weight.detach().numpy())
     for name, tensor in tensors.items():
+        name = name.removeprefix("forget_gate.").replace("o_norm", "norm").replace("o_proj", "out_proj")
         owner, _, leaf = name.rpartition(".")
+        if owner and not hasattr(ours, owner):
+            continue  # A part of the first matrix.
         module = getattr(ours, owner) if owner else ours
         if isinstance(module, nnx.Linear) and leaf == "weight":
             leaf, tensor = "kernel", tensor.T
@@ -77,7 +99,7 @@ def make(kind: str) -> tuple[Any, Any]:
     return theirs, ours
 
 
-@pytest.fixture(params=["lfm2", "qwen3_next", "bamba"])
+@pytest.fixture(params=["lfm2", "qwen3_next", "kimi_linear", "bamba"])
 def layers(request):
     return make(request.param)
 
@@ -100,16 +122,12 @@ def test_a_layer_and_its_gradients_equal_those_of_transformers(layers, seed):
 
     out, of_weights, of_x = gradients(weights, jnp.asarray(x.detach().numpy()))
     np.testing.assert_allclose(out, wanted.detach().numpy(), atol=TOLERANCE, rtol=TOLERANCE)
-    if hasattr(theirs, "in_proj"):
-        first: Any = theirs.in_proj.weight.grad
-    else:
-        pieces = (each.weight.grad.numpy() for each in (theirs.in_proj_qkvz, theirs.in_proj_ba))
-        first = torch.from_numpy(joined(*pieces))
-    pairs = [(of_x, x.grad), (of_weights["in_proj"]["kernel"][...], first.T)]
-    if hasattr(theirs, "A_log"):
-        pairs += [(of_weights[each][...], getattr(theirs, each).grad) for each in ("A_log", "dt_bias")]
+    first = first_matrix(theirs, lambda linear: linear.weight.grad.numpy())
+    pairs = [(of_x, x.grad.numpy()), (of_weights["in_proj"]["kernel"][...], first.T)]
+    gates = getattr(theirs, "forget_gate", theirs)
+    if hasattr(gates, "A_log"):
+        pairs += [(of_weights[each][...], getattr(gates, each).grad.numpy().ravel()) for each in ("A_log", "dt_bias")]
     for found, gradient in pairs:
-        gradient = gradient.numpy()
         np.testing.assert_allclose(found, gradient, atol=TOLERANCE * max(1, np.abs(gradient).max()), rtol=TOLERANCE)
 
 

@@ -16,8 +16,10 @@ from tests.support.family_cases import ABSENT, SIZES
 from tests.support.family_cases import CASES as FIRST_CASES
 from tests.support.newer_family_cases import NEWER_CASES
 
-__all__ = ["ABSENT", "CASES", "SIZES", "VARIANTS", "reference_logits", "write_checkpoint"]
+__all__ = ["ABSENT", "CASES", "LARGER", "SIZES", "VARIANTS", "reference_logits", "write_checkpoint"]
 
+#: The second size of tests in two sizes.
+LARGER: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 203}
 CASES = {**FIRST_CASES, **NEWER_CASES}
 VARIANTS = [(architecture, index) for architecture, (_, options) in CASES.items() for index in range(len(options))]
 #: Tensors that transformers reads under the names of published files and writes under others: a pattern, the published
