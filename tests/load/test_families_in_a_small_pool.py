@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +29,17 @@ def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int,
     # Several samples of a prompt want a temperature; this one leaves the best token.
     three = dataclasses.replace(greedy, temperature=1e-7, n=3)
     blocks = -(-(max(LENGTHS) + max_tokens) // BLOCK)
-    # With a window in all layers a sequence holds those of the window and of a step's tokens alone, and is swapped.
+    # With a window in all layers a sequence holds those of the window and of a step's tokens alone.
     held = blocks if config.sliding_window is None else -(-(config.sliding_window + STEP) // BLOCK)
+    windows = Counter(map(config.window_of, range(config.num_hidden_layers)))
+    groups = config.num_hidden_layers // min(windows.values())
     sizes = EngineConfig(
         block_size=BLOCK,
         max_num_seqs=4,
         max_num_batched_tokens=STEP,
         max_model_len=BLOCK * blocks,
         # Two of the sequences fit, and half of one in the memory of the host: some are swapped, some computed again.
-        num_blocks=2 * held,
+        num_blocks=max(2, groups) * held,
         num_host_blocks=held // 2,
         fixed_shapes=True,
     )
@@ -56,7 +59,8 @@ def check_every_way_through_the_engine(folder: Path, seed: int, max_tokens: int,
         assert said(llm, prompts, greedy) == texts
         stats = llm.engine.cache_stats()
         assert stats.swapped_in > 0
-        assert stats.preemptions > 0 or config.sliding_window is not None
+        # Behind a window blocks are given back: it may be that no sequence is computed again.
+        assert stats.preemptions > 0 or set(windows) != {None}
         assert (stats.forks > 0) == forks
     assert_best(folder, prompts, texts)
 
