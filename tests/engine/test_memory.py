@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from jattn.llm.engine import LLM, Engine, EngineConfig
+from jattn.llm.engine import LLM, Engine, EngineConfig, SamplingParams
+from jattn.llm.engine.device import runner
 from tests.engine.conftest import tiny_decoder
+from tests.engine.cores import CoreEngine
 from tests.engine.test_engine import GREEDY, prompts_of, run
 from torch_core.base.errors import InvalidInput, PoolLost
 
@@ -138,3 +143,23 @@ def test_more_slots_than_an_int32_counts_are_refused(decoder) -> None:
     assert str(error.value) == (
         "num_blocks is 1000000000; with blocks of 16 tokens it must be at most 134217727, because slots are int32."
     )
+
+
+def test_all_log_probabilities_of_a_prompt_leave_the_device_part_by_part(decoder, monkeypatch) -> None:
+    held: list[type] = []
+    part = runner.PromptPart
+
+    def made(*fields: Any) -> runner.PromptPart:
+        held.append(type(fields[-1].top_ids))
+        return part(*fields)
+
+    monkeypatch.setattr(runner, "_PROMPT_LOGPROBS", 4)
+    monkeypatch.setattr(runner, "PromptPart", made)
+    engine = CoreEngine(decoder, replace(CONFIG, max_num_seqs=1))
+    request = engine.add(list(range(1, 31)), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1))
+    while engine.num_unfinished:
+        engine.step()
+
+    assert held == [np.ndarray] * 8
+    found: Any = request.output().prompt_logprobs
+    assert [len(each) for each in found[1:]] == [decoder.config.vocab_size] * 29

@@ -449,14 +449,12 @@ class ModelRunner:
 
     def _of_prompts(self, rows: tuple[ScheduledRow, ...], hidden: jax.Array) -> list[PromptPart]:
         """Starts the prompt log-probabilities that the step's rows ask for."""
-        parts: list[PromptPart] = []
-        first = 0
+        parts, first = list[PromptPart](), 0
         for row in rows:
             request, prompt = row.request, row.request.prompt_token_ids
             # A token's hidden state foretells the next one.
             end = min(row.start + row.num_new_tokens, len(prompt) - 1)
-            wanted = request.params.prompt_logprobs
-            if wanted is not None:
+            if (wanted := request.params.prompt_logprobs) is not None:
                 for start in range(row.start, end, _PROMPT_LOGPROBS):
                     places = np.minimum(np.arange(start, start + _PROMPT_LOGPROBS), end - 1)
                     at = (first + places - row.start).astype(np.int32)
@@ -465,6 +463,8 @@ class ModelRunner:
                     if self._announce is not None:
                         self._announce("prompt", at, token_ids, count)
                     found = self._predicted(hidden, at, token_ids, count, self._slot_of(request))
+                    # Those of the whole vocabulary, of a long prompt, are more than the pool leaves free.
+                    found = found.read() if count == self._vocab_size else found
                     parts.append(PromptPart(request, start + 1, min(end - start, _PROMPT_LOGPROBS), found))
             first += row.num_new_tokens
         return parts
