@@ -137,6 +137,23 @@ def test_a_running_request_goes_on_with_the_new_arrays(seed: int) -> None:
     assert request.weights_versions == (0, 1)
 
 
+def test_donated_weights_are_refused_by_name_until_the_model_has_others(seed: int) -> None:
+    model, prompt = tiny_decoder(), prompts_of(seed, 6)[0]
+    llm = LLM(model, config=CONFIG)
+    expected = llm.generate([prompt], SCORED)[0].outputs[0].token_ids
+    request = llm.engine.add(prompt, SCORED)
+    llm.engine.step()
+    moved = jax.jit(lambda state: jax.tree.map(lambda x: 1 * x, state), donate_argnums=0)(nnx.state(model))
+
+    for call in (llm.engine.step, lambda: llm.generate([prompt], SCORED), llm.engine.step):
+        with pytest.raises(InvalidInput, match="was donated or deleted"):
+            call()
+    nnx.update(model, moved)
+    while llm.engine.num_unfinished:
+        llm.engine.step()
+    assert tuple(request.output_token_ids) == llm.generate([prompt], SCORED)[0].outputs[0].token_ids == expected
+
+
 def test_the_model_within_a_dropped_wrapper_is_followed(theirs: Engine, seed: int) -> None:
     model, other, prompts = tiny_decoder(), other_decoder(), prompts_of(seed, 9)
     engine = Engine(wrapped(model), CONFIG)

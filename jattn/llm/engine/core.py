@@ -102,6 +102,7 @@ class EngineCore(Owner):
                 raise
         except BaseException:
             self._state = None
+            device.runner.weights.refuse_deleted()
             raise
 
     def _update(self, state: EngineState, device: Device) -> None:

@@ -298,6 +298,7 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
 
         Raises:
             PoolLost: two steps failed in a row. The engine is still usable.
+            InvalidInput: a trainer donated arrays of the model, which has no others yet; its requests wait for them.
             EngineAsleep, EngineClosed: the engine is asleep, or closed.
         """
         self.advance()

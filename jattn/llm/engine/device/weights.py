@@ -261,6 +261,11 @@ class Weights:
         LOGGER.warning("%s of the new weights %s.", wrong[0], problem)
         return leaves
 
+    def refuse_deleted(self) -> None:
+        """Raises InvalidInput if an array was donated, as by a trainer's step: JAX's own error names none."""
+        for name, place in self._places.items():
+            _check_deleted(name, self.leaves[place])
+
 
 def check_version(version: object) -> None:
     """Refuses a value that is no version of weights; None is the next one."""
@@ -317,5 +322,9 @@ def _check(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> None:
     if found != (shape, dtype):
         what = f"{found[1]}{list(found[0])}" if found[0] is not None else f"a {type(leaf).__name__}"
         raise InvalidInput(name, f"is {what}", f"the model's is {dtype}{list(shape)}")
+    _check_deleted(name, leaf)
+
+
+def _check_deleted(name: str, leaf: Any) -> None:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise InvalidInput(name, "was donated or deleted", "give the array that took its place")
