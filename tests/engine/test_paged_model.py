@@ -127,6 +127,37 @@ def test_what_is_no_paged_model_is_refused_with_what_is_missing(model, message) 
     assert str(error.value) == message
 
 
+class Mistaken(Wrapped):
+    """A module that returns something else."""
+
+    def __init__(self, returned: Any, logits: Any = lambda logits: logits) -> None:
+        super().__init__()
+        self.returned, self.changed = returned, logits
+
+    def __call__(self, token_ids: Any, positions: Any, kv_caches: Any, metadata: Any) -> Any:
+        return self.returned(*super().__call__(token_ids, positions, kv_caches, metadata), kv_caches)
+
+    def logits(self, hidden: Any) -> Any:
+        return self.changed(super().logits(hidden))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Mistaken(lambda hidden, new, old: (hidden[:1], new)), r"hidden has shape \(1, 32\); .* each of the"),
+        (Mistaken(lambda hidden, new, old: (hidden, old)), "kv_caches are those that the model was given"),
+        (Mistaken(lambda hidden, new, old: (hidden, new), lambda each: each[:, 1:]), r"logits have shape \(\d, 96\)"),
+    ],
+    ids=["hidden", "kv_caches", "logits"],
+)
+def test_a_model_that_returns_something_else_is_refused(model: Any, message: str) -> None:
+    engine = Engine(model, CONFIG)
+    engine.add([1, 2, 3], GREEDY)
+
+    with pytest.raises(InvalidInput, match=message):
+        engine.step()
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [

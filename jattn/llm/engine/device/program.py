@@ -25,6 +25,7 @@ from jattn.llm.models import BatchAdapters, Decoder, TensorParallel
 from jattn.llm.models.request_inputs import InputDtypes, unpacked
 from jattn.metadata import AttentionMetadata, GroupedMetadata, PrefixGroups
 from jattn.ops import DeferredStates
+from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import PAD_SLOT_ID
 from torch_core.cache import LayerGroups
 from torch_core.metadata import group_fields
@@ -350,6 +351,7 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
         experts = found.astype(jnp.int16)
     else:
         hidden, kv_caches = model(*operands, batch.metadata)
+        _check_returned(batch, hidden, kv_caches)
     count = 1 + bucket.num_guesses
     places = jnp.arange(count, dtype=jnp.int32)
     first = fields["query_start_loc"][:-1] if bucket.num_guesses else last_rows
@@ -378,6 +380,15 @@ def _sampled(batch: _Batch) -> tuple[Sampled, SamplerState, KVCaches]:
     return sampled, new_state._replace(masks=state.masks), tuple(kv_caches)
 
 
+def _check_returned(batch: _Batch, hidden: jax.Array, kv_caches: KVCaches) -> None:
+    # Without these, a module's mistake would give other tokens: XLA clamps indices.
+    if len(hidden) != len(batch.token_ids):
+        wanted = f"the model returns a row for each of the {len(batch.token_ids)} tokens"
+        raise InvalidInput("hidden", f"has shape {hidden.shape}", wanted)
+    if all(new is old for new, old in zip(kv_caches, batch.kv_caches, strict=False)):
+        raise InvalidInput("kv_caches", "are those that the model was given", "return those that its layers return")
+
+
 def _logits(
     model: Any, hidden: jax.Array, *adapters: BatchAdapters, peers: jax.Array | None = None
 ) -> tuple[jax.Array, VocabShards | None]:
@@ -388,6 +399,9 @@ def _logits(
     logits = model.logits(hidden, *adapters).astype(jnp.float32)
     parallel: TensorParallel | None = getattr(model, "parallel", None)
     if parallel is None or parallel.parts("vocab") == 1:
+        wanted = (len(hidden), model.paged_spec.vocab_size)
+        if logits.shape != wanted:
+            raise InvalidInput("logits", f"have shape {logits.shape}", f"those of the paged_spec are {wanted}")
         return logits, None
     return logits, VocabShards(parallel.axis, model.paged_spec.vocab_size, logits.shape[-1], peers)
 
