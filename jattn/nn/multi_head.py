@@ -15,6 +15,7 @@ from jattn import ops
 from jattn.metadata import AttentionMetadata
 from jattn.nn import checks, dense, options
 from jattn.nn.module_cache import ModuleCache, PagedCache, check_module_cache, decode_module_cache, new_module_cache
+from jattn.nn.norms import by_row
 from jattn.nn.paged import PagedAttention
 from jattn.nn.segments import positions_in_segments
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -250,7 +251,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         held = self._held(inputs_q.shape[:-2]) if decode else None
 
         query = self.query(inputs_q, out_sharding=qkv_sharding)
-        query = query if self.query_ln is None else self.query_ln(query)
+        query = self._normalised(self.query_ln, query)
         if self.rope is not None:
             if input_positions is None:
                 own = positions_in_segments(segment_ids)
@@ -316,7 +317,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise InvalidInput("a layer with kv_sharing has no keys and values; ask the layer whose cache it reads.")
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_k if inputs_v is None else inputs_v, out_sharding=qkv_sharding)
-        key = key if self.key_ln is None else self.key_ln(key)
+        key = self._normalised(self.key_ln, key)
         if self.rope is not None:
             key = dense.rotated(self.rope, key, input_positions, batch_invariant=self.core.batch_invariant)
         return key, value
@@ -375,6 +376,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         held = ModuleCache(*(variable.peek() for variable in self._cache_variables()))
         check_module_cache(held, batch_dims, self.core)
         return held
+
+    def _normalised(self, norm: Any, x: jax.Array) -> jax.Array:
+        if self.batch_invariant and type(norm) is nnx.LayerNorm:
+            return by_row(norm, x, None, "layer_norm")
+        return x if norm is None else norm(x)
 
     def _drops(self, deterministic: bool | None) -> bool:
         message = "deterministic was given neither to the module nor to the call, and dropout_rate is not 0."

@@ -26,7 +26,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalises `[..., features]`; see flax's class."""
-        return _by_row(self, x, mask, "rms_norm_wide") if self.batch_invariant else super().__call__(x, mask)
+        return by_row(self, x, mask, "rms_norm_wide") if self.batch_invariant else super().__call__(x, mask)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -43,7 +43,7 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises `[..., features]`; see flax's class."""
-        return _by_row(self, x, mask, "layer_norm") if self.batch_invariant else super().__call__(x, mask=mask)
+        return by_row(self, x, mask, "layer_norm") if self.batch_invariant else super().__call__(x, mask=mask)
 
 
 def normalised(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
@@ -60,7 +60,8 @@ def normalised(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
     return wide.astype(norm.dtype or jnp.result_type(x, weight))
 
 
-def _by_row(norm: Any, x: jax.Array, mask: jax.Array | None, norm_type: str) -> jax.Array:
+def by_row(norm: Any, x: jax.Array, mask: jax.Array | None, norm_type: str) -> jax.Array:
+    """Normalises rows by a norm of flax in an order that does not depend on their number."""
     axes = {(axis,) if isinstance(axis, int) else tuple(axis) for axis in (norm.reduction_axes, norm.feature_axes)}
     if mask is not None or norm.axis_name is not None or not axes <= {(-1,), (x.ndim - 1,)}:
         given = {"mask": mask is not None, "axis_name": norm.axis_name is not None, "reduction_axes": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jattn import AttentionMetadata, MultiHeadAttention, SequenceRow
@@ -16,8 +17,9 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
     return x * jnp.cos(angles) + x * x * jnp.sin(angles)
 
 
-def test_a_training_pass_has_the_bits_of_chunks_and_tokens_over_a_cache(seed):
-    layer = MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rope=rope, rngs=nnx.Rngs(seed % 1000))
+@pytest.mark.parametrize("options", [{"rope": rope}, {"normalize_qk": True}], ids=["rope", "norms"])
+def test_a_training_pass_has_the_bits_of_chunks_and_tokens_over_a_cache(options, seed):
+    layer = MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, **options, rngs=nnx.Rngs(seed % 1000))
     set_batch_invariant(layer)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((1, 20, 32)), jnp.float32)
     expected = np.asarray(nnx.jit(lambda layer, x: layer(x, is_causal=True))(layer, x))[0]

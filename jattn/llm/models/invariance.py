@@ -12,7 +12,7 @@ from flax import nnx
 from jattn.llm.models.attention import Attention
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.layers import batch_invariant_dot_general, dot_general
-from jattn.nn import MultiHeadLatentAttention, SparseLatentAttention
+from jattn.nn import MultiHeadAttention, MultiHeadLatentAttention, SparseLatentAttention
 from torch_core.base.errors import Unsupported
 
 # Modules without arithmetic.
@@ -43,12 +43,12 @@ def set_batch_invariant(model: nnx.Module) -> None:
         Unsupported: a module does not take part, or not on this backend; the message has its path. Nothing is changed.
     """
     found = dict(nnx.iter_modules(model))
-    # Latent attention computes its norms itself.
-    owners = [path for path, module in found.items() if isinstance(module, MultiHeadLatentAttention)]
+    # These compute their norms themselves.
+    of_owners = {MultiHeadLatentAttention: nnx.RMSNorm, MultiHeadAttention: nnx.LayerNorm}
     found = {
         path: module
         for path, module in found.items()
-        if not (isinstance(module, nnx.RMSNorm) and tuple(path[:-1]) in owners)
+        if not any(isinstance(found.get(path[:-1]), each) and type(module) is norm for each, norm in of_owners.items())
     }
     for path, module in found.items():
         _refuse(path, module)
