@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jattn.llm.engine.device.annotated import AxisRules, is_annotated, place_annotated
 from jattn.llm.engine.options.config import EngineConfig
@@ -186,7 +186,8 @@ def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Tells what is traced that the program is one device's, also where the process sees several."""
 
     def run(*operands: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("tp",))):
+        # An Explicit axis, the default from jax 0.11 on, would be part of the results' types, with a device there.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("tp",), (AxisType.Auto,))):
             return function(*operands)
 
     return run
