@@ -452,15 +452,18 @@ class KVPool(Owner):
                 first = min(jnp.zeros(()).devices(), key=lambda each: each.id)
                 device = first if self._device is None else self._device
                 for (shape, dtype), sharding in zip(self._layers, self.shardings, strict=True):
-                    arrays.append(jnp.zeros(shape, dtype, device=sharding or device))
-            # A GPU reports an allocation that failed when it is awaited: a step would be the first to do so.
-            return jax.block_until_ready(tuple(arrays))
+                    # A GPU reports an allocation that failed when it is awaited, and after ten seconds: each by itself,
+                    # so that none is asked for behind it.
+                    arrays.append(jax.block_until_ready(jnp.zeros(shape, dtype, device=sharding or device)))
+            return tuple(arrays)
         except jax.errors.JaxRuntimeError as error:
             for array in arrays:
                 array.delete()
             needed = f"{len(self._layers)} arrays, {self.num_bytes:,} bytes"
             wanted = f"the device has no room for its {needed}; ask for fewer"
-            raise OutOfMemory("num_blocks", value=self.num_blocks, wanted=wanted) from error
+            refused = OutOfMemory("num_blocks", value=self.num_blocks, wanted=wanted)
+            refused.share = len(arrays) / len(self._layers)
+            raise refused from error
 
     def _shards(self) -> list[jax.Array]:
         if self.sharding is None:

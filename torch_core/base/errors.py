@@ -138,7 +138,13 @@ class EngineClosed(InvalidInput):
 
 
 class OutOfMemory(InvalidInput):
-    """A device lacks the memory for what was asked; nothing was allocated."""
+    """A device lacks the memory for what was asked; nothing was allocated.
+
+    Attributes:
+        share: of the arrays that were asked for, those that had room; 0 where none was tried.
+    """
+
+    share = 0.0
 
 
 class RequestTooLong(InvalidInput):

@@ -38,6 +38,8 @@ CacheSpec = KVCacheSpec | LatentCacheSpec
 # between arrays, and for the kernels that XLA compares while it compiles.
 _SPARE_SHARE = 0.03
 _BYTES_UNKNOWN = 1 << 30
+# The share of a pool that is given up at once, at most, where its arrays have no room.
+_MOST_CUT = 1 / 8
 # The null slot and those that one sequence may need for a moment.
 _LEAST_SLOTS = 4
 # What other processes repeat of a committed step before its rows; they have no host memory to swap with.
@@ -211,11 +213,13 @@ def open_device(
         try:
             pool = _allocate(placed, cache, cache.plan.num_blocks)
             break
-        except OutOfMemory:
+        except OutOfMemory as error:
             if not free or budget < free // 2:
                 raise
-        # The free memory is in pieces that are no multiples of an array.
-        budget -= free // 50
+            missing = 1 - error.share
+        # The free memory is in pieces that are no multiples of an array; smaller ones fill them better. A try that
+        # fails takes ten seconds.
+        budget -= max(free // 50, int(budget * min(missing / 2, _MOST_CUT)))
         cache = _plan_cache(placed, config, mesh, max_model_len, budget)
     cache_config = CacheConfig(
         num_blocks=cache.plan.num_blocks,
