@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from tests.support.attention_cases import assert_matches_reference
+from tests.support.interpret import run_interpreted_operation
 from tests.support.latent_cases import latent_case, random_latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.triton_ops import run_triton
 from torch_core.base.specs import AttentionSpec
+from torch_core.latent import choose
 from torch_core.latent.call import LatentWriteCall
+from torch_core.launch.plan import DeviceLimits
+from torch_core.launch.planner import plan_call
+from torch_core.launch.tensors import array_spec
 from torch_core.reference import write_latent_cache
 
 
@@ -32,6 +37,20 @@ def test_chunks_are_merged_and_rows_of_many_tiles_find_their_heads(dtype):
         padding_tokens=2,
     )  # fmt: skip
     _check(case, kv_chunk_size=128)
+
+
+def test_sequences_that_are_shorter_than_the_table_have_as_many_chunks(monkeypatch):
+    monkeypatch.setattr(choose, "_WIDE_TABLE", 0)
+    case = latent_case(
+        9, seq_lens=[300, 0, 1020, 90], query_lens=[1, 0, 2, 1], num_heads=3, kv_lora_rank=16, rope_dim=8
+    )
+    call = case.call(with_lse=True)
+    plan = plan_call(call.map(array_spec), DeviceLimits(arch=89, num_sms=6))
+    scratch = {name: torch.full(spec.shape, torch.nan) for name, spec in plan.scratch}
+    results = run_interpreted_operation(plan, {**call.arrays(), **scratch})
+    assert_matches_reference(case, results["out"], results["lse"])
+    # 128, 128 and 44 latents; 384, 384 and 252 of a full table.
+    assert (~scratch["partial_max"][:, :, 0].isnan()).sum(1).tolist() == [3, 0, 0, 0, 3, 3, 0, 0]
 
 
 def test_a_long_query_is_served_in_one_chunk():

@@ -11,16 +11,17 @@ from tests.support.attention_cases import assert_matches_reference
 from tests.support.emulated.run import run_emulated_operation
 from tests.support.latent_cases import latent_case
 from torch_core.base.specs import AttentionSpec
+from torch_core.latent import choose
 from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
 
 
-def _check(seed: int, kernel: str, **options: Any) -> None:
+def _check(seed: int, kernel: str, limits: DeviceLimits | None = None, **options: Any) -> None:
     chunk = options.pop("kv_chunk_size", None)
     case = latent_case(seed, **{"dtype": "bfloat16", "kv_lora_rank": 512, "rope_dim": 64, **options})
     call = case.call("cpu", with_lse=True, kv_chunk_size=chunk)
-    plan = plan_call(call.map(array_spec), DeviceLimits())
+    plan = plan_call(call.map(array_spec), limits or DeviceLimits())
     assert plan.launches[0].name == kernel
     found = run_emulated_operation(plan, call.arrays(), seed)
     assert_matches_reference(case, found["out"], found["lse"])
@@ -30,6 +31,18 @@ def test_chunks_and_sequences_without_keys_are_as_exact_as_torch(seed: int) -> N
     _check(
         seed, "hopper_latent_kernel", seq_lens=[300, 0, 65], query_lens=[1, 0, 1], num_heads=20, padding_tokens=2,
         block_size=64, kv_chunk_size=128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_sequences_in_a_wide_table_have_chunks_of_their_own(
+    tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 256 latents for 300, and of 640 for 1,200, where a full table has some of 768."""
+    monkeypatch.setattr(choose, "_WIDE_TABLE", 0)
+    _check(
+        seed, "hopper_latent_kernel", DeviceLimits(num_sms=8), seq_lens=[300, 65, 1200], query_lens=[1, 1, tokens],
+        num_heads=20, block_size=64,
     )  # fmt: skip
 
 

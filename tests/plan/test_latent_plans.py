@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,6 +129,30 @@ def _box(block_size: int) -> int:
 def test_a_batch_is_cut_into_what_runs_at_a_time(num_seqs, table_tokens, row_tiles, slots, chunk):
     found = latent_chunk(num_seqs=num_seqs, table_tokens=table_tokens, row_tiles=row_tiles, slots=slots)
     assert found == chunk
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "table_tokens", "changes", "few"),
+    [
+        (8, 131072, {}, 32),
+        (1, 131072, {}, 256),
+        # Chunks of the least size, a narrow table, one chunk for each sequence, and the caller's.
+        (1, 32768, {}, None),
+        (8, 16384, {}, None),
+        (300, 131072, {}, None),
+        (8, 131072, {"kv_chunk_size": 256}, None),
+    ],
+)
+def test_sequences_that_are_shorter_than_the_table_have_as_many_chunks(num_seqs, table_tokens, changes, few):
+    launches = _plan(num_seqs=num_seqs, num_heads=16, table_tokens=table_tokens, arch=80, **changes).launches
+    for constants in (dict(launch.constexprs) for launch in launches):
+        assert (constants["LEAST"], constants["FEW"]) == ((None, 1) if few is None else (128, few))
+
+
+def test_chunks_of_a_window_are_those_of_the_table():
+    call = latent_call(num_seqs=8, table_tokens=131072)
+    call = replace(call, spec=replace(call.spec, window_left=99))
+    assert dict(plan_call(call).launches[0].constexprs)["LEAST"] is None
 
 
 @pytest.mark.parametrize(

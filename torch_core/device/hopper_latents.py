@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from torch_core.device.hopper_rows import finish_rows
 from torch_core.device.mask import Bounds
 from torch_core.device.softmax import LN2
-from torch_core.device.work import chunk_span
+from torch_core.device.work import chunk_span, equal_chunk
 
 #: Tokens of one step.
 BLOCK_N = gl.constexpr(64)
@@ -31,7 +31,9 @@ class Sizes(NamedTuple):
 
     NUM_HEADS: Any  # Query heads.
     MAX_QUERY: Any  # Query tokens of a sequence, at most.
-    CHUNK: Any  # Tokens of a chunk.
+    CHUNK: Any  # CHUNK, LEAST, FEW: tokens of a chunk, see work.chunk_span.
+    LEAST: Any
+    FEW: Any
     BLOCK_SIZE: Any  # Tokens of a block.
     BLOCK_ROWS: Any  # Rows from one block to the next, as the copy engine sees them.
     BLOCK_N: Any  # Tokens of one step.
@@ -81,7 +83,6 @@ def find_work(
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
     item = gl.program_id(0) // ROW_TILES
-    bounds = Bounds(None, None, None)
     before = 0
     total = 0
     seq = 0
@@ -91,7 +92,7 @@ def find_work(
         lens = gl.load(query_start_loc + seqs + 1, mask=live, other=0)
         lens -= gl.load(query_start_loc + seqs, mask=live, other=0)
         keys = gl.load(seq_lens + seqs, mask=live, other=0)
-        _, chunks = chunk_span(keys, lens, table_tokens, bounds, SHAPE.CHUNK, SHAPE.MAX_QUERY)
+        chunks, _ = _chunks(keys, lens, table_tokens, SHAPE)
         past = live & (total + gl.associative_scan(chunks, 0, _add) <= item)
         seq += gl.sum(past.to(gl.int32), 0)
         before += gl.sum(gl.where(past, chunks, 0), 0)
@@ -101,9 +102,9 @@ def find_work(
     query_len = gl.load(query_start_loc + seq + 1) - query_start
     seq_len = gl.load(seq_lens + seq)
     index = item - before
-    _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, SHAPE.CHUNK, SHAPE.MAX_QUERY)
-    start = index * SHAPE.CHUNK
-    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + SHAPE.CHUNK)
+    chunks, chunk = _chunks(seq_len, query_len, table_tokens, SHAPE)
+    start = index * chunk
+    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + chunk)
     return Work(
         item < total, item - total, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS, query_start,
         query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
@@ -126,17 +127,29 @@ def find_row(
     query_start = gl.load(query_start_loc + seq)
     query_len = gl.load(query_start_loc + seq + 1) - query_start
     seq_len = gl.load(seq_lens + seq)
-    _, chunks = chunk_span(seq_len, query_len, table_tokens, Bounds(None, None, None), SHAPE.CHUNK, 1)
+    chunks, chunk = _chunks(seq_len, query_len, table_tokens, SHAPE)
     # A sequence without a query token leaves a token of padding: its first program, and those behind the last
     # sequence, clear one each.
     spare = gl.where(index == 0, seq - query_start, num_tokens)
     spare = gl.where(number < num_seqs, spare, item - num_seqs * max_chunks + num_seqs - query_start - query_len)
-    start = index * SHAPE.CHUNK
-    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + SHAPE.CHUNK)
+    start = index * chunk
+    end = gl.minimum(gl.minimum(seq_len, table_tokens), start + chunk)
     return Work(
         (number < num_seqs) & (index < chunks), spare, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS,
         query_start, query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
     )  # fmt: skip
+
+
+@gluon.jit
+def _chunks(seq_len, query_len, table_tokens, SHAPE: gl.constexpr):
+    """(Chunks, tokens of one) of sequences."""
+    _, chunks = chunk_span(
+        seq_len, query_len, table_tokens, Bounds(None, None, None), SHAPE.CHUNK, SHAPE.MAX_QUERY, SHAPE.LEAST, SHAPE.FEW
+    )
+    chunk = SHAPE.CHUNK
+    if SHAPE.LEAST is not None:
+        chunk = equal_chunk(seq_len, table_tokens, chunks)
+    return chunks, chunk
 
 
 @gluon.jit

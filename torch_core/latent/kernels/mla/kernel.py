@@ -15,7 +15,7 @@ from torch_core.device.quantize import packed_rotary, unpacked_latents
 from torch_core.device.softmax import finish_rows, softmax_step
 from torch_core.device.store import Output, RowLayout, as_multiplied, query_tile, store_rows, zero_rows
 from torch_core.device.tiles import key_rows, load_tile, page_ids, readable
-from torch_core.device.work import chunk_span, locate_chunk
+from torch_core.device.work import chunk_span, equal_chunk, locate_chunk
 
 
 @triton.jit
@@ -51,6 +51,8 @@ def latent_attention_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
+    FEW: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     ROW_TILES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -87,7 +89,7 @@ def latent_attention_kernel(
     OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     bounds = Bounds(window_left, window_right, attention_chunk)
     seq, index, total, _ = locate_chunk(
-        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY
+        item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY, None, LEAST, FEW
     )
     if item >= total:
         padded = tl.load(query_start_loc + num_seqs) + (item - total) * MAX_QUERY + tokens
@@ -105,7 +107,8 @@ def latent_attention_kernel(
         scale *= tl.load(k_scale)
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
-    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY)
+    first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
+    chunk = CHUNK if LEAST is None else equal_chunk(seq_len, table_tokens, chunks)
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
     query_pos = context + tokens
@@ -118,10 +121,10 @@ def latent_attention_kernel(
         q_rope = _as_multiplied(q_rope, latent_cache, PACKED)
     block_table = block_tables + seq.to(tl.int64) * table_stride
 
-    start = (first_chunk + index) * CHUNK
+    start = (first_chunk + index) * chunk
     last_token = tl.minimum((first_token * NUM_HEADS + NUM_HEADS - 1 + BLOCK_M) // NUM_HEADS, query_len - 1)
     low, high = visible_keys(context + first_token, context + last_token, num_keys, bounds, 0)
-    high = tl.minimum(high, start + CHUNK)
+    high = tl.minimum(high, start + chunk)
     first_key = None
     if window_left is not None or attention_chunk is not None:
         first_key = tl.maximum(low, start)

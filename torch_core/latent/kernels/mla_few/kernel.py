@@ -46,6 +46,8 @@ def few_latent_kernel(
     ROW_TILES: gl.constexpr,
     MAX_QUERY: gl.constexpr,
     CHUNK: gl.constexpr,
+    LEAST: gl.constexpr,
+    FEW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -63,7 +65,9 @@ def few_latent_kernel(
     """
     if MERGED:
         let_next_begin()
-    SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
+    SHAPE: gl.constexpr = Sizes(
+        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
+    )
     e4m3: gl.constexpr = gl.float8e4nv
     # Rotary keys of packed rows are bfloat16.
     WIDE: gl.constexpr = packed is not None

@@ -43,6 +43,8 @@ def hopper_latent_kernel(
     ROW_TILES: gl.constexpr,
     MAX_QUERY: gl.constexpr,
     CHUNK: gl.constexpr,
+    LEAST: gl.constexpr,
+    FEW: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -70,7 +72,9 @@ def hopper_latent_kernel(
     """
     if MERGED:
         let_next_begin()
-    SHAPE: gl.constexpr = Sizes(NUM_HEADS, MAX_QUERY, CHUNK, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES)
+    SHAPE: gl.constexpr = Sizes(
+        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
+    )
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
