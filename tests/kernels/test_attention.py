@@ -53,15 +53,21 @@ def test_chunks_are_merged_in_several_turns_and_read_behind_the_lengths(seed, mo
     assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
 
 
-@pytest.mark.parametrize("seq_len", [390, 700])
-def test_chunks_of_one_long_sequence_grow_with_its_length(seq_len, seed, monkeypatch):
-    for name, value in (("_TARGET_PROGRAMS", 3), ("_MAX_CHUNK", 128), ("_SINGLE_CHUNK", 128)):
+@pytest.mark.parametrize(("seq_len", "columns", "number"), [(1420, 0, 3), (700, 89, 3), (390, 89, 2), (3, 89, 1)])
+def test_chunks_of_one_sequence_follow_from_its_length(seq_len, columns, number, seed, monkeypatch):
+    """One that fills its table has the expected chunks, a shorter one has smaller ones in the same table."""
+    for name, value in (("_WIDE_WORK", 0), ("_SMALL_TARGET", 3)):
         monkeypatch.setattr(split, name, value)
     case = paged_case(seed, seq_lens=[seq_len], query_lens=[2], num_heads=2, num_kv_heads=1, head_size=16)
-    plan = plan_call(case.call().map(array_spec), DeviceLimits(arch=89))
+    tables = case.tensors("cpu")["block_tables"]
+    if columns:
+        tables = torch.cat([tables, torch.full((1, columns - tables.shape[1]), 1 << 20, dtype=torch.int32)], 1)
+    call = case.call(block_tables=tables)
+    plan = plan_call(call.map(array_spec), DeviceLimits(arch=89))
     assert [dict(launch.constexprs)["LEAST"] for launch in plan.launches] == [128, 128]
-    assert dict(plan.scratch)["partial_max"].shape[1] == 3
-    assert_matches_reference(case, run_interpreted_operation(plan, case.call().arrays())["out"])
+    scratch = {name: torch.full(spec.shape, torch.nan) for name, spec in plan.scratch}
+    assert_matches_reference(case, run_interpreted_operation(plan, {**call.arrays(), **scratch})["out"])
+    assert int((~scratch["partial_max"][0, :, 0].isnan()).sum()) == (number if number > 1 else 0)
 
 
 @pytest.mark.parametrize("query_lens", [(1, 2, 1, 1, 0), (1, 40, 2, 1, 0)])

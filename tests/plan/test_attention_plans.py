@@ -108,20 +108,21 @@ def test_chunks_are_multiples_of_128_of_about_equal_length(table_tokens, key_byt
 
 
 @pytest.mark.parametrize(
-    ("blocks", "changes", "number"),
+    ("blocks", "changes", "size_and_number"),
     [
-        (8192, {}, None),
-        (16384, {}, 128),
-        (16384, {"kv_chunk_size": 4096}, None),
-        (16384, {"spec": AttentionSpec(scale=1.0, window_left=127)}, None),
-        (65536, {}, None),
+        (4096, {}, None),
+        (4160, {}, (1280, 64)),
+        (65536, {}, (16384, 64)),
+        (65536, {"kv_chunk_size": 256}, None),
+        (65536, {"spec": AttentionSpec(scale=1.0, window_left=127)}, None),
     ],
 )
-def test_one_sequence_of_two_or_three_waves_is_cut_into_one_by_its_length(blocks, changes, number):
-    plan = paged_plan(num_seqs=1, block_tables=ArraySpec((1, 4 * blocks), "int32"), **changes)
-    assert (dict(plan.launches[0].constexprs)["LEAST"] is not None) == (number is not None)
-    if number is not None:
-        assert dict(plan.scratch)["partial_max"].shape[1] == number
+def test_chunks_of_one_sequence_in_a_wide_table_follow_from_its_length(blocks, changes, size_and_number):
+    plan = paged_plan(num_seqs=1, block_tables=ArraySpec((1, blocks), "int32"), **changes)
+    constants = dict(plan.launches[0].constexprs)
+    assert constants["LEAST"] == (None if size_and_number is None else 128)
+    if size_and_number is not None:
+        assert (constants["CHUNK"], dict(plan.scratch)["partial_max"].shape[1]) == size_and_number
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,13 @@ def test_one_sequence_of_two_or_three_waves_is_cut_into_one_by_its_length(blocks
         (256, 576, {}, (1024, 8)),
         (128, 576, {}, (1024, 9)),
         (64, 576, {}, (704, 9)),
+        # Two waves at most are filled: one by four chunks, or three; two by six.
+        (48, 256, {}, (1024, 4)),
+        (64, 188, {}, (1024, 3)),
+        (64, 250, {}, (768, 6)),
         # Eight chunks in runs of two.
         (32, 576, {}, (1024, 8)),
-        (32, 384, {}, (512, 4)),
+        (32, 384, {}, (256, 4)),
         # The chunks of a full table are small.
         (4, 64, {}, None),
         (128, 576, {"kv_chunk_size": 4096}, None),
@@ -150,7 +155,10 @@ def test_sequences_in_a_wide_table_have_smaller_chunks(num_seqs, blocks, changes
         assert (constants["LEAST"], dict(plan.scratch)["partial_max"].shape[1]) == keys_and_number
 
 
-@pytest.mark.parametrize(("num_seqs", "blocks", "keys"), [(1, 512, 128), (64, 32, 128), (128, 32, 64), (64, 512, 64)])
+@pytest.mark.parametrize(
+    ("num_seqs", "blocks", "keys"),
+    [(1, 512, 128), (64, 32, 128), (128, 32, 64), (64, 512, 64), (32, 64, 128), (32, 128, 64)],
+)
 def test_tiles_are_tall_where_a_multiprocessor_has_one_program_of_them(num_seqs, blocks, keys):
     plan = paged_plan(num_seqs=num_seqs, block_tables=ArraySpec((num_seqs, blocks), "int32"))
     assert dict(plan.launches[0].constexprs)["BLOCK_N"] == keys

@@ -119,10 +119,12 @@ def test_the_merge_of_chunks_begins_before_they_are_made_and_waits_where_devices
     assert "griddepcontrol.launch_dependents" in compile_variant(kernel_variant(split, plan.specs), 90).asm["ptx"]
 
 
-@pytest.mark.parametrize(("blocks", "arch", "early"), [(64, 90, True), (16384, 90, False), (64, 89, False)])
-def test_chunks_begin_early_where_a_multiprocessor_has_one_and_wait_before_all_else(blocks, arch, early):
-    limits = DeviceLimits(arch=arch)
-    split = (plan := paged_plan(num_seqs=1, block_tables=ArraySpec((1, blocks), "int32"), limits=limits)).launches[0]
+@pytest.mark.parametrize(("num_seqs", "arch", "early"), [(1, 90, True), (64, 90, False), (1, 89, False)])
+def test_chunks_begin_early_where_a_multiprocessor_has_one_and_wait_before_all_else(num_seqs, arch, early):
+    plan = paged_plan(
+        num_seqs=num_seqs, block_tables=ArraySpec((num_seqs, 16384), "int32"), limits=DeviceLimits(arch=arch)
+    )
+    split = plan.launches[0]
     assert split.dependent == early
     ptx = compile_variant(kernel_variant(split, plan.specs), arch).asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == early

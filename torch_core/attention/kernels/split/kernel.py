@@ -121,17 +121,16 @@ def attention_split_kernel(
     output = Output(out, lse, out_factor, v_scale, out_scale)
     OUT_LAYOUT: tl.constexpr = RowLayout(VALUE_SIZE, VALUE_PADDED, OUT_STRIDES, LSE_STRIDES, OUT_LIMIT)
     # A single sequence is fetched together with its lengths: its row of the table may be read to its end, and
-    # its queries are the first ones.
+    # its queries are the first ones. Chunks that follow from its length are expected to be those of a full table.
     SINGLE: tl.constexpr = BLOCK_SEQS == 1 and window_left is None and attention_chunk is None
     if SINGLE and LEAST is not None:
-        only_len = tl.load(seq_lens)
-        _, most_chunks = chunk_span(only_len, 1, table_tokens, Bounds(None, None, None), CHUNK, 1, LEAST, FEW)
-        chunk = equal_chunk(only_len, table_tokens, most_chunks)
+        _, most_chunks = chunk_span(table_tokens, 1, table_tokens, Bounds(None, None, None), CHUNK, 1, LEAST, FEW)
+        expected = equal_chunk(table_tokens, table_tokens, most_chunks)
     elif SINGLE:
-        chunk: tl.constexpr = CHUNK
+        expected: tl.constexpr = CHUNK
     if SINGLE:
         bound = tl.where(item < max_chunks, table_tokens, 0)
-        pages = page_ids(block_tables, item * chunk + columns, None, bound, BLOCK_SIZE)
+        pages = page_ids(block_tables, item * expected + columns, None, bound, BLOCK_SIZE)
     bounds = Bounds(window_left, window_right, attention_chunk)
     seq, index, total, each = locate_chunk(
         item, query_start_loc, seq_lens, num_seqs, table_tokens, bounds, BLOCK_SEQS, CHUNK, MAX_QUERY, LONG,
@@ -157,9 +156,9 @@ def attention_split_kernel(
     seq_len = tl.load(seq_lens + seq)
     num_keys = tl.minimum(seq_len, table_tokens)
     first_chunk, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
-    if not SINGLE and LEAST is not None:
+    if LEAST is not None:
         chunk = equal_chunk(seq_len, table_tokens, chunks)
-    elif not SINGLE:
+    else:
         chunk: tl.constexpr = CHUNK
     live = live_rows & (tokens < query_len)
     context = seq_len - query_len
@@ -213,6 +212,9 @@ def attention_split_kernel(
         num_keys,
     )  # fmt: skip
     if SINGLE:
+        if LEAST is not None:  # noqa: SIM102, without it nothing is compiled
+            if chunk != expected:
+                pages = page_ids(block_tables, start + columns, None, high, BLOCK_SIZE)
         pages = tl.where(start + columns < high, pages, 0)
     else:
         pages = page_ids(block_table, start + columns, first_key, high, BLOCK_SIZE)
