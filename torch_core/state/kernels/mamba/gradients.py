@@ -111,8 +111,6 @@ def mamba_gradients_kernel(
         step = tl.load(steps + first_step + token, mask=live, other=0.0)
         decay = tl.load(decays + first_step + token, mask=live, other=0.0)
         last = tl.load(decays + first_step + tl.minimum(CHUNK, length - index * CHUNK) - 1)
-        # Behind the last token no decay is less: from 0 on, the powers of differences would be infinite.
-        decay = tl.where(live, decay, last)
         inputs = x + head * x_head_stride
         results = d_out + head * d_out_head_stride
         # In a loop of its own: registers are scarce.
@@ -123,8 +121,8 @@ def mamba_gradients_kernel(
             d_y = rows_of(results, place, live, row, d_out_token_stride, HEAD_DIM, BLOCK_ROWS)
             overlap = tl.dot(d_y, tl.trans(values), acc=overlap, input_precision=PRECISION)
         d_skip = tl.sum(tl.sum(tl.where(token[:, None] == token[None, :], overlap, 0.0), 1), 0)
-        # Of later tokens the difference would be positive without a bound.
-        passed = tl.exp(tl.where(is_past, decay[:, None] - decay[None, :], float("-inf")))
+        # Of later tokens, and of rows behind the last one, the difference would be positive without a bound.
+        passed = tl.exp(tl.where(is_past & live[:, None], decay[:, None] - decay[None, :], float("-inf")))
         d_product += overlap * passed * step[None, :]
         passed *= tl.load(product, mask=live[:, None], other=0.0).to(tl.float32)
         weights = passed.to(dtype)
@@ -133,7 +131,7 @@ def mamba_gradients_kernel(
         # Both sums have the terms of a token with itself, in which there is no decay.
         d_decay = tl.sum(overlap * step[None, :], 1) - d_step * step
         into = tl.exp(decay)
-        added = tl.exp(last - decay)
+        added = tl.exp(tl.minimum(last - decay, 0.0))
         d_last = 0.0
         by_state = tl.zeros([CHUNK], tl.float32)
         by_read = tl.zeros([CHUNK], tl.float32)
