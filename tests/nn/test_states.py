@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 
 from jattn import AttentionMetadata
-from jattn.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, ShortConv
+from jattn.nn import GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba2, PagedAttention, ShortConv
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
 
@@ -198,3 +198,16 @@ def test_inputs_without_a_token_are_refused(shape):
 def test_a_term_of_a_norm_is_not_negative():
     with pytest.raises(InvalidInput, match=r"^epsilon is -1\.0; it must be at least 0\.$"):
         KimiDeltaAttention(2, 12, head_dim=8, epsilon=-1.0, rngs=nnx.Rngs(0))
+
+
+def test_a_cache_of_the_other_kind_is_refused(layers):
+    _, ours = layers
+    step = AttentionMetadata.build([SequenceRow([1], 0, 3, None, 1)], block_size=8, num_blocks=2, num_slots=SLOTS)
+    blocks = jnp.zeros((2, 2, 8, 2, 8))
+    given: Any = (blocks,) * len(ours.state_spec().shapes)
+    with pytest.raises(InvalidInput, match=r"^\w*states has shape .2, 2, 8, 2, 8.; it must have [34] axes"):
+        ours(jnp.ones((3, FEATURES)), states=given if len(given) > 1 else blocks, metadata=step)
+    rows = jnp.ones((3, 2, 8))
+    for shape in (*ours.state_spec().array_shapes(SLOTS), (SLOTS, 8, 8, 8)):
+        with pytest.raises(InvalidInput, match="kv_cache"):
+            PagedAttention(2, 8)(rows, rows, rows, jnp.zeros(shape), step)
