@@ -13,6 +13,7 @@ from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.joined import shared_sizes
+from jattn.llm.models.late_norm import product
 from jattn.llm.models.layers import linear, multiplies_rows, norm, scaled, unweighted_norm
 from jattn.llm.models.parts import ValueHeadConfig
 from jattn.llm.models.positions import apply_rotary
@@ -190,8 +191,8 @@ class Attention(nnx.Module):
 
         Behind values there may be more of a shared product. A gate of whole heads is `[..., heads, 1]`.
         """
-        product = x if self.qkv_proj is None else self.qkv_proj(x)
-        heads = product.reshape(*x.shape[:-1], -1, self.config.head_dim)
+        values = x if self.qkv_proj is None else product(self.qkv_proj, x)
+        heads = values.reshape(*x.shape[:-1], -1, self.config.head_dim)
         if self.gate_proj is not None:
             return heads, self.gate_proj(x)[..., None]
         if not self.config.attn_output_gate:

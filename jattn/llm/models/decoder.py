@@ -199,11 +199,11 @@ class Decoder(nnx.Module):
         caches = [*kv_caches, *[jnp.zeros(0, jnp.int32)] * shares]
         yield x, kv_caches, None
         # Adapters read rows as they are.
-        quantizes = adapters is None
-        normed = through(self.layers[0].input_norm(quantizes=quantizes), x)
+        kinds = {"quantizes": adapters is None, "is_row": adapters is None and len(x) == 1}
+        normed = through(self.layers[0].input_norm(**kinds), x)
         first_state = count - sum(layer.num_states for layer in self.layers)
         indexers = self.config.index_layers
-        for index, modules in enumerate(self.layers_and_norms(quantizes=quantizes)):
+        for index, modules in enumerate(self.layers_and_norms(**kinds)):
             (own, array), places = metadata.of_layer(0), []
             if self.config.attends(index):
                 own, array = metadata.of_layer(self.config.cache_of(index))
@@ -222,9 +222,9 @@ class Decoder(nnx.Module):
             yield x, tuple(caches[:count]), experts
         yield normed, tuple(caches[:count]), None
 
-    def layers_and_norms(self, *, quantizes: bool = False) -> Iterator[tuple[DecoderLayer, Any]]:
-        """Yields each layer and the norm after it (the next layer's first or the model's last); None for none."""
-        norms: list[Any] = [*(layer.input_norm(quantizes=quantizes) for layer in self.layers), self.norm]
+    def layers_and_norms(self, **kinds: bool) -> Iterator[tuple[DecoderLayer, Any]]:
+        """Yields each layer and the norm after it, the next one's `input_norm(**kinds)` or the last; None for none."""
+        norms: list[Any] = [*(layer.input_norm(**kinds) for layer in self.layers), self.norm]
         yield from zip(self.layers, norms[1:], strict=True)
 
     def logits(self, hidden: jax.Array, adapters: BatchAdapters | None = None) -> jax.Array:

@@ -17,6 +17,7 @@ from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.experts import SparseMLP
 from jattn.llm.models.fp8_rows import QuantizingNorm, UnscaledProduct
 from jattn.llm.models.joined import shared_sizes
+from jattn.llm.models.late_norm import LateNorm, LateRows, product, takes_late_rows
 from jattn.llm.models.latent import LatentAttention, SparseAttention
 from jattn.llm.models.layers import MLP, RMSNorm, norm, scaled
 from jattn.llm.models.mixers import STATE_CONFIGS
@@ -24,7 +25,7 @@ from jattn.llm.models.per_layer import PerLayerInput
 from jattn.llm.models.recurrent import recurrent_mixer
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.metadata import AttentionMetadata
-from jattn.ops import QuantizedRows, quantizes_rows, rowwise
+from jattn.ops import QuantizedRows, launches_kernels, quantizes_rows, rowwise
 from torch_core.base.specs import StateCacheSpec
 
 #: An encoder's output for each row, float[batch, encoder_tokens, hidden], and its lengths, int32[batch]; None for full
@@ -128,14 +129,15 @@ class DecoderLayer(nnx.Module):
             normed = through(following, x)
         return x, normed, tuple(updated), experts
 
-    def input_norm(self, *, quantizes: bool = False) -> Any:
+    def input_norm(self, *, quantizes: bool = False, is_row: bool = False) -> Any:
         """Returns the norm before the mixers, or None.
 
-        With `quantizes` its results are `QuantizedRows` where kernels launch and all that reads them takes such rows.
+        With `quantizes` its results are `QuantizedRows`, and with `is_row` those of a single row are `LateRows`, where
+        kernels launch and all that reads them takes such rows.
         """
-        return (
-            QuantizingNorm(self.input_layernorm) if quantizes and self._takes_quantized_rows else self.input_layernorm
-        )
+        if quantizes and self._takes_quantized_rows:
+            return QuantizingNorm(self.input_layernorm)
+        return LateNorm(self.input_layernorm) if is_row and self._takes_late_rows else self.input_layernorm
 
     @property
     def _takes_quantized_rows(self) -> bool:
@@ -152,6 +154,25 @@ class DecoderLayer(nnx.Module):
         return config.attention_multipliers == (1, 1) and quantizes_rows(
             config.hidden_size, config.query_size, implementation=implementation
         )
+
+    @property
+    def _takes_late_rows(self) -> bool:
+        config, attention = self.config, self.self_attn
+        if self.parallel is not None or self.cross_attn is not None or self.batch_invariant or config.single_branch:
+            return False
+        # A product of float16 may overflow before the division.
+        if config.parallel_block is not None or self.norm_placement != "before" or config.dtype == "float16":
+            return False
+        first = self.input_layernorm
+        if not isinstance(first, RMSNorm) or first.norm_type != "rms_norm" or first.weight.dtype != config.dtype:
+            return False
+        if not launches_kernels(first.norm_implementation):
+            return False
+        if shared_sizes(config) is not None:
+            return takes_late_rows(self.recurrent.in_proj)
+        if type(attention) is not Attention or self.recurrent is not None or config.attention_multipliers[0] != 1:
+            return False
+        return takes_late_rows(attention.qkv_proj) and attention.gate_proj is None and config.value_head is None
 
     @property
     def picks_rows(self) -> bool:
@@ -196,7 +217,7 @@ class DecoderLayer(nnx.Module):
 
     def _mixers_input(self, normed: Any) -> Any:
         """Returns what the mixers are called with: the product that they share, or the rows after the norm."""
-        return normed if shared_sizes(self.config) is None else self.recurrent.in_proj(normed)
+        return normed if shared_sizes(self.config) is None else product(self.recurrent.in_proj, normed)
 
     @property
     def _mixers(self) -> tuple[tuple[Any, tuple[float, float]], tuple[Any, tuple[float, float]]]:
@@ -275,6 +296,8 @@ class DecoderLayer(nnx.Module):
         before = self.post_attention_layernorm if kind is None and cross is None else None
         if isinstance(normed, QuantizedRows) and not self.is_sparse and self.mlp.takes_quantized_rows:
             before = QuantizingNorm(before)
+        elif isinstance(normed, LateRows) and not self.is_sparse and self.mlp.takes_late_rows:
+            before = LateNorm(before)
         seen: Any
         after, seen = self._add_branch(x, mixed, "heads", self.attention_output_norm, before, dropout, peers)
         if cross is not None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
+from jattn.llm.models.late_norm import product, takes_late_rows
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.ops import QuantizedRows, launches_kernels, quantizes_rows, row_norm, row_product, rowwise
 from jattn.ops.activations import activated, gated
@@ -262,7 +263,7 @@ class MLP(nnx.Module):
             return self.down_proj.product(self.gate_up_proj.product(x).gated(self.hidden_act))
         if self.gated_product is not None:
             return scaled(self.down_proj(self.gated_product(x)), self.multipliers[1])
-        inner = self.gate_up_proj(x) if self.is_gated else self.up_proj(x)
+        inner = product(self.gate_up_proj if self.is_gated else self.up_proj, x)
         out = self.down_proj(rowwise(self._activated, inner) if self.batch_invariant else self._activated(inner))
         return scaled(out, self.multipliers[1])
 
@@ -274,6 +275,11 @@ class MLP(nnx.Module):
         if not (multiplies_rows(self.gate_up_proj) and multiplies_rows(self.down_proj)):
             return False
         return quantizes_rows(self.gate_up_proj.weight.shape[0], activation=self.hidden_act)
+
+    @property
+    def takes_late_rows(self) -> bool:
+        """Its first product takes `LateRows`."""
+        return takes_late_rows(self.gate_up_proj if self.is_gated else self.up_proj)
 
     @property
     def is_swiglu(self) -> bool:
