@@ -10,7 +10,7 @@ from docs.scripts import records
 _OURS = "jattn"
 _PEERS = (
     *("FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "FlashInfer", "FlashMLA", "flash-linear-attention"),
-    *("cuDNN in JAX", "cuDNN in torch", "cuDNN (torch)", "cuDNN", "vLLM Triton", "vLLM 0.26"),
+    *("cuDNN in JAX", "cuDNN in torch", "cuDNN (torch)", "cuDNN", "vLLM Triton", "vLLM 0.26", "mamba_ssm"),
 )
 # Columns that a later run of ours replaced.
 _OLD = "before"
