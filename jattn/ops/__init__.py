@@ -28,7 +28,15 @@ from jattn.ops.mamba import mamba_chunk_scan
 from jattn.ops.masked import masked_attention
 from jattn.ops.merge import merge_states
 from jattn.ops.rotate_and_write import rotate_and_write
-from jattn.ops.rowwise import QuantizedRows, quantizes_rows, row_logsumexp, row_norm, row_product, row_quantize
+from jattn.ops.rowwise import (
+    QuantizedRows,
+    gates_rows,
+    quantizes_rows,
+    row_logsumexp,
+    row_norm,
+    row_product,
+    row_quantize,
+)
 from jattn.ops.run import run
 from jattn.ops.sparse import indexer_topk, sparse_mla_attention, sparse_mla_attention_with_lse
 from jattn.ops.tiles import in_tiles, rowwise
@@ -58,6 +66,7 @@ __all__ = [
     "fp8_query",
     "fused_experts",
     "gated_delta_rule",
+    "gates_rows",
     "in_tiles",
     "indexer_topk",
     "launches_kernels",

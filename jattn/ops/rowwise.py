@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from jattn.bridge import native
+from jattn.bridge.calls import array_spec
 from jattn.ops.activations import activated
 from jattn.ops.arguments import documented
 from jattn.ops.choose import launches_kernels
@@ -29,6 +30,7 @@ def row_product(
     *,
     transposed: bool = False,
     out_dtype: str | None = None,
+    activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies rows by a kernel; a row's bits do not depend on the number of rows, nor on its place among them.
@@ -38,7 +40,7 @@ def row_product(
     Returns:
         [num_rows, out].
     """
-    call = RowProductCall(x=x, kernel=kernel, transposed=transposed, out_dtype=out_dtype)
+    call = RowProductCall(x=x, kernel=kernel, transposed=transposed, out_dtype=out_dtype, activation=activation)
     return run(call, implementation)["out"]
 
 
@@ -129,12 +131,28 @@ def quantizes_rows(*widths: int, activation: str | None = None, implementation: 
     return native.device_limits().arch >= E4M3_ARCH and all(unserved(call, "triton") is None for call in calls)
 
 
+def gates_rows(x: jax.Array, kernel: jax.Array, implementation: str | None = None) -> bool:
+    """Returns whether `row_product` of these arrays with an activation is a kernel launch here, and worth it."""
+    if not launches_kernels(implementation):
+        return False
+    # Imports Triton; this module must load without it.
+    from torch_core.rowwise.kernels.gated_product_hopper.plan import is_hopper
+
+    call = RowProductCall(x=x, kernel=kernel, activation="silu").map(array_spec)
+    return is_hopper(call, native.device_limits())
+
+
 def _row_product(call: RowProductCall[jax.Array]) -> dict[str, jax.Array]:
     axes = (((1,), (1 if call.transposed else 0,)), ((), ()))
-    product = functools.partial(
-        jax.lax.dot_general, dimension_numbers=axes, preferred_element_type=jnp.dtype(call.result_dtype)
-    )
-    return {"out": in_tiles(product, call.x, call.kernel)}
+    dtype, activation = jnp.dtype(call.result_dtype), call.activation
+    added = dtype if activation is None else wide_dtype(dtype)
+    product = functools.partial(jax.lax.dot_general, dimension_numbers=axes, preferred_element_type=added)
+
+    def gated(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        gate, up = jnp.split(product(x, kernel), 2, axis=1)
+        return (activated(cast(str, activation), gate) * up).astype(dtype)
+
+    return {"out": in_tiles(product if activation is None else gated, call.x, call.kernel)}
 
 
 def _row_norm(call: RowNormCall[jax.Array]) -> dict[str, jax.Array]:

@@ -81,6 +81,32 @@ def test_a_decoders_norms_are_kernels_where_its_implementation_is(implementation
     assert set(asked) == {implementation}
 
 
+@pytest.mark.parametrize(
+    ("shape", "changes", "launches"),
+    [
+        ((512, 48), {}, True),
+        ((511, 48), {}, False),
+        ((1, 512, 48), {}, False),
+        ((512, 48), {"mlp_bias": True}, False),
+        ((512, 48), {"hidden_act": "gelu"}, False),
+        ((512, 48), {"gated_mlp": False}, False),
+        ((512, 48), {"mlp_multipliers": (2.0, 3.0)}, False),
+        ((512, 48), {"mlp_multipliers": (1.0, 3.0)}, True),
+    ],
+    ids=str,
+)
+def test_many_rows_are_multiplied_and_gated_in_one_launch(shape, changes, launches, monkeypatch, seed):
+    asked = []
+    mlp = Decoder(tiny_config(**changes), rngs=nnx.Rngs(seed), implementation="xla").layers[0].mlp
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    expected = mlp(x)
+    monkeypatch.setattr(layers, "gates_rows", lambda x, kernel, implementation: (asked.append(implementation), True)[1])
+
+    np.testing.assert_allclose(mlp(x), expected, rtol=1e-5, atol=1e-6)
+
+    assert asked == ["xla"] * launches
+
+
 def test_a_layer_norm_keeps_its_digits_where_the_mean_is_large(seed):
     x = 1000 + np.random.default_rng(seed).normal(size=(8, 96)).astype(np.float32)
     found = LayerNorm(96, epsilon=1e-5, dtype="float32", use_bias=False)(jnp.asarray(x))

@@ -15,6 +15,7 @@ from torch_core.base.errors import InvalidInput
 
 OPERATIONS = {
     "product": lambda x: ops.row_product(x, normal(1, 72, 50, dtype=x.dtype)),
+    "gated product": lambda x: ops.row_product(x, normal(1, 72, 50, dtype=x.dtype), activation="silu"),
     "norm": lambda x: ops.row_norm(x, normal(2, 1, 72, dtype=x.dtype), epsilon=1e-5),
     "log-sum-exp": lambda x: ops.row_logsumexp(x.astype(jnp.float32)),
     "log-probability": lambda x: ops.token_logprobs(
@@ -85,6 +86,40 @@ def test_gradients_are_those_of_the_plain_operations(seed):
         strict=True,
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+def test_a_product_with_a_gate_is_rounded_once_and_has_its_gradient(implementation, seed):
+    x, kernel = normal(seed, 9, 72, dtype=jnp.bfloat16), normal(seed + 1, 72, 50, dtype=jnp.bfloat16)
+
+    def wide(x, kernel):
+        gate, up = jnp.split(x @ kernel, 2, axis=1)
+        return jax.nn.silu(gate) * up
+
+    def sizes(x, kernel):
+        return ops.row_product(x, kernel, activation="silu", implementation=implementation).astype(jnp.float32).sum()
+
+    found = ops.row_product(x, kernel, activation="silu", implementation=implementation)
+    exact = wide(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    np.testing.assert_array_less(abs(found - exact), 2.0**-8 * abs(exact) + 1e-4)
+    expected = jax.grad(lambda *each: wide(*each).sum(), (0, 1))(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    for gradient, wanted in zip(jax.grad(sizes, (0, 1))(x, kernel), expected, strict=True):
+        np.testing.assert_allclose(gradient.astype(jnp.float32), wanted, rtol=2.0**-6, atol=2.0**-6 * abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"activation": "relu"}, "activation is 'relu'; use 'silu', or None"),
+        ({"activation": "silu", "transposed": True}, "kernel has shape .* with an activation it is"),
+        ({"activation": "silu", "columns": 7}, "kernel has shape .* with an activation it is"),
+    ],
+    ids=str,
+)
+def test_a_product_refuses_a_gate_that_it_does_not_have(options, problem):
+    kernel = jnp.ones((8, options.pop("columns", 8)))
+    with pytest.raises(InvalidInput, match=problem):
+        ops.row_product(jnp.ones((2, 8)), kernel, **options)
 
 
 @pytest.mark.parametrize("window", [None, 21])

@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_core.latent": {"torch_core.launch", "torch_core.device", "torch_core.attention", "torch_core.cache_writes"},
     "torch_core.cache_writes": {"torch_core.launch", "torch_core.device", "torch_core.attention"},
     "torch_core.adapters": {"torch_core.launch"},
-    "torch_core.rowwise": {"torch_core.launch"},
+    "torch_core.rowwise": {"torch_core.launch", "torch_core.device"},
     "torch_core.experts": {"torch_core.launch", "torch_core.device"},
     "torch_core.state": {"torch_core.launch", "torch_core.device"},
     "torch_core.all_reduce": {"torch_core.launch"},

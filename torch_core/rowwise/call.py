@@ -55,6 +55,8 @@ class RowProductCall(_RowCall[A]):
         kernel: the weights, `[in, out]`.
         transposed: the weights are `[out, in]`, as an embedding is.
         out_dtype: "float32", or None for that of `x`; sums are float32 in both.
+        activation: "silu": the outputs are `[gate | up]`, and the result is `silu(gate) * up`, rounded once. A kernel
+            has it on Hopper alone, for 16 bits and sizes that `jattn.ops.gates_rows` tells; None for no activation.
     """
 
     name: ClassVar[str] = "row_product"
@@ -63,16 +65,17 @@ class RowProductCall(_RowCall[A]):
     kernel: Float[A, "kernel_rows kernel_columns"]
     transposed: bool = False
     out_dtype: str | None = None
+    activation: str | None = None
 
     @property
     def out_features(self) -> int:
         """Elements of a row of the result."""
-        return self.kernel.shape[0 if self.transposed else 1]
+        return self.kernel.shape[0 if self.transposed else 1] // (1 if self.activation is None else 2)
 
     @property
     def work(self) -> int:
         """The products."""
-        return self.x.size * self.out_features
+        return self.x.shape[0] * self.kernel.size
 
     @property
     def result_dtype(self) -> str:
@@ -93,6 +96,11 @@ class RowProductCall(_RowCall[A]):
         check_one_dtype(self, "x", "kernel")
         if self.out_dtype not in (None, "float32", dtype_name(self.x)):
             raise InvalidInput("out_dtype", value=self.out_dtype, wanted="use 'float32', or None for the dtype of x")
+        if self.activation not in (None, "silu"):
+            raise InvalidInput("activation", value=self.activation, wanted="use 'silu', or None")
+        if self.activation is not None and (self.transposed or self.kernel.shape[1] % 2):
+            wanted = "with an activation it is [in, gate | up]: two halves of one size"
+            raise InvalidInput("kernel", f"has shape {list(self.kernel.shape)}", wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

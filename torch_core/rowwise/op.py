@@ -35,7 +35,7 @@ register(
         call=RowProductCall,
         reference="torch_core.rowwise.reference:row_product",
         cpu="torch_core.rowwise.reference:row_product",
-        plan="torch_core.rowwise.kernels.product.plan:plan_row_product",
+        plan="torch_core.rowwise.plan:plan_product",
         serves=(compute_dtype("x"), strides(free=("kernel",)), _ROWS),
     ),
     Op(
@@ -75,6 +75,9 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "row product": _product(8192),
         "row product decode": _product(64),
         "row product float32": _product(64, "float32"),
+        "row product gated": RowProductCall(
+            x=ArraySpec((8192, 4096), "bfloat16"), kernel=ArraySpec((4096, 28672), "bfloat16"), activation="silu"
+        ),
         "row norm": _norm(64),
         "row norm float32": _norm(64, "float32"),
         "row logsumexp": RowLogSumExpCall(x=ArraySpec((64, 128256), "float32")),

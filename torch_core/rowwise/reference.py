@@ -13,7 +13,11 @@ def row_product(call: RowProductCall[Tensor]) -> dict[str, Tensor]:
     """Multiplies in float32. Nothing is checked."""
     wide = torch.promote_types(call.x.dtype, torch.float32)
     kernel = call.kernel.T if call.transposed else call.kernel
-    return {"out": (call.x.to(wide) @ kernel.to(wide)).to(getattr(torch, call.result_dtype))}
+    out = call.x.to(wide) @ kernel.to(wide)
+    if call.activation is not None:
+        gate, up = out.chunk(2, 1)
+        out = functional.silu(gate) * up
+    return {"out": out.to(getattr(torch, call.result_dtype))}
 
 
 def row_norm(call: RowNormCall[Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from jattn.llm.models.attention import Angles, KeysValues
 from jattn.llm.models.batch_adapters import BatchAdapters, LayerAdapters, attached
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.decoder_layer import DecoderLayer, Encoded, through
-from jattn.llm.models.layers import INITIALIZER, RMSNorm, linear, norm, scaled
+from jattn.llm.models.layers import INITIALIZER, MLP, RMSNorm, linear, norm, scaled
 from jattn.llm.models.paged_model import PagedSpec
 from jattn.llm.models.per_layer import PerLayerInputs
 from jattn.llm.models.positions import (
@@ -97,8 +97,8 @@ class Decoder(nnx.Module):
         self.classifier = linear(width, num_labels, use_bias=True, **options) if num_labels else None
         shape, dtype = (1, config.vocab_size), jnp.dtype(config.dtype)
         self.final_logits_bias = nnx.Param(jnp.zeros(shape, dtype)) if config.logits_bias else None
-        for module in (each for _, each in nnx.iter_modules(self) if isinstance(each, RMSNorm)):
-            module.norm_implementation = implementation
+        for module in (each for _, each in nnx.iter_modules(self) if isinstance(each, RMSNorm | MLP)):
+            module.row_implementation = implementation
 
     @property
     def paged_spec(self) -> PagedSpec:

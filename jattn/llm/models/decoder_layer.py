@@ -166,7 +166,7 @@ class DecoderLayer(nnx.Module):
         first = self.input_layernorm
         if not isinstance(first, RMSNorm) or first.norm_type != "rms_norm" or first.weight.dtype != config.dtype:
             return False
-        if not launches_kernels(first.norm_implementation):
+        if not launches_kernels(first.row_implementation):
             return False
         if shared_sizes(config) is not None:
             return takes_late_rows(self.recurrent.in_proj)

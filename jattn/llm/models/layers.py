@@ -13,7 +13,7 @@ from flax import nnx
 from jattn.llm.models.config import ModelConfig
 from jattn.llm.models.late_norm import product, takes_late_rows
 from jattn.llm.models.tensor_parallel import TensorParallel
-from jattn.ops import QuantizedRows, launches_kernels, quantizes_rows, row_norm, row_product, rowwise
+from jattn.ops import QuantizedRows, gates_rows, launches_kernels, quantizes_rows, row_norm, row_product, rowwise
 from jattn.ops.activations import activated, gated
 from jattn.parallel import all_reduce_norm
 
@@ -38,6 +38,7 @@ _FEW_ROWS = 64
 # From this number of rows on a norm is a launch of its own, which reads them once. XLA's (jaxlib 0.11.2) reads them
 # twice, and takes 3 us longer for 512 rows of 4,096 on an H100, 28 us for 8,192.
 _MANY_ROWS = 512
+_GATED_ROWS = 512
 
 
 def linear(in_features: int, out_features: int, *, use_bias: bool, rngs: nnx.Rngs, **options: Any) -> nnx.Linear:
@@ -128,7 +129,7 @@ class RMSNorm(nnx.Module):
 
     batch_invariant: bool = False
     # Set by a decoder.
-    norm_implementation: str | None = None
+    row_implementation: str | None = None
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class RMSNorm(nnx.Module):
         """Normalises `[..., features]`; keeps shape and dtype."""
         # The rows of a step; those of training come by sequences.
         has_many = x.ndim == 2 and len(x) >= _MANY_ROWS and x.dtype == self.weight.dtype
-        has_many = has_many and self.parallel is None and launches_kernels(self.norm_implementation)
+        has_many = has_many and self.parallel is None and launches_kernels(self.row_implementation)
         if self.batch_invariant or has_many:
             return _by_row(x, self.weight[...], epsilon=self.epsilon, norm_type=self.norm_type)
         wide = x.astype(jnp.float32)
@@ -241,6 +242,8 @@ class MLP(nnx.Module):
     """
 
     batch_invariant: bool = False
+    # Set by a decoder.
+    row_implementation: str | None = None
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, intermediate_size: int | None = None) -> None:
         width, inner = config.hidden_size, intermediate_size or config.intermediate_size
@@ -263,6 +266,10 @@ class MLP(nnx.Module):
             return self.down_proj.product(self.gate_up_proj.product(x).gated(self.hidden_act))
         if self.gated_product is not None:
             return scaled(self.down_proj(self.gated_product(x)), self.multipliers[1])
+        if self._gates_rows(x):
+            kernel = self.gate_up_proj.kernel[...]
+            inner = row_product(x, kernel, activation="silu", implementation=self.row_implementation)
+            return scaled(self.down_proj(inner), self.multipliers[1])
         inner = product(self.gate_up_proj if self.is_gated else self.up_proj, x)
         out = self.down_proj(rowwise(self._activated, inner) if self.batch_invariant else self._activated(inner))
         return scaled(out, self.multipliers[1])
@@ -275,6 +282,16 @@ class MLP(nnx.Module):
         if not (multiplies_rows(self.gate_up_proj) and multiplies_rows(self.down_proj)):
             return False
         return quantizes_rows(self.gate_up_proj.weight.shape[0], activation=self.hidden_act)
+
+    def _gates_rows(self, x: Any) -> bool:
+        """The first product and the activation are one launch, so that gates are not written and read again."""
+        # The rows of a step; those of training come by sequences.
+        is_step = isinstance(x, jax.Array) and x.ndim == 2 and len(x) >= _GATED_ROWS
+        if not is_step or self.batch_invariant or not self.is_swiglu:
+            return False
+        layer: Any = self.gate_up_proj
+        is_plain = isinstance(layer, nnx.Linear) and layer.bias is None and layer.kernel.dtype == x.dtype
+        return is_plain and gates_rows(x, layer.kernel[...], self.row_implementation)
 
     @property
     def takes_late_rows(self) -> bool:
