@@ -293,7 +293,9 @@ def _run(case: AttentionCase | LatentCase | Call[torch.Tensor], *, differentiate
     elif isinstance(case, LatentCase):
         ops.run(case.call("cuda", with_lse=True))
     elif differentiate:
-        ops.run(backward_call(case, ops.run, "cuda", with_d_lse=True))
+        call = backward_call(case, ops.run, "cuda", with_d_lse=True)
+        ops.run(call)
+        ops.run(replace(call, deterministic=False))
     else:
         case.run(paged_attention_with_lse if case.paged else attention_with_lse, "cuda")
 

@@ -108,6 +108,15 @@ def test_gradients_without_order_are_as_exact(head_sizes: tuple[int, int], seed:
     assert_poisoned_match(case, call, _run(call, seed, resident=4))
 
 
+def test_programs_that_start_with_the_first_queries_are_as_exact(seed: int) -> None:
+    case = dense_case(
+        seed, key_lens=[400, 1], query_lens=[330, 1], num_heads=2, num_kv_heads=1, head_size=128, dtype="bfloat16"
+    )
+    call = replace(backward_call(poisoned(case), ops.run, with_d_lse=False), deterministic=False, max_query_len=2048)
+    assert [launch.name for launch in _plan(call).launches][2:] == ["finish_backward_kernel"]
+    assert_poisoned_match(case, call, _run(call, seed, resident=3))
+
+
 def test_heads_that_alternate_have_the_bits_of_heads_one_after_the_other(seed: int) -> None:
     case = dense_case(
         seed, key_lens=[130], query_lens=[70], num_heads=2, num_kv_heads=2, head_size=64, dtype="bfloat16"

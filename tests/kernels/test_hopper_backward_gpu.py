@@ -95,6 +95,13 @@ def test_gradients_without_order_are_as_exact(head_sizes: tuple[int, int], seed:
     assert_poisoned_match(case, call, ops.run(call))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_gradients_of_long_sequences_without_order_are_as_exact(seed: int) -> None:
+    case = hopper_backward_case(seed, (128, 128))
+    call = replace(_call(poisoned(case)), deterministic=False, max_query_len=2048)
+    assert_poisoned_match(case, call, ops.run(call))
+
+
 def test_padding_gets_a_gradient_of_zero() -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "padding_tokens": 300}
     call = _call(dense_case(0, key_lens=[200, 0, 7], query_lens=[260, 0, 7], **sizes))

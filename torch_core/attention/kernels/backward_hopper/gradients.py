@@ -131,10 +131,17 @@ def through_queries(
             sums = STEP(sums, given, step, bound, OWN, LAST, SHAPE, S_LAYOUT)
             step += 1
     first = gl.where(rows < item.keys, item.first + rows, 2**30)
+    left = low
+    if SHAPE.RISES:
+        for i in range(gl.where(item.rises, low - item.start, 0) * GROUP):
+            bound = first - (item.start + i // GROUP) * BLOCK_M
+            sums = STEP(sums, given, step, bound, OWN, FIRST, SHAPE, S_LAYOUT)
+            step += 1
+        left = gl.where(item.rises, item.start, low)
     for _ in range((high - low) * GROUP):
         sums = STEP(sums, given, step, first, OWN, None, SHAPE, S_LAYOUT)
         step += 1
-    for i in range((low - item.start) * GROUP):
+    for i in range((left - item.start) * GROUP):
         bound = first - (low - 1 - i // GROUP) * BLOCK_M
         sums = STEP(sums, given, step, bound, OWN, FIRST, SHAPE, S_LAYOUT)
         step += 1

@@ -45,6 +45,7 @@ def hopper_backward_kernel(
     ROLE_KEYS: gl.constexpr,
     PART_WIDTH: gl.constexpr,
     IN_ORDER: gl.constexpr,
+    RISES: gl.constexpr,
     QUERY_STAGES: gl.constexpr,
     D_OUT_STAGES: gl.constexpr,
     KEY_REGISTERS: gl.constexpr,
@@ -72,8 +73,8 @@ def hopper_backward_kernel(
     """
     SHAPE: gl.constexpr = Sizes(
         NUM_KV_HEADS, GROUP, HEADS_TOGETHER, HEAD_SIZE, VALUE_SIZE, REST_SIZE, BLOCK_M, BLOCK_N, ROLE_KEYS,
-        PART_WIDTH, 2 if REST_SIZE else 1, IN_ORDER, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE,
-        VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES,
+        PART_WIDTH, 2 if REST_SIZE else 1, IN_ORDER, RISES, window_left is not None, QUERY_STRIDE, D_OUT_STRIDE,
+        KEY_STRIDE, VALUE_STRIDE, D_KEY_STRIDES, D_VALUE_STRIDES, D_QUERY_STRIDES,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

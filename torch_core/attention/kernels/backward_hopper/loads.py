@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from torch_core.attention.kernels.backward_hopper.work import query_tile
 from torch_core.device.gluon_names import async_load
 from torch_core.device.hopper_turns import ring_slot
 from torch_core.device.hopper_work import zero_outside
@@ -30,7 +31,7 @@ def load_tiles(item, tensors, rings, query_tiles, SHAPE: gl.constexpr):
         rings.key_rest, rings.key.full.index(0), rings.raw, phase, 0,
     )  # fmt: skip
     for step in range((item.end - item.start) * SHAPE.GROUP):
-        tile = item.end - 1 - step // SHAPE.GROUP
+        tile = query_tile(item, step, SHAPE)
         head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
         row = item.first_query + tile * BLOCK_M
         live = item.queries - tile * BLOCK_M

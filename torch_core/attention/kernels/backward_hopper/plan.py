@@ -11,7 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from torch_core.attention.backward_call import DenseBackwardCall
 from torch_core.attention.copies import array_matrix, copy_descriptor, dense_matrix, is_copied
 from torch_core.attention.kernels.backward_hopper.kernel import hopper_backward_kernel
-from torch_core.attention.kernels.backward_hopper.rows import prepare_backward_kernel
+from torch_core.attention.kernels.backward_hopper.rows import finish_backward_kernel, prepare_backward_kernel
 from torch_core.attention.operands import count, make_launch, operation
 from torch_core.attention.partials import sum_parts_launch
 from torch_core.base.specs import ArraySpec
@@ -43,6 +43,7 @@ class HopperBackwardTile:
     heads_together: int = 1  # Key/value heads whose programs alternate, at most.
     block_n: int = 128  # Keys of a program: 128, or 64 where two warpgroups share the sums of the same keys.
     role_keys: int = 64  # Keys whose gradients one role works out: 64, or 128 by two warpgroups that keep in step.
+    rises: bool = False  # In any order the later half of the tiles of keys takes the first queries first.
     part_width: int = 64  # Columns of the queries' gradients that one product makes: 64, or 128 of wide heads.
 
     @property
@@ -55,13 +56,11 @@ class HopperBackwardTile:
 _WIDE = HopperBackwardTile(64, 2, 2, key_registers=192, query_registers=104, block_n=64, part_width=128)
 # Of keys of 192 elements over values of 128.
 _UNEVEN = HopperBackwardTile(64, 3, 2, role_keys=128)
+_LONG = HopperBackwardTile(64, 4, 2, heads_together=2, role_keys=128, rises=True)
 # By head size, the tiles from a query length on.
 _TILES: dict[int, tuple[tuple[int, HopperBackwardTile], ...]] = {
     64: ((0, HopperBackwardTile(64, 4, 4)), (2048, HopperBackwardTile(128, 4, 2, heads_together=4))),
-    128: (
-        (0, HopperBackwardTile(64, 4, 2, role_keys=128)),
-        (2048, HopperBackwardTile(64, 4, 2, heads_together=2, role_keys=128)),
-    ),
+    128: ((0, replace(_LONG, heads_together=1, rises=False)), (2048, _LONG)),
     192: ((0, _UNEVEN), (4096, replace(_UNEVEN, heads_together=4))),
     256: ((0, _WIDE),),
 }
@@ -106,8 +105,8 @@ def hopper_backward_plan(
         "BLOCK_N": tile.block_n,
         "ROLE_KEYS": tile.role_keys,
         "PART_WIDTH": tile.part_width,
-        # Heads of 128 gain nothing without order.
-        "IN_ORDER": call.deterministic or head_size == 128,
+        "IN_ORDER": call.deterministic or (head_size == 128 and not tile.rises),
+        "RISES": tile.rises and not call.deterministic and call.spec.window_left is None,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,
@@ -148,6 +147,8 @@ def hopper_backward_plan(
             writes=_WRITTEN, num_warps=tile.role_keys // 16,
         ),
     ]  # fmt: skip
+    if known["RISES"]:
+        launches.append(make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)))
     if "d_sinks" in outputs:
         launches.append(sum_parts_launch(call, "d_sinks", "sink_parts", tiles))
     return operation(call, tuple(launches), tuple(scratch.items()))

@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from torch_core.attention.kernels.backward_hopper.work import query_tile
+
 # Triton takes the first few of the sixteen for itself. Two slots are full; for each of two roles two have room.
 _FULL = gl.constexpr(8)
 _ROOM = gl.constexpr(10)
@@ -47,7 +49,7 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
     steps = (item.end - item.start) * SHAPE.GROUP
     mbarrier.wait(rings.key.full.index(0), 0)
     for step in range(steps):
-        tile = item.end - 1 - step // SHAPE.GROUP
+        tile = query_tile(item, step, SHAPE)
         turn = _turn(item, tile, SHAPE)
         ends = _ends(tile, item, SHAPE)
         # The last tile of keys adds to what the others have: its products begin with it, so that all of it is on its
@@ -55,20 +57,24 @@ def query_gradients(item, rings, gradients, SHAPE: gl.constexpr):
         read = ends & (turn > 0)
         sums = query_sums(step, item, gradients, SHAPE)
         _await_full(step, WRITERS)
-        await_turn(SHAPE.ADDERS, read)
+        if not SHAPE.RISES:
+            await_turn(SHAPE.ADDERS, read)
         for part in gl.static_range(PARTS):
             ds = rings.d_scores.index(step % 2).slice(part % ROW_PARTS * 64, 64, 1).permute((1, 0))
             columns = k.slice(part // ROW_PARTS * WIDTH, WIDTH, 1)
             dq = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
             places = _places(sums, part % ROW_PARTS * 64, part // ROW_PARTS * WIDTH, dq, SHAPE)
-            dq = warpgroup_mma(ds, columns, _earlier_sums(places, read), is_async=True)
+            earlier = dq if SHAPE.RISES else _earlier_sums(places, read)
+            dq = warpgroup_mma(ds, columns, earlier, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1:
                 for i in gl.static_range(ROLES):
                     _signal_room(step, steps, i, WRITERS // ROLES)
             if part == 0:
-                await_turn(SHAPE.ADDERS, read ^ True)
-            if ends:
+                await_turn(SHAPE.ADDERS, 1 if SHAPE.RISES else read ^ True)
+            if SHAPE.RISES:
+                _add_part(places, dq, turn == 0)
+            elif ends:
                 _store_rounded(
                     dq, part % ROW_PARTS * 64, part // ROW_PARTS * WIDTH, step, tile, item, gradients, SHAPE
                 )  # fmt: skip
@@ -104,7 +110,7 @@ def _add_part(places, values, begins):
 @gluon.jit
 def query_sums(step, item, gradients, SHAPE: gl.constexpr):
     """A pointer to the sums of the step's queries, as the matrix units leave them: a thread adds 16 bytes at a time."""
-    tile = item.end - 1 - step // SHAPE.GROUP
+    tile = query_tile(item, step, SHAPE)
     place = (item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP) * gradients.query_tiles + item.first_tile + tile
     return gradients.query_sums + place.to(gl.int64) * (SHAPE.BLOCK_M * SHAPE.HEAD_SIZE)
 
@@ -116,7 +122,7 @@ def add_columns(sums, START: gl.constexpr, values, step, item, gradients, MAY_EN
     The last one, if this MAY be it, reads back: products that begin with sums do not compile where two warpgroups share
     columns, and an addition in registers spills operands.
     """
-    tile = item.end - 1 - step // SHAPE.GROUP
+    tile = query_tile(item, step, SHAPE)
     places = _places(sums, 0, START, values, SHAPE)
     if _turn(item, tile, SHAPE) == 0:
         _give(places, values, "st.relaxed.gpu.global.v4.f32")
@@ -243,7 +249,8 @@ def pass_turn(ADDERS: gl.constexpr):
 def take_turns(item, gradients, SHAPE: gl.constexpr):
     """One warp: waits until all earlier tiles of keys have added to a tile of queries.
 
-    Without order until the first one has, which stores; but the last one, which rounds, still waits for all.
+    Without order until the first one has, which stores; but the last one, which rounds, still waits for all. If a
+    launch of its own rounds, none does.
     Apart from the warpgroup that adds: in a loop that may diverge, its products would lose their uniform registers.
     """
     SYNC: gl.constexpr = _TURN_SYNC[SHAPE.ADDERS]
@@ -251,7 +258,8 @@ def take_turns(item, gradients, SHAPE: gl.constexpr):
         counter, tile = _turn_counter(step, item, gradients, SHAPE)
         turn = _turn(item, tile, SHAPE)
         if not SHAPE.IN_ORDER:
-            turn = gl.where(_ends(tile, item, SHAPE), turn, gl.minimum(turn, 1))
+            first = gl.minimum(turn, 1)
+            turn = first if SHAPE.RISES else gl.where(_ends(tile, item, SHAPE), turn, first)
         _counter(counter, turn, "again: ld.acquire.gpu.global.s32 v, [$1]; setp.lt.s32 p, v, $2; @p bra again;")
         _barrier(_TURN, 1, SYNC)
 
@@ -288,7 +296,7 @@ def _turn(item, tile, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _turn_counter(step, item, gradients, SHAPE: gl.constexpr):
-    tile = item.end - 1 - step // SHAPE.GROUP
+    tile = query_tile(item, step, SHAPE)
     head = item.kv_head * SHAPE.GROUP + step % SHAPE.GROUP
     return gradients.turns + head * gradients.query_tiles + item.first_tile + tile, tile
 

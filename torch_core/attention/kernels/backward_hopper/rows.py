@@ -75,6 +75,37 @@ def prepare_backward_kernel(
 
 
 @triton.jit
+def finish_backward_kernel(
+    query_start_loc,
+    key_start_loc,
+    d_query,
+    d_query_sums,
+    num_tokens,
+    num_seqs,
+    query_tiles,
+    window_right,
+    scale,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D_QUERY_STRIDES: tl.constexpr,
+):
+    """Rounds the sums of a tile of queries, which lie as the matrix units leave them."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first, rows, seq = _tile_rows(tile, query_start_loc, num_tokens, num_seqs, BLOCK_M)
+    if not _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_right, BLOCK_M):
+        row = tl.arange(0, BLOCK_M)[:, None]
+        column = tl.arange(0, HEAD_SIZE)[None, :]
+        thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+        place = thread * 4 + row % 16 // 8 * 2 + column % 2 + column // 8 * (BLOCK_M * 8)
+        sums = d_query_sums + (head * query_tiles + tile).to(tl.int64) * (BLOCK_M * HEAD_SIZE)
+        values = tl.load(sums + place) * scale
+        tokens = (first + row).to(tl.int64)
+        cells = d_query + tokens * D_QUERY_STRIDES[0] + head * D_QUERY_STRIDES[1] + column
+        tl.store(cells, values.to(d_query.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
 def _is_blind(first, rows, seq, query_start_loc, key_start_loc, num_seqs, window_right, BLOCK_M: tl.constexpr):
     """Whether no query of a tile sees a key, so that no tile of keys gives it a gradient.
 

@@ -27,6 +27,7 @@ class Sizes(NamedTuple):
     PART_WIDTH: Any  # Columns of the queries' gradients that one product makes.
     ADDERS: Any  # Warpgroups that add to the queries' gradients.
     IN_ORDER: Any  # Tiles of keys add to the queries' gradients in order.
+    RISES: Any  # The later half of the tiles of keys takes the first queries first.
     LEFT: Any  # Queries see keys of a window to the left.
     QUERY_STRIDE: Any  # QUERY_STRIDE, D_OUT_STRIDE, KEY_STRIDE, VALUE_STRIDE: columns from one head to the next.
     D_OUT_STRIDE: Any
@@ -91,6 +92,7 @@ class Item(NamedTuple):
     end: Any
     first: Any  # The first query that sees the tile's first key.
     last: Any  # The last of them; those of the next key are one later.
+    rises: Any  # The program takes the first queries first.
     lowest: Any  # The first key that the sequence's first query sees, at or below 0 without a window.
 
 
@@ -139,10 +141,20 @@ def find_item(query_start_loc, key_start_loc, num_seqs, window_left, window_righ
         last = position + window_left - context
         lowest = context - window_left
         end = gl.minimum(end, gl.maximum(last + BLOCK_N - 1 + BLOCK_M, 0) // BLOCK_M)
+    rises = (tile > from_end) if SHAPE.RISES else False
     return Item(
         rank < total, rank - total, share - total, kv_head, tile, first_key + position, keys - position, first_query,
-        queries, first_query // BLOCK_M + seq, start, gl.maximum(end, start), first, last, lowest,
+        queries, first_query // BLOCK_M + seq, start, gl.maximum(end, start), first, last, rises, lowest,
     )  # fmt: skip
+
+
+@gluon.jit
+def query_tile(item, step, SHAPE: gl.constexpr):
+    """The tile of queries of a step: of all heads of the group, one after the other."""
+    tile = item.end - 1 - step // SHAPE.GROUP
+    if SHAPE.RISES:
+        tile = gl.where(item.rises, item.start + step // SHAPE.GROUP, tile)
+    return tile
 
 
 @gluon.jit
