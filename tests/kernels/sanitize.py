@@ -21,6 +21,7 @@ from tests.support.backward_cases import backward_call
 from tests.support.conv_cases import conv_call
 from tests.support.delta_cases import delta_backward_call, delta_call
 from tests.support.expert_cases import experts_call, route_call
+from tests.support.gated_product_cases import gated_product
 from tests.support.latent_cases import LatentCase, latent_case
 from tests.support.latent_writes import rotary_write
 from tests.support.lora_cases import lora_call
@@ -192,6 +193,7 @@ def row_calls() -> list[Call[torch.Tensor]]:
         x, kernel = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_rows, 136), (136, 72)))
         calls += [RowProductCall(x=x, kernel=kernel), RowLogSumExpCall(x=x.float())]
         calls.append(RowNormCall(x=x, weight=kernel.T[:1].contiguous(), epsilon=1e-5, norm_type="rms_norm"))
+        calls.append(gated_product(1, num_rows, 320, 72, torch.bfloat16))
     return calls
 
 
