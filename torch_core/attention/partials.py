@@ -14,6 +14,8 @@ from torch_core.launch.plan import ABSENT, Argument, LaunchPlan, Pointer
 
 #: The buffers: accumulated rows, their maxima in units of log 2, and the sums of their weights.
 PARTIALS = ("partial_out", "partial_max", "partial_sum")
+#: Keys of a chunk at least.
+MIN_CHUNK = 128
 #: Shared memory of a merging program, which uses none: those that begin early crowd on the multiprocessors that are
 #: free, and wait for one another there.
 MERGE_ROOM = 48 << 10
@@ -70,6 +72,12 @@ class Chunks:
         """Returns the arguments of the kernels."""
         partials = {name: Pointer(name) for name in self.buffers}
         return {**dict.fromkeys(PARTIALS, ABSENT), **partials, "max_chunks": count(self.number)}
+
+
+def rounded_chunk(keys: int) -> int:
+    """Returns `keys` or a few more, so that chunks have few different sizes."""
+    step = max(MIN_CHUNK, power_of_two(keys) // 8)
+    return ceil_div(keys, step) * step
 
 
 def combine_launch(

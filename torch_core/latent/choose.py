@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch_core.attention.operands import cache_constexprs, make_launch, operation
-from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, Chunks, combine_launch
+from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, MIN_CHUNK, Chunks, combine_launch
 from torch_core.base.specs import ArraySpec
 from torch_core.device.dependent import DEPENDENT_ARCH
 from torch_core.latent.call import LatentCall
-from torch_core.latent.kernels.mla.plan import MIN_CHUNK, latent_chunk, portable_latent
+from torch_core.latent.kernels.mla.plan import latent_chunk, portable_latent
 from torch_core.latent.kernels.mla_few.plan import few_latent
 from torch_core.latent.kernels.mla_hopper.plan import hopper_latent
 from torch_core.latent.operands import LatentKernel

@@ -5,7 +5,14 @@ from __future__ import annotations
 from torch_core.attention.call import PagedCall
 from torch_core.attention.kernels.split.kernel import attention_split_kernel
 from torch_core.attention.operands import cache_constexprs, make_launch, padded
-from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, Chunks, combine_launch
+from torch_core.attention.partials import (
+    LARGE_SHARED_MEMORY,
+    MERGE_ROOM,
+    MIN_CHUNK,
+    Chunks,
+    combine_launch,
+    rounded_chunk,
+)
 from torch_core.attention.portable import Tile, is_hot
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.device.dependent import DEPENDENT_ARCH
@@ -23,7 +30,6 @@ _MANY_PROGRAMS = 400
 _WHOLE_KEYS = 12288
 # Rows of a sequence that a mixed batch gives to the split kernel, at most: those of its smallest tile.
 _MIXED_ROWS = 16
-_MIN_CHUNK = 128
 _MAX_CHUNK = 4096
 # A single sequence in a table of more keys times programs is mostly shorter than that: it has one wave of chunks of its
 # own. To find them takes longer than to know them: 17.2 instead of 16.7 us for one of 8,192 keys that fills its table.
@@ -142,16 +148,11 @@ def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_byte
     """
     work = num_seqs * table_tokens * head_programs
     if work <= _SMALL_WORK[key_bytes]:
-        return max(_MIN_CHUNK, power_of_two(ceil_div(work, _SMALL_TARGET)))
-    wanted = max(_MIN_CHUNK, min(_MAX_CHUNK, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
+        return max(MIN_CHUNK, power_of_two(ceil_div(work, _SMALL_TARGET)))
+    wanted = max(MIN_CHUNK, min(_MAX_CHUNK, ceil_div(work, _TARGET_PROGRAMS)), ceil_div(work, _MAX_PROGRAMS))
     if wanted >= table_tokens:
-        return max(_MIN_CHUNK, power_of_two(table_tokens))
-    return _rounded(ceil_div(table_tokens, ceil_div(table_tokens, wanted)))
-
-
-def _rounded(chunk: int) -> int:
-    step = max(_MIN_CHUNK, power_of_two(chunk) // 8)
-    return ceil_div(chunk, step) * step
+        return max(MIN_CHUNK, power_of_two(table_tokens))
+    return rounded_chunk(ceil_div(table_tokens, ceil_div(table_tokens, wanted)))
 
 
 def _tile(call: PagedCall[ArraySpec], rows: int, programs: int, is_alone: bool) -> Tile:
@@ -213,7 +214,7 @@ def _chunks(call: PagedCall[ArraySpec], max_query: int, num_sms: int) -> Chunks:
         few = ceil_div(_SMALL_TARGET, head_programs)
         if few == 1 or call.table_tokens * programs <= _WIDE_WORK:
             return fixed
-        return Chunks(_rounded(ceil_div(call.table_tokens, few)), few, max_query, _MIN_CHUNK, few)
+        return Chunks(rounded_chunk(ceil_div(call.table_tokens, few)), few, max_query, MIN_CHUNK, few)
     shorter = _shorter(call)
     if shorter is None or fixed.number == 1 or size <= shorter[0]:
         return fixed
@@ -231,14 +232,14 @@ def _chunks(call: PagedCall[ArraySpec], max_query: int, num_sms: int) -> Chunks:
         runs, least, few = max(1, wanted // head_programs), _RUN_LEAST, few * each
     elif shorter is _SHORTER[2].get(64):
         # Sequences that are much shorter than the table leave most of the device idle.
-        least = max(_MIN_CHUNK, least // 2)
+        least = max(MIN_CHUNK, least // 2)
     return Chunks(size, max(fixed.number, few), max_query, least, few, runs)
 
 
 def _filling_chunk(table_tokens: int, programs: int, num_sms: int) -> int:
     """Returns the keys of a chunk, of `programs` programs, with which a full table fills one or two waves best."""
     best, fullest = 0, 0.0
-    for keys in range(1024, 511, -_MIN_CHUNK):
+    for keys in range(1024, 511, -MIN_CHUNK):
         found = programs * ceil_div(table_tokens, keys)
         wave = num_sms if found <= _PLACES * num_sms else _PLACES * num_sms
         full = found / (ceil_div(found, wave) * wave)

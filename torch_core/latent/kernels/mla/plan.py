@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from torch_core.attention.operands import is_plain, padded
+from torch_core.attention.partials import rounded_chunk
 from torch_core.attention.portable import Tile
 from torch_core.base.specs import DTYPE_BYTES, ArraySpec
 from torch_core.latent.call import LatentCall
 from torch_core.latent.kernels.mla.kernel import latent_attention_kernel
 from torch_core.latent.operands import LatentKernel
-from torch_core.launch.operands import ceil_div, power_of_two
+from torch_core.launch.operands import ceil_div
 from torch_core.launch.plan import DeviceLimits
 
-#: Tokens of a chunk at least.
-MIN_CHUNK = 128
 _LONG_CHUNK = 4096
 # Programs that a launch may have by its static bound, beyond those that run at a time: their results take memory
 # even where sequences are much shorter than the table is wide.
@@ -74,6 +73,4 @@ def latent_chunk(*, num_seqs: int, table_tokens: int, row_tiles: int, slots: int
     """
     programs = num_seqs * row_tiles
     chunks = max(1, slots // programs, min(ceil_div(table_tokens, _LONG_CHUNK), _MAX_PROGRAMS // programs))
-    chunk = ceil_div(max(1, table_tokens), chunks)
-    step = max(MIN_CHUNK, power_of_two(chunk) // 8)
-    return ceil_div(chunk, step) * step
+    return rounded_chunk(ceil_div(max(1, table_tokens), chunks))
