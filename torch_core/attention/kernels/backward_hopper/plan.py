@@ -93,6 +93,7 @@ def hopper_backward_plan(
     outputs = call.outputs()
     if "d_sinks" in outputs:
         scratch["sink_parts"] = ArraySpec((heads, tiles), "float32")
+    rises = tile.rises and not call.deterministic and call.spec.window_left is None
     known: dict[str, Any] = {
         "NUM_HEADS": heads,
         "NUM_KV_HEADS": call.num_kv_heads,
@@ -105,8 +106,9 @@ def hopper_backward_plan(
         "BLOCK_N": tile.block_n,
         "ROLE_KEYS": tile.role_keys,
         "PART_WIDTH": tile.part_width,
-        "IN_ORDER": call.deterministic or (head_size == 128 and not tile.rises),
-        "RISES": tile.rises and not call.deterministic and call.spec.window_left is None,
+        # Heads of 128 gain nothing without order alone.
+        "IN_ORDER": call.deterministic or (head_size == 128 and not rises),
+        "RISES": rises,
         "QUERY_STAGES": tile.query_stages,
         "D_OUT_STAGES": tile.d_out_stages,
         "KEY_REGISTERS": tile.key_registers,
@@ -147,7 +149,7 @@ def hopper_backward_plan(
             writes=_WRITTEN, num_warps=tile.role_keys // 16,
         ),
     ]  # fmt: skip
-    if known["RISES"]:
+    if rises:
         launches.append(make_launch(finish_backward_kernel, call, rows, known, arguments=pointers, writes=("d_query",)))
     if "d_sinks" in outputs:
         launches.append(sum_parts_launch(call, "d_sinks", "sink_parts", tiles))
