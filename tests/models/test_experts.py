@@ -113,6 +113,19 @@ def test_experts_of_the_best_groups_alone_are_chosen(corrected, seed):
         np.testing.assert_allclose(weights, expected, rtol=2.0**-18)
 
 
+def test_experts_are_those_of_a_router_of_ones_own(seed):
+    module, x = layer(seed, MoEConfig(**GROUPED)), rows(seed, 20)
+    options = {"use_bias": False, "lora_rank": 2, "b_initializer": nnx.initializers.normal()}
+    lora = nnx.LoRALinear(48, 12, **options, rngs=nnx.Rngs(seed))
+    plain = layer(seed, MoEConfig(**GROUPED))
+    module.router, plain.router.kernel[...] = lora, lora.kernel[...] + lora.lora.lora_a[...] @ lora.lora.lora_b[...]
+
+    found, expected = module.route(x), plain.route(x)
+
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+
+
 def test_shared_experts_are_added_as_they_are(seed):
     moe = MoEConfig(num_experts=5, num_experts_per_tok=2, intermediate_size=24, n_shared_experts=2)
     module, x = layer(seed, moe), rows(seed, 3)

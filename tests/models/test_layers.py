@@ -107,6 +107,28 @@ def test_many_rows_are_multiplied_and_gated_in_one_launch(shape, changes, launch
     assert asked == ["xla"] * launches
 
 
+def doubled(x, kernel, *rest, **options):
+    return 2 * jax.lax.dot_general(x, kernel, *rest, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nnx.LoRALinear, {"lora_rank": 2, "b_initializer": nnx.initializers.normal()}),
+        (nnx.Linear, {"dot_general": doubled}),
+    ],
+    ids=["LoRALinear", "dot_general"],
+)
+def test_many_rows_go_through_a_linear_layer_of_ones_own(kind, options, monkeypatch, seed):
+    mlp = Decoder(tiny_config(), rngs=nnx.Rngs(seed), implementation="xla").layers[0].mlp
+    mlp.gate_up_proj = kind(*mlp.gate_up_proj.kernel.shape, use_bias=False, rngs=nnx.Rngs(seed), **options)
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((512, 48)), jnp.float32)
+    expected = mlp(x)
+    monkeypatch.setattr(layers, "gates_rows", lambda *given: True)
+
+    np.testing.assert_array_equal(mlp(x), expected)
+
+
 def test_a_layer_norm_keeps_its_digits_where_the_mean_is_large(seed):
     x = 1000 + np.random.default_rng(seed).normal(size=(8, 96)).astype(np.float32)
     found = LayerNorm(96, epsilon=1e-5, dtype="float32", use_bias=False)(jnp.asarray(x))

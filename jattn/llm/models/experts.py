@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.llm.models.config import ModelConfig
-from jattn.llm.models.layers import INITIALIZER, MLP, linear, unweighted_norm
+from jattn.llm.models.layers import INITIALIZER, MLP, is_plain, linear, unweighted_norm
 from jattn.llm.models.tensor_parallel import TensorParallel
 from jattn.ops import ExpertAdapters, fused_experts, in_tiles, route_experts
 from jattn.ops.expert_products import ExpertKernels, ExpertProduct
@@ -160,7 +160,7 @@ class SparseMLP(nnx.Module):
         options: dict[str, Any] = {name: getattr(moe, name) for name in names}
         options["top_k"] = moe.num_experts_per_tok
         options["correction_bias"] = None if correction is None else correction[...]
-        if self.batch_invariant or forced is not None or not isinstance(router, nnx.Linear):
+        if self.batch_invariant or forced is not None or not is_plain(router):
             # A kernel in fewer bits becomes numbers where jnp multiplies it.
             return chosen_experts(router(rows), forced=forced, **options)
         bias = None if router.bias is None else router.bias[...]

@@ -291,9 +291,9 @@ class MLP(nnx.Module):
         is_step = isinstance(x, jax.Array) and x.ndim == 2 and len(x) >= _GATED_ROWS
         if not is_step or self.batch_invariant or not self.is_swiglu:
             return False
-        layer: Any = self.gate_up_proj
-        is_plain = isinstance(layer, nnx.Linear) and layer.bias is None and layer.kernel.dtype == x.dtype
-        return is_plain and gates_rows(x, layer.kernel[...], self.row_implementation)
+        layer = self.gate_up_proj
+        is_product = is_plain(layer) and layer.bias is None and layer.kernel.dtype == x.dtype
+        return is_product and gates_rows(x, layer.kernel[...], self.row_implementation)
 
     @property
     def takes_late_rows(self) -> bool:
@@ -315,6 +315,11 @@ class MLP(nnx.Module):
             gate, up = jnp.split(inner, 2, axis=-1)
             inner = jnp.concatenate([gate * factor, up], axis=-1)
         return gated(self.hidden_act, inner)
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a layer multiplies by its kernel and adds its bias as `linear` does; one of a caller may do more."""
+    return type(layer) is nnx.Linear and layer.dot_general is dot_general
 
 
 def multiplies_rows(linear: Any, *, bias: bool = False) -> bool:
