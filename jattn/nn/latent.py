@@ -247,12 +247,15 @@ class MultiHeadLatentAttention(nnx.Module):
         options = {"deterministic": self.deterministic_gradients, "implementation": self.implementation}
         return ops.attention(query, key, value, starts, max_query_len=max_query_len, scale=self.scale, **options)
 
-    def _expanding(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the kernels of keys and values, [rank, heads, size]."""
+    def _expanding(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the kernels of keys and values, [rank, heads, size], for latents of a dtype."""
         linear = getattr(self.kv_b_proj, "base", self.kv_b_proj)
         if isinstance(linear, LatentExpansion):
             return linear.kernels()
-        kernel = linear.kernel[...].reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        # A layer of a caller, such as a LoRA, may add to its kernel's product.
+        is_plain = type(linear) is nnx.Linear
+        kernel = linear.kernel[...] if is_plain else linear(jnp.eye(self.kv_lora_rank, dtype=dtype))
+        kernel = kernel.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         to_key, to_value = jnp.split(kernel, [self.qk_nope_head_dim], axis=-1)
         return to_key, to_value
 
@@ -260,7 +263,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self, query: jax.Array, cache: jax.Array, sequences: dict[str, Any], chosen: jax.Array | None = None
     ) -> jax.Array:
         """Attends in the absorbed form, to all tokens or to positions `chosen`; returns [tokens, heads, v_head_dim]."""
-        to_key, to_value = (kernel.astype(query.dtype) for kernel in self._expanding())
+        to_key, to_value = (kernel.astype(query.dtype) for kernel in self._expanding(query.dtype))
         nope, rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
         choice: dict[str, Any] = {"topk_indices": chosen}
         if chosen is None:

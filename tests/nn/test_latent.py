@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from jattn import KVPool, LatentCacheSpec, MultiHeadLatentAttention
 from jattn.metadata import AttentionMetadata
-from jattn.nn import DeepSeekRoPE
+from jattn.nn import DeepSeekRoPE, LoRA
 from tests.ops.runner import QUICK_COMPILE
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import SequenceRow
@@ -97,6 +97,28 @@ def test_generation_over_latents_equals_the_padded_batch(implementation, seed):
         found[:, start:end] = np.array(out)[:-1].reshape(2, -1, 12)
 
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def lora(base):
+    adapted = LoRA(base, rank=2, rngs=nnx.Rngs(0))
+    adapted.lora_b[...] = jax.random.normal(jax.random.key(0), adapted.lora_b.shape)
+    return adapted
+
+
+def lora_of_flax(base):
+    rngs, options = nnx.Rngs(0), {"lora_rank": 2, "b_initializer": nnx.initializers.normal(1.0)}
+    return nnx.LoRALinear(base.in_features, base.out_features, use_bias=False, **options, rngs=rngs)
+
+
+@pytest.mark.parametrize("own", [lora, lora_of_flax])
+def test_the_absorbed_form_has_an_expansion_of_ones_own(own, seed):
+    ours, x = module(), np.random.default_rng(seed).standard_normal((1, 4, 12)).astype(np.float32)
+    ours.kv_b_proj = own(ours.kv_b_proj)
+    metadata = AttentionMetadata.build([SequenceRow([1], 0, 4)], block_size=4, num_blocks=2)
+
+    found, _ = jitted(ours, from_start=False)(x[0], cache=jnp.zeros(SPEC.shape(2)), metadata=metadata)
+
+    np.testing.assert_allclose(found, jitted(ours)(x)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_plain_form_has_a_gradient_in_every_parameter(seed):
