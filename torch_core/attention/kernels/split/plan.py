@@ -216,21 +216,23 @@ def _chunks(call: PagedCall[ArraySpec], max_query: int, num_sms: int) -> Chunks:
             return fixed
         return Chunks(rounded_chunk(ceil_div(call.table_tokens, few)), few, max_query, MIN_CHUNK, few)
     shorter = _shorter(call)
-    if shorter is None or fixed.number == 1 or size <= shorter[0]:
+    if shorter is None or fixed.number == 1 or size <= shorter[1]:
         return fixed
-    least, wanted, _ = shorter
-    if shorter is _SHORTER[2].get(128) and programs * ceil_div(call.table_tokens, least) <= 2 * _PLACES * num_sms:
+    key_bytes = DTYPE_BYTES[call.keys().dtype]
+    limit, least, wanted, _ = shorter
+    found = programs * ceil_div(call.table_tokens, least)
+    if limit == 128 and key_bytes > 1 and found <= 2 * _PLACES * num_sms:
         least = _filling_chunk(call.table_tokens, programs, num_sms)
     row_bytes = 4 * call.num_heads * call.value_head_size
     most = max(1, _PARTIAL_BYTES // (row_bytes * call.num_seqs * max_query))
     few = min(wanted // programs, ceil_div(call.table_tokens, least), most)
     runs, each = None, min(_RUN_CHUNKS, most) // few
     # Sums of more rows take shared memory that another program would have, and those of 8-bit keys registers.
-    is_small = max_query * _pack(call) <= 16 and DTYPE_BYTES[call.keys().dtype] > 1
+    is_small = max_query * _pack(call) <= 16 and key_bytes > 1
     is_wide = call.num_seqs <= block_seqs(call.num_seqs) and each * few * _RUN_LEAST <= call.table_tokens
     if each > 1 and is_small and is_wide:
         runs, least, few = max(1, wanted // head_programs), _RUN_LEAST, few * each
-    elif shorter is _SHORTER[2].get(64):
+    elif limit == 64:
         # Sequences that are much shorter than the table leave most of the device idle.
         least = max(MIN_CHUNK, least // 2)
     return Chunks(size, max(fixed.number, few), max_query, least, few, runs)
@@ -248,16 +250,17 @@ def _filling_chunk(table_tokens: int, programs: int, num_sms: int) -> int:
     return best
 
 
-def _shorter(call: PagedCall[ArraySpec]) -> tuple[int, int, int] | None:
+def _shorter(call: PagedCall[ArraySpec]) -> tuple[int, int, int, int] | None:
+    """Returns the key and the row of `_SHORTER` for a call."""
     programs = call.num_seqs * _head_programs(call)
     sizes = _SHORTER[min(DTYPE_BYTES[call.keys().dtype], 2)]
-    return next((found for most, found in sizes.items() if programs <= most), None)
+    return next(((most, *row) for most, row in sizes.items() if programs <= most), None)
 
 
 def _long(call: PagedCall[ArraySpec]) -> int:
     """Returns the keys above which a sequence comes first."""
     shorter = _shorter(call)
-    return _LONG if shorter is None else shorter[2]
+    return _LONG if shorter is None else shorter[3]
 
 
 def _heads_of_merge(rows: int, num_heads: int) -> int:
