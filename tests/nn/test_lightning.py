@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jattn.nn import LightningAttention
 
-HEADS, DIM, FEATURES = 2, 3, 5
+HEADS, FEATURES = 2, 5
 
 
 def recurrence(layer: LightningAttention, x: np.ndarray, kind: type) -> np.ndarray:
@@ -18,8 +19,9 @@ def recurrence(layer: LightningAttention, x: np.ndarray, kind: type) -> np.ndarr
     qkv, gates, last = (np.asarray(getattr(layer, name).kernel[...], kind) for name in names)
     decay, x = np.exp(-np.asarray(layer.slope_rate[...], kind)), x.astype(kind)
     heads = x @ qkv
-    query, key, value = np.split((heads / (1 + np.exp(-heads))).reshape(len(x), HEADS, 3 * DIM), 3, axis=-1)
-    state, rows = np.zeros((HEADS, DIM, DIM), kind), []
+    dim = layer.head_dim
+    query, key, value = np.split((heads / (1 + np.exp(-heads))).reshape(len(x), HEADS, 3 * dim), 3, axis=-1)
+    state, rows = np.zeros((HEADS, dim, dim), kind), []
     for token in range(len(x)):
         state = state * decay[:, None, None] + key[token, :, :, None] * value[token, :, None, :]
         rows.append((query[token, :, :, None] * state).sum(1).ravel())
@@ -29,7 +31,7 @@ def recurrence(layer: LightningAttention, x: np.ndarray, kind: type) -> np.ndarr
 
 
 def test_the_layer_is_its_recurrence_and_does_not_train_its_rates(seed):
-    layer = LightningAttention(HEADS, FEATURES, head_dim=DIM, rngs=nnx.Rngs(seed))
+    layer = LightningAttention(HEADS, FEATURES, head_dim=3, rngs=nnx.Rngs(seed))
     x = np.random.default_rng(seed).normal(size=(7, FEATURES)).astype(np.float32)
     exact, narrow = (recurrence(layer, x, kind) for kind in (np.float64, np.float32))
 
@@ -43,3 +45,18 @@ def test_the_layer_is_its_recurrence_and_does_not_train_its_rates(seed):
     assert error <= 2 * (np.abs(narrow - exact).max() + 2.0**-23 * np.abs(exact).max())
     assert not np.asarray(gradients["slope_rate"][...]).any()
     assert all(np.asarray(each).any() for each in jax.tree.leaves(gradients["qkv_proj"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_its_kernels_are_as_exact_as_jnp_in_the_layer(dtype, seed):
+    x = np.random.default_rng(seed).normal(size=(2, 300, 64)).astype(np.float32)
+    errors, largest = {}, 0.0
+    for implementation in ("triton", "xla"):
+        layer = LightningAttention(
+            HEADS, 64, head_dim=128, dtype=jnp.dtype(dtype), implementation=implementation, rngs=nnx.Rngs(seed)
+        )
+        exact = np.stack([recurrence(layer, row, np.float64) for row in x])
+        found = np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x, dtype)), np.float64)
+        errors[implementation], largest = np.abs(found - exact).max(), np.abs(exact).max()
+    assert errors["triton"] <= 2 * (errors["xla"] + float(jnp.finfo(dtype).eps) * largest)

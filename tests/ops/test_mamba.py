@@ -170,7 +170,9 @@ def test_each_device_updates_its_own_heads_without_a_collective(kind: str, name:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "sizes"), [((4, 2), (64, 128)), ((4, 1), (128, 256)), ((3, 1), (40, 20))], ids=["usual", "wide", "odd"]
+    ("heads", "sizes"),
+    [((4, 2), (64, 128)), ((4, 1), (128, 256)), ((3, 1), (40, 20)), ((3, 3), (128, 128))],
+    ids=["usual", "wide", "odd", "lightning"],
 )
 @pytest.mark.parametrize("lens", [(300, 1, 0, 700, 5), (1,) * 70, (1700, 1, 600)], ids=["mixed", "one", "in spans"])
 def test_torch_and_jax_launch_one_kernel_with_the_same_bits(lens, heads, sizes, seed):
@@ -205,9 +207,10 @@ def test_a_step_size_that_is_nan_is_not_hidden(lens, seed):
         ((300, 1, 0, 70), (4, 2), (64, 128), "bfloat16"),
         ((1100, 1, 30), (8, 1), (64, 128), "bfloat16"),
         ((70, 3), (2, 1), (128, 256), "float16"),
+        ((300, 1, 70), (3, 3), (128, 128), "bfloat16"),
         ((70, 0, 33), (4, 1), (40, 20), "float32"),
     ],
-    ids=["usual", "in spans", "wide", "float32"],
+    ids=["usual", "in spans", "wide", "lightning", "float32"],
 )
 def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(lens, heads, sizes, dtype, seed):
     call = mamba_backward_call(mamba_call(seed, lens, heads=heads, sizes=sizes, dtype=dtype))
