@@ -141,9 +141,13 @@ def test_the_engine_decodes_what_transformers_would(architecture, variant, tmp_p
 
 
 @pytest.mark.nightly
-def test_requests_that_were_preempted_are_encoded_again(tmp_path, seed):
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize(("architecture", "variant"), VARIANTS)
+def test_requests_that_were_preempted_are_encoded_again_or_swapped(
+    architecture, variant, num_host_blocks, tmp_path, seed
+):
     """The pool holds little more than one request's blocks; the samples of one prompt share its encoder's."""
-    folder = write_checkpoint(tmp_path, "BartForConditionalGeneration", 0, seed)
+    folder = write_checkpoint(tmp_path, architecture, variant, seed)
     model, _, _ = load_model(folder, implementation="xla", with_tokenizer=False)
     sizes = EngineConfig(
         block_size=4,
@@ -152,13 +156,15 @@ def test_requests_that_were_preempted_are_encoded_again(tmp_path, seed):
         max_model_len=28,
         num_scheduler_steps=1,
         num_blocks=32,
+        num_host_blocks=num_host_blocks,
         fixed_shapes=True,
     )
     with LLM(model, config=sizes) as llm:
         prompts = [tokens_of(seed + index, 24 - index) for index in range(3)]
         assert_greedy_as_transformers(folder, llm, prompts, max_tokens=24)
         stats = llm.engine.cache_stats()
-        assert stats.preemptions > 0
+        assert stats.preemptions > 0 or num_host_blocks
+        assert (stats.swapped_in > 0) == (num_host_blocks > 0)
         twice = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=2)
         first, second = llm.generate([prompts[0].tolist()], twice)[0].outputs
         assert first.token_ids == second.token_ids
