@@ -403,6 +403,8 @@ def test_plain_metadata_and_latent_ones_are_not_taken_for_each_other(rng):
         "ones have TritonMLAMetadataBuilder."
     ):
         builder(SPEC, ["layer.0"], BuilderConfig(num_heads=HEADS), "cpu")
+    with refuses("num_heads is 5; it must be a multiple of num_kv_heads, 2."):
+        builder(replace(spec, num_kv_heads=2), ["layer.0"], BuilderConfig(num_heads=5), "cpu")
     assert step.cache.isnan().all()
 
 
@@ -439,7 +441,7 @@ def test_latent_layers_get_a_backend_of_their_own(make_config):
     assert select_backend(config, "cpu").get_name() == "TORCH_MLA"
     assert select_backend(make_config(), h200).get_name() == "TRITON_ATTN"
     with pytest.raises(Unsupported, match="TRITON_MLA: it does not serve sinks"):
-        select_backend(make_config(use_mla=True, head_size=576, has_sink=True), h200)
+        select_backend(make_config(use_mla=True, head_size=576, num_kv_heads=1, has_sink=True), h200)
 
 
 def test_the_cache_of_latents_has_blocks_first():

@@ -376,6 +376,10 @@ CONSTRUCTION = {
     "no scale": ({"scale": None}, "scale is None; it must be a number, usually head_size ** -0.5."),
     "a flag as scale": ({"scale": True}, "scale is True; it must be a number, usually head_size ** -0.5."),
     "too few slopes": ({"alibi_slopes": [1.0]}, "alibi_slopes has 1 entries; it must have 4."),
+    "a slope without an end": (
+        {"alibi_slopes": [1.0, float("inf"), 1.0, 1.0]},
+        "alibi_slopes is [1.0, inf, 1.0, 1.0]; it must be of finite numbers.",
+    ),
     "an unknown kind": (
         {"attn_type": "prefix"},
         "attn_type is 'prefix'; it must be one of decoder, encoder, encoder_only, encoder_decoder.",

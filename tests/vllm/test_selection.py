@@ -83,8 +83,8 @@ REFUSED = {
         limited(supported_attn_types=(AttentionType.DECODER,)), CPU, {"attn_type": AttentionType.ENCODER},
         ["attn_type is encoder; it serves decoder"],
     ),
-    "mla": (TRITON, H200, {"use_mla": True}, [NO_MLA]),
-    "mla on the cpu": (TORCH, CPU, {"use_mla": True}, [NO_MLA]),
+    "mla": (TRITON, H200, {"use_mla": True, "num_kv_heads": 1}, [NO_MLA]),
+    "mla on the cpu": (TORCH, CPU, {"use_mla": True, "num_kv_heads": 1}, [NO_MLA]),
     "no mla for an mla backend": (
         limited(is_mla=classmethod(lambda cls: True)), CPU, {},
         ["it computes multi-head latent attention only (use_mla)"],
@@ -115,7 +115,8 @@ REFUSED = {
         ["its blocks cannot leave the process (use_kv_connector)"],
     ),
     "everything at once": (
-        TRITON, T4, {"head_size": 16, "use_mla": True, "use_sparse": True, "kv_cache_dtype": "fp8"},
+        TRITON, T4,
+        {"head_size": 16, "use_mla": True, "num_kv_heads": 1, "use_sparse": True, "kv_cache_dtype": "fp8"},
         [
             "the device has compute capability 7.5; it needs 8.0",
             "head_size is 16; it serves 32 to 512",
@@ -239,6 +240,10 @@ def test_a_backend_is_found_by_its_name():
 
 IMPOSSIBLE = {
     "heads that do not divide": ({"num_heads": 30}, "num_heads is 30; it must be a multiple of num_kv_heads, 8."),
+    "latents of two heads": (
+        {"use_mla": True, "num_kv_heads": 2},
+        "num_kv_heads is 2; it must be 1 with use_mla: all heads share a latent.",
+    ),
     "no heads": ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be an int of at least 1."),
     "a float head size": ({"head_size": 64.0}, "head_size is 64.0; it must be an int of at least 1."),
     "an empty block": ({"block_size": 0}, "block_size is 0; it must be an int of at least 1."),

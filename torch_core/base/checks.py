@@ -37,6 +37,12 @@ def refused_number(name: str, value: object, wanted: str, *, is_kind: bool) -> I
     return InvalidInput(argument=name, value=value, wanted=wanted)
 
 
+def check_heads(name: str, num_heads: int, num_kv_heads: int) -> None:
+    """Raises InvalidInput unless each key/value head has the same number of query heads."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise InvalidInput(name, value=num_heads, wanted=f"it must be a multiple of num_kv_heads, {num_kv_heads}")
+
+
 def check_positive(name: str, value: float) -> None:
     """Raises InvalidInput unless a value is a number, and no bool, above 0 and finite."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_core.base.checks import check_heads
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata.common import CommonAttentionMetadata
 
@@ -129,9 +130,7 @@ def use_cascade_attention(
     """
     if common_prefix_len < 0:
         raise InvalidInput("common_prefix_len", value=common_prefix_len, wanted="it cannot be negative")
-    if num_kv_heads < 1 or num_query_heads % num_kv_heads:
-        wanted = f"it must be a multiple of num_kv_heads, {num_kv_heads}"
-        raise InvalidInput("num_query_heads", value=num_query_heads, wanted=wanted)
+    check_heads("num_query_heads", num_query_heads, num_kv_heads)
     if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
         return False
     if common_prefix_len < _MIN_PREFIX_TOKENS or len(query_lens) < _MIN_REQS or num_sms < 1:

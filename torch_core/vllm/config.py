@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_core.base.checks import check_int
+from torch_core.base.checks import check_heads, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.metadata import CascadeCosts
 from torch_core.vllm.buffers import WorkspaceManager
@@ -23,7 +23,7 @@ class AttentionSelectorConfig:
 
     Attributes:
         num_heads: query heads.
-        num_kv_heads: key/value heads; divides `num_heads`.
+        num_kv_heads: key/value heads; divides `num_heads`, 1 with `use_mla`.
         head_size: elements of one head.
         dtype: dtype of queries, keys and values.
         kv_cache_dtype: a name of `CACHE_DTYPES`.
@@ -67,9 +67,10 @@ class AttentionSelectorConfig:
             check_int("block_size", self.block_size, 1)
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInput("dtype", value=self.dtype, wanted="it must be a torch.dtype")
-        if self.num_heads % self.num_kv_heads:
-            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
-            raise InvalidInput("num_heads", f"is {self.num_heads}", wanted)
+        check_heads("num_heads", self.num_heads, self.num_kv_heads)
+        if self.use_mla and self.num_kv_heads != 1:
+            wanted = "it must be 1 with use_mla: all heads share a latent"
+            raise InvalidInput("num_kv_heads", value=self.num_kv_heads, wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

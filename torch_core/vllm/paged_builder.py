@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from torch_core.base.checks import check_heads
 from torch_core.base.errors import InvalidInput
 from torch_core.base.specs import DTYPE_BYTES, PAD_SLOT_ID, KVCacheSpec, LatentCacheSpec
 from torch_core.metadata import (
@@ -50,6 +51,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
                 others = "Latent ones have TritonMLAMetadataBuilder"
             wanted = f"{type(self).__name__} is for layers of keys and values. {others}"
             raise InvalidInput("kv_cache_spec", f"is a {type(kv_cache_spec).__name__}", wanted)
+        check_heads("num_heads", self.vllm_config.num_heads, kv_cache_spec.num_kv_heads)
         self._ranks = RankArrays(self.vllm_config.context_parallel, kv_cache_spec.block_size)
 
     def build(

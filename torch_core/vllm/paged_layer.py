@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_core import ops
 from torch_core.attention.call import PagedCall
-from torch_core.base.checks import check_int
+from torch_core.base.checks import check_heads, check_int
 from torch_core.base.errors import InvalidInput
 from torch_core.base.limits import Choices
 from torch_core.base.specs import AttentionSpec
@@ -82,9 +83,7 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         if head_size < self.min_head_size:
             wanted = f"{type(self).__name__} needs at least {self.min_head_size}"
             raise InvalidInput("head_size", value=head_size, wanted=wanted)
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
-            raise InvalidInput("num_heads", value=num_heads, wanted=wanted)
+        check_heads("num_heads", num_heads, self.num_kv_heads)
         Choices(*CACHE_DTYPES)("kv_cache_dtype", kv_cache_dtype)
         if sliding_window is not None:
             check_int("sliding_window", sliding_window, 1, also=", or None for off")
@@ -96,6 +95,8 @@ class PagedLayer(AttentionImpl[PagedAttentionMetadata]):
         if alibi_slopes is not None:
             if len(alibi_slopes) != num_heads:
                 raise InvalidInput("alibi_slopes", f"has {len(alibi_slopes)} entries", f"it must have {num_heads}")
+            if not all(map(math.isfinite, alibi_slopes)):
+                raise InvalidInput("alibi_slopes", value=alibi_slopes, wanted="it must be of finite numbers")
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         causal = self.attn_type is AttentionType.DECODER
         window_left = None if sliding_window is None else sliding_window - 1
