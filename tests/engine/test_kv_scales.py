@@ -214,10 +214,18 @@ def test_a_checkpoints_scales_are_saved_with_it(tmp_path) -> None:
     ("act", "kind", "message"),
     [
         (
-            lambda model: Engine(model, EngineConfig(kv_cache_dtype="fp4")),
+            lambda model: EngineConfig(kv_cache_dtype="fp7"),
             InvalidInput,
             (
-                "kv_cache_dtype is 'fp4'; this model's cache can be 'auto' (its own float32), 'fp8', 'fp8_e4m3', "
+                "kv_cache_dtype is 'fp7'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2, int8, fp8_ds_mla, "
+                "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2."
+            ),
+        ),
+        (
+            lambda model: Engine(model, EngineConfig(kv_cache_dtype="bfloat16")),
+            InvalidInput,
+            (
+                "kv_cache_dtype is 'bfloat16'; this model's cache can be 'auto' (its own float32), 'fp8', 'fp8_e4m3', "
                 "'fp8_e5m2', 'int8'."
             ),
         ),

@@ -21,7 +21,7 @@ from jattn.nn.paged import KVScales, PagedAttention
 from jattn.nn.scan import paged_layers
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
-from torch_core.base.specs import LARGEST_CODE
+from torch_core.base.specs import KV_CACHE_DTYPES, LARGEST_CODE
 
 #: The ranges whose scales, for every 8-bit dtype, are normal numbers of float32.
 LEAST_RANGE, LARGEST_RANGE = 1e-33, 3e38
@@ -29,6 +29,8 @@ LEAST_RANGE, LARGEST_RANGE = 1e-33, 3e38
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 #: And of latents, whose packed rows have scales of their own.
 LATENT_CACHE_DTYPES = {**CACHE_DTYPES, "fp8_ds_mla": "uint8"}
+#: All names of a cache's dtype; which of them a model can have is for `cached_spec` to say.
+NAMES_OF_CACHES = tuple(dict.fromkeys((*LATENT_CACHE_DTYPES, *KV_CACHE_DTYPES)))
 
 
 @dataclass(frozen=True, slots=True)

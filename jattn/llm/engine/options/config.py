@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from jax.sharding import Mesh
 
 from jattn.llm.engine.options.speculation import SpeculativeConfig
-from jattn.llm.load.kv_scales import KVCacheScales
+from jattn.llm.load.kv_scales import NAMES_OF_CACHES, KVCacheScales
 from torch_core.adapters.call import MAX_RANK
 from torch_core.base.checks import shown
 from torch_core.base.errors import InvalidInput, Unsupported
@@ -144,7 +144,7 @@ class EngineConfig:
     data_parallel_size: Annotated[int, Limits(1, _MOST_DEVICES)] = 1
     mesh: Mesh | None = None
     logical_axis_rules: Sequence[tuple[str, str | None]] | None = None
-    kv_cache_dtype: Annotated[str, Limits(wanted="a name, 'auto' for the model's")] = "auto"
+    kv_cache_dtype: Annotated[str, Choices("auto", *NAMES_OF_CACHES)] = "auto"
     quantize_queries: bool = True
     kv_cache_scales: Annotated[
         KVCacheScales | None, Limits(wanted="KVCacheScales, which load() reads from a file, or None")
