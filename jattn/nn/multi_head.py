@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, Self, Unpack
 
 import jax
@@ -342,8 +343,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise Unsupported("a layer that shares keys and values, or an encoder's, holds no cache.")
         if isinstance(input_shape, int) or len(input_shape) < 2:
             raise InvalidInput("input_shape", value=input_shape, wanted="it must be (batch..., max_length, features)")
-        if min(input_shape[:-2], default=0) < 0:
-            raise InvalidInput("input_shape", value=tuple(input_shape), wanted="no size of a batch is below 0")
+        if not all(isinstance(size, Integral) and size >= 0 for size in input_shape[:-2]):
+            wanted = "sizes of a batch must be ints of at least 0"
+            raise InvalidInput("input_shape", value=tuple(input_shape), wanted=wanted)
         dtype = dtype or self.kv_cache_dtype or self.dtype or self.param_dtype
         checks.check_cache_dtype(dtype, self.k_scale, self.v_scale)
         held = new_module_cache(input_shape[:-2], input_shape[-2], self.core, dtype, block_size)

@@ -389,16 +389,13 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[jax.Array], Any], str]] = {
         lambda x: build(scale=jnp.float32(0.5)),
         "scale is a JAX array; it is part of the program: give a number, such as float(scale).",
     ),
-    "a batch below nothing": (
+    "a batch below nothing": (InvalidInput, lambda x: build().init_cache((-2, 8, 16)), "input_shape is (-2, 8, 16); s"),
+    "a batch of a float": (
         InvalidInput,
-        lambda x: build().init_cache((-2, 8, 16)),
-        "input_shape is (-2, 8, 16); no size of a batch is below 0.",
+        lambda x: build().init_cache(cast("Any", (2.0, 9, 32))),
+        "input_shape is (2.0, 9, 32); sizes of a batch must be ints of at least 0.",
     ),
-    "no shape": (
-        InvalidInput,
-        lambda x: build().init_cache(cast("Any", 8)),
-        "input_shape is 8; it must be (batch..., max_length, features).",
-    ),
+    "no shape": (InvalidInput, lambda x: build().init_cache(cast("Any", 8)), "input_shape is 8; it must be (batch..."),
     "a value alone": (InvalidInput, lambda x: build()(x, None, x), "inputs_v is given without inputs_k"),
     "metadata alone": (InvalidInput, lambda x: build()(x, cache=jnp.zeros(1)), "one of cache and metadata is None"),
     "shared without": (InvalidInput, lambda x: build()(x, shared_kv=(x, x)), "built without kv_sharing=True"),
