@@ -292,6 +292,12 @@ def test_a_request_that_is_added_when_its_loop_is_gone_leaves_a_sleeping_engine(
     assert llm.num_unfinished == engine.num_unfinished == 0
 
 
+def test_a_negative_number_of_samples_is_not_reserved(llm) -> None:
+    with pytest.raises(InvalidInput, match=r"^num_samples is -1; it must be an int of at least 0\.$"), llm.reserve(-1):
+        pass
+    assert is_idle(llm)
+
+
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [

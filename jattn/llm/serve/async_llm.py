@@ -28,6 +28,7 @@ from jattn.llm.engine.options.params import cuts_prompt
 from jattn.llm.engine.request.outputs import TokenDelta
 from jattn.llm.engine.request.request import Request
 from jattn.llm.text.prompts import Prompt, encoded, naming
+from torch_core.base.checks import check_int
 from torch_core.base.errors import EngineClosed, JattnError, PoolLost
 from torch_core.base.owners import ClosingOwner
 
@@ -117,6 +118,7 @@ class AsyncLLM(ClosingOwner):
         Args:
             num_samples: number of samples of the prompts for which `submit` gets the reservation.
         """
+        check_int("num_samples", num_samples, 0)
         reservation = Reservation(num_samples)
         self._reservations.add(reservation)
         try:
