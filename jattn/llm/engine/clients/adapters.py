@@ -228,7 +228,8 @@ class ServesAdapters:
 
         Raises:
             InvalidInput: no such folder, an adapter of another model, a rank above max_lora_rank, numbers that are not
-                finite (see `EngineConfig.non_finite_weights`), or a name that is taken, unless `load_inplace` says so.
+                finite (see `EngineConfig.non_finite_weights`), or a folder for a name that is taken, unless
+                `load_inplace` says so.
             Unsupported: DoRA, biases, or layers that have no adapters here.
         """
         request = LoRARequest(lora_request) if isinstance(lora_request, str) else lora_request
