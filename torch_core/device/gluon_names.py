@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 #: Starts a copy through a TMA descriptor into shared memory.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+#: Starts copies through a tensor of pointers into shared memory.
+async_gather = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 #: Waits for all threads of the warps that run a function.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

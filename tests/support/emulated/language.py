@@ -27,9 +27,9 @@ class Language:
         self.names = {
             "as_boxes": _as_boxes,
             "async_load": self._async_load,
+            "async_gather": machine.gather,
             "thread_barrier": self._thread_barrier,
             "async_copy": SimpleNamespace(
-                async_copy_global_to_shared=machine.gather,
                 mbarrier_arrive=lambda memory, increment_count: machine.arrive_after_gathers(memory),
             ),
             "fence_async_shared": lambda: None,

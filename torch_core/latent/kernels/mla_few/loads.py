@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_core.device.gluon_names import async_load
+from torch_core.device.gluon_names import async_gather, async_load
 from torch_core.device.hopper_latents import BLOCK_N, PACKED_BYTES, ROPE, ROPE_OFFSET, SCALE_OFFSET
 
 #: Rows (query token, head) of a program.
@@ -64,9 +64,9 @@ def _gather(slot, rows, source, room, SHAPE: gl.constexpr):
     columns = gl.arange(0, GROUP, layout=gl.SliceLayout(0, GATHERED))
     for j in gl.static_range(GROUPS):
         pointers = starts[:, None] + (j * GROUP + columns)[None, :]
-        async_copy.async_copy_global_to_shared(room.codes.index(GROUPS * slot + j), pointers, mask=inside)
+        async_gather(room.codes.index(GROUPS * slot + j), pointers, mask=inside)
     pointers = starts[:, None] + (ROPE_OFFSET + columns)[None, :]
-    async_copy.async_copy_global_to_shared(room.ropes.index(slot), pointers, mask=inside)
+    async_gather(room.ropes.index(slot), pointers, mask=inside)
     async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_core.device.gluon_names import reinterpret, thread_barrier
+from torch_core.device.gluon_names import async_gather, reinterpret, thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF, PACKED_BYTES, ROPE, ROPE_OFFSET, SCALE_OFFSET, places_of
 from torch_core.latent.kernels.mla_hopper.loads import load_query, slot_of
 from torch_core.latent.kernels.mla_hopper.weighing import store_weighed, weigh_tile, zero_sums
@@ -89,12 +89,12 @@ def _gather(OWN: gl.constexpr, step, rows, source, room):
     columns = gl.arange(0, _GROUP, layout=gl.SliceLayout(0, _GATHERED))
     for i in gl.static_range(HALF // _GROUP):
         pointers = starts[:, None] + (OWN * HALF + i * _GROUP + columns)[None, :]
-        async_copy.async_copy_global_to_shared(codes.slice(i * _GROUP, _GROUP, 1), pointers, mask=inside)
+        async_gather(codes.slice(i * _GROUP, _GROUP, 1), pointers, mask=inside)
     if PACKED:
         scales = reinterpret(room.scales.index(OWN), gl.uint8, BLOCK_N, 16, _PLAIN)
         columns = gl.arange(0, 16, layout=gl.SliceLayout(0, _GATHERED))
         pointers = starts[:, None] + (SCALE_OFFSET + columns)[None, :]
-        async_copy.async_copy_global_to_shared(scales, pointers, mask=inside)
+        async_gather(scales, pointers, mask=inside)
     if OWN == 1:
         if PACKED:
             rope = reinterpret(room.rope.index(step % room.rope.shape[0]), gl.uint8, BLOCK_N, 2 * ROPE, _BYTES)
@@ -102,7 +102,7 @@ def _gather(OWN: gl.constexpr, step, rows, source, room):
             rope = room.rope_codes
         columns = gl.arange(0, rope.shape[1], layout=gl.SliceLayout(0, _GATHERED))
         pointers = starts[:, None] + ((ROPE_OFFSET if PACKED else 2 * HALF) + columns)[None, :]
-        async_copy.async_copy_global_to_shared(rope, pointers, mask=inside)
+        async_gather(rope, pointers, mask=inside)
     async_copy.mbarrier_arrive(room.raw.index(OWN), increment_count=False)
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_core.device.gluon_names import async_load, thread_barrier
+from torch_core.device.gluon_names import async_gather, async_load, thread_barrier
 from torch_core.device.hopper_latents import BLOCK_N, HALF, ROPE
 from torch_core.device.hopper_work import zero_outside
 
@@ -105,11 +105,11 @@ def _gather(PART: gl.constexpr, slot, step, rows, barrier, source, room, SHAPE: 
     starts = source.latent_cache + rows.to(gl.int64) * SHAPE.BLOCK_ROWS
     inside = (rows >= 0)[:, None]
     pointers = starts[:, None] + (PART * HALF + columns)[None, :]
-    async_copy.async_copy_global_to_shared(room.latents.tiles.index(slot), pointers, mask=inside)
+    async_gather(room.latents.tiles.index(slot), pointers, mask=inside)
     if PART == 1:
         columns = gl.arange(0, ROPE, layout=gl.SliceLayout(0, GATHERED))
         pointers = starts[:, None] + (2 * HALF + columns)[None, :]
-        async_copy.async_copy_global_to_shared(room.rope.index(step % ROPES), pointers, mask=inside)
+        async_gather(room.rope.index(step % ROPES), pointers, mask=inside)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
