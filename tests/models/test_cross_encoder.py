@@ -27,7 +27,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
     "num_labels": 1,
 }
-LENGTHS = (9, 4)
 #: Two tokens on each side in the second layer.
 MODERN: dict[str, Any] = {"local_attention": 4, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "initializer_range": 0.5}
@@ -67,13 +66,15 @@ def test_logits_of_pairs_are_those_of_transformers(tmp_path, kind, options, seed
 
     theirs = written(tmp_path, kind, seed, **options)
     random = np.random.default_rng(seed)
-    tokens, types = random.integers(3, 260, (2, 9)), random.integers(0, 2, (2, 9)) if kind == "Bert" else None
-    mask = torch.tensor([[place < length for place in range(9)] for length in LENGTHS])
+    # Some rows lose many more digits than others: of fewer of them torch's largest error is small by chance.
+    lengths = random.integers(2, 10, 128)
+    tokens, types = random.integers(3, 260, (128, 9)), random.integers(0, 2, (128, 9)) if kind == "Bert" else None
+    mask = torch.tensor([[place < length for place in range(9)] for length in lengths])
     passed = {} if types is None else {"token_type_ids": torch.from_numpy(types)}
 
     model, config, _ = load_model(tmp_path, with_tokenizer=False)
     found = model.label_logits(
-        jnp.asarray(tokens, jnp.int32), jnp.asarray(LENGTHS), None if types is None else jnp.asarray(types, jnp.int32)
+        jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths), None if types is None else jnp.asarray(types, jnp.int32)
     )
 
     with torch.no_grad():
@@ -81,7 +82,7 @@ def test_logits_of_pairs_are_those_of_transformers(tmp_path, kind, options, seed
             theirs.to(dtype)(torch.from_numpy(tokens), attention_mask=mask, **passed).logits.double().numpy()
             for dtype in (torch.float32, torch.float64)
         )
-    assert (found.shape, config.max_position_embeddings) == ((2, 1), 32 if kind == "XLMRoberta" else 34)
+    assert (found.shape, config.max_position_embeddings) == ((128, 1), 32 if kind == "XLMRoberta" else 34)
     assert np.abs(np.asarray(found, np.float64) - exact).max() <= reference_bound(exact, same)
     assert_saved_as_it_was(tmp_path, tmp_path / "again")
 
