@@ -78,9 +78,9 @@ def random_batch(
     )
 
 
-def cold_batches(parts: Parts, **dtypes: torch.dtype) -> list[Batch]:
+def cold_batches(parts: Parts, **options: Any) -> list[Batch]:
     """Makes as many batches as it takes to find each one's cache cold when its turn comes; see `random_batch`."""
-    make = functools.partial(random_batch, parts, **dtypes)
+    make = functools.partial(random_batch, parts, **options)
     first = make()
     return [first, *(make() for _ in range(1, measure.num_pools(first.kv_cache.nbytes)))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -52,12 +52,18 @@ _OWN = 64
 
 
 def run(
-    *, shapes: Sequence[str] = SHAPES, fp8: bool = False, peers: Path | None = None, no_jax: bool = False
+    *,
+    shapes: Sequence[str] = SHAPES,
+    head_size: Literal[64, 128, 256, 512] = 128,
+    fp8: bool = False,
+    peers: Path | None = None,
+    no_jax: bool = False,
 ) -> BenchReport:
-    """Measures every shape: 32 query heads, 8 key/value heads of 128, block size 16, bfloat16 queries.
+    """Measures every shape: 32 query heads, 8 key/value heads, block size 16, bfloat16 queries.
 
     Args:
         shapes: "SEQUENCESxTOKENS" of each row; with a + between for batches of several lengths.
+        head_size: elements of a head.
         fp8: an e4m3 cache instead of bfloat16.
         peers: a folder with bench_peers.py; see `jattn.bench.peers.load_peers`.
         no_jax: leave out the JAX call and the JAX peers.
@@ -67,15 +73,18 @@ def run(
     for shape in shapes:
         parts = [sizes(part) for part in shape.split("+")]
         num_tokens = sum(map(math.prod, parts))
-        read = num_tokens * 2 * KV_HEADS * _SIZE * cache_dtype.itemsize
+        read = num_tokens * 2 * KV_HEADS * head_size * cache_dtype.itemsize
         copies = not fp8 and len(parts) == 1 and num_tokens <= _MAX_COPIED_TOKENS
         session.add(
             Row(" + ".join(f"{seqs} x {tokens}" for seqs, tokens in parts), read / session.copy * 1e6, {}),
             _columns(session.peers, fp8, not no_jax, copies),
-            cold_batches(tuple((seqs, 1, tokens - 1) for seqs, tokens in parts), cache_dtype=cache_dtype),
+            cold_batches(
+                tuple((seqs, 1, tokens - 1) for seqs, tokens in parts), head_size=head_size, cache_dtype=cache_dtype
+            ),
             required=(OURS, _OURS_IN_JAX),
         )
-    return session.report(f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache", compared=with_ours)
+    name = f"decode, {'float8_e4m3fn' if fp8 else 'bfloat16'} cache, heads of {head_size}"
+    return session.report(name, compared=with_ours)
 
 
 def _columns(found: Any, fp8: bool, jax_columns: bool, copies: bool) -> dict[str, Column]:
@@ -99,7 +108,8 @@ def _columns(found: Any, fp8: bool, jax_columns: bool, copies: bool) -> dict[str
 
 def _cudnn(batch: Batch) -> Callable[[], Any]:
     # Dense and contiguous: the input of cuDNN without pages.
-    dense = batch.kv_cache[1:].reshape(len(batch.seq_lens), -1, 2, KV_HEADS, _SIZE)[:, : batch.max_key_len]
+    size = batch.query.shape[-1]
+    dense = batch.kv_cache[1:].reshape(len(batch.seq_lens), -1, 2, KV_HEADS, size)[:, : batch.max_key_len]
     key, value = (dense[:, :, index].transpose(1, 2) for index in range(2))
     return lambda: peers.sdpa("cudnn", batch.query[:, :, None], key, value, causal=False)
 
@@ -128,7 +138,7 @@ def _cudnn_in_jax(batches: list[Batch]) -> float:
     def attend(query: Any, key: Any, value: Any) -> Any:
         return jax.nn.dot_product_attention(query[:, None], key, value, implementation="cudnn")[:, 0]
 
-    shape = (-1, batches[0].max_key_len, KV_HEADS, _SIZE)
+    shape = (-1, batches[0].max_key_len, KV_HEADS, batches[0].query.shape[-1])
     return _chained(attend, batches, [tuple(x.reshape(shape) for x in packed(b)) for b in batches])
 
 

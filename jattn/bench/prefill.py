@@ -46,7 +46,7 @@ _MIXED = {"prefill chunks": (_CHUNKS,), "decode rows": (_DECODES,), "both in one
 def run(
     *,
     lengths: Sequence[int] = LENGTHS,
-    head_size: Literal[64, 128, 256] = 128,
+    head_size: Literal[64, 128, 256, 512] = 128,
     fp8: bool = False,
     peers: Path | None = None,
     no_jax: bool = False,

@@ -1,4 +1,4 @@
-"""The benchmark of a shared prefix: its steps, on a CPU, and its verdicts."""
+"""The benchmark of decode, on a CPU: its floor, and the steps and verdicts of a shared prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 
-from jattn.bench import decode
+from jattn.bench import decode, measure
 from jattn.bench.batch import HEADS, KV_HEADS, Batch
 from jattn.bench.report import Row
 from jattn.bench.runner import main
@@ -42,6 +42,22 @@ def test_a_wrong_choice_is_counted():
         "cascade chosen where it lost": 1,
         "left out where it won a fifth": 1,
     }
+
+
+def test_the_floor_of_a_row_is_the_time_of_reading_heads_of_the_given_size(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(decode, "cold_batches", lambda parts, **options: sizes.append(options["head_size"]) or [None])
+    monkeypatch.setattr(decode, "ours", lambda *_: None)
+    monkeypatch.setattr(measure, "graph_us", lambda calls: 50.0)
+    for name, result in (("require_cuda", None), ("matmul_flops", 1e15), ("copy_bytes_per_second", 1e12)):
+        monkeypatch.setattr(measure, name, lambda *_, result=result: result)
+    monkeypatch.setattr(measure, "device_name", lambda: "a device")
+    monkeypatch.setattr(decode, "_OURS_IN_JAX", decode.OURS)
+
+    (row,) = decode.run(shapes=["4x100"], head_size=512, no_jax=True).rows
+
+    assert sizes == [512]
+    assert row.bound_us == pytest.approx(400 * 2 * KV_HEADS * 512 * 2 / 1e6)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
