@@ -16,7 +16,8 @@ from torch_core.state.kernels.delta import plan
 @pytest.mark.parametrize("lens", [(5, 1, 0, 6), (1, 1, 0, 1)], ids=str)
 @pytest.mark.parametrize("gates", ["g", "gk", None])
 def test_ragged_sequences_are_as_exact_as_torchs(gates, lens, seed):
-    call = delta_call(seed, lens, gates=gates, dtype="bfloat16" if gates == "g" else "float32")
+    dtype, state_dtype = "float32" if gates is None else "bfloat16", "bfloat16" if gates == "gk" else "float32"
+    call = delta_call(seed, lens, gates=gates, dtype=dtype, state_dtype=state_dtype)
     given = call.map(torch.clone)
     assert_as_exact_as_torch(call, run_triton(given)["out"], given.states)
 
@@ -33,7 +34,11 @@ def test_each_option_is_as_exact_as_torchs(options, seed):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [("bfloat16", {}), ("float16", {"gates": None, "states": False}), ("bfloat16", {"gates": "gk", "sizes": (20, 6)})],
+    [
+        ("bfloat16", {}),
+        ("float16", {"gates": None, "states": False}),
+        ("bfloat16", {"gates": "gk", "sizes": (20, 6), "state_dtype": "bfloat16"}),
+    ],
     ids=str,
 )
 def test_prompts_go_in_chunks(dtype, options, seed):

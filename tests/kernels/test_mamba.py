@@ -21,7 +21,7 @@ from torch_core.state.kernels.mamba import parts, plan
         {"dt_limit": (0.1, 0.3), "heads": (3, 1)},
         {"sizes": (6, 40)},
         KEPT,
-        {"lens": (1, 1, 0, 1), "sizes": (6, 40), "dtype": "bfloat16"},
+        {"lens": (1, 1, 0, 1), "sizes": (6, 40), "dtype": "bfloat16", "state_dtype": "bfloat16"},
         {"lens": (1, 1, 0, 1), "states": False, "optional": False},
         {"lens": (1, 1, 0, 1), "dtype": "bfloat16", "in_place": True},
         {"lens": (1, 1, 0, 1), "num_kept_tokens": torch.tensor([1, 0, 0, 0], dtype=torch.int32)},
@@ -37,7 +37,7 @@ def test_few_tokens_are_as_exact_as_torchs(options, seed):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        ("bfloat16", {"in_place": True}),
+        ("bfloat16", {"in_place": True, "state_dtype": "bfloat16"}),
         ("float16", {"states": False, "optional": False, "heads": (3, 1), "sizes": (40, 20)}),
     ],
     ids=str,

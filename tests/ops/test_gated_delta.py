@@ -27,7 +27,7 @@ from torch_core.base.errors import InvalidInput, Unsupported
 from torch_core.launch.call import Call
 
 OPTIONS: list[dict[str, Any]] = [
-    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16"},
+    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16", "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 70), "gates": "gk"},
     KEPT,
     {"lens": (5, 1, 0, 130), "gates": None, "states": False},

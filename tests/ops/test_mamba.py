@@ -26,6 +26,7 @@ from torch_core.launch.call import Call
 
 OPTIONS: list[dict[str, Any]] = [
     {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16", "in_place": True},
+    {"lens": (5, 1, 0, 40, 1, 2), "dtype": "bfloat16", "state_dtype": "bfloat16"},
     {"lens": (5, 1, 0, 130), "optional": False, "states": False},
     KEPT,
 ]

@@ -18,7 +18,7 @@ __all__ = ["assert_as_exact_as_torch", "delta_backward_call", "delta_call"]
 def delta_call(
     seed: int, lens: Sequence[int] = (5, 1, 0, 19, 1, 2), *, heads: tuple[int, int] = (4, 2),
     sizes: tuple[int, int] = (8, 6), dtype: str = "float32", gates: str | None = "g", states: bool = True,
-    padding: int = 3, **options: Any,
+    padding: int = 3, state_dtype: str = "float32", **options: Any,
 ) -> Any:  # fmt: skip
     """Draws a GatedDeltaCall: the second sequence has no slot, the fourth has one that it does not start from.
 
@@ -43,7 +43,7 @@ def delta_call(
         shape = (num_heads,) if gates == "g" else (num_heads, key_size)
         fields[gates] = torch.nn.functional.logsigmoid(rows(*shape) + 2)
     if states:
-        fields |= drawn_states(num_seqs, num_heads, value_size, key_size)
+        fields |= drawn_states(num_seqs, num_heads, value_size, key_size, dtype=state_dtype)
     return GatedDeltaCall(**fields, **{"scale": key_size**-0.5, "use_qk_l2norm_in_kernel": True, **options})
 
 

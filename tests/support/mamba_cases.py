@@ -18,7 +18,7 @@ __all__ = ["assert_as_exact_as_torch", "mamba_backward_call", "mamba_call"]
 def mamba_call(
     seed: int, lens: Sequence[int] = (5, 1, 0, 19, 1, 2), *, heads: tuple[int, int] = (4, 2),
     sizes: tuple[int, int] = (6, 8), dtype: str = "float32", states: bool = True, optional: bool = True,
-    padding: int = 3, in_place: bool = False, **options: Any,
+    padding: int = 3, in_place: bool = False, state_dtype: str = "float32", **options: Any,
 ) -> Any:  # fmt: skip
     """Draws a MambaChunkScanCall: the second sequence has no slot, the fourth has one that it does not start from.
 
@@ -53,7 +53,7 @@ def mamba_call(
         fields["dt"][:, 3 : 3 + num_heads] = dt
         fields |= {"dt_column": 3, "A": (-fields["A"]).log(), "log_rates": True}
     if states:
-        fields |= drawn_states(num_seqs, num_heads, head_dim, state_size)
+        fields |= drawn_states(num_seqs, num_heads, head_dim, state_size, dtype=state_dtype)
     return MambaChunkScanCall(**{**fields, **options})
 
 

@@ -36,7 +36,7 @@ def each_implementation(options: Sequence[dict[str, Any]]) -> pytest.MarkDecorat
     return pytest.mark.parametrize(("implementation", "options"), cases, ids=str)
 
 
-def drawn_states(num_seqs: int, *shape: int) -> dict[str, torch.Tensor]:
+def drawn_states(num_seqs: int, *shape: int, dtype: str = "float32") -> dict[str, torch.Tensor]:
     """Draws states and slots: the second sequence has no slot, the fourth has one that it does not start from.
 
     The slot that is not read and slots of no sequence hold NaN.
@@ -47,7 +47,7 @@ def drawn_states(num_seqs: int, *shape: int) -> dict[str, torch.Tensor]:
     held = torch.full((num_seqs + 2, *shape), torch.nan)
     read = slots[known & (slots >= 0)].long()
     held[read] = torch.randn(len(read), *shape)
-    return {"states": held, "cache_indices": slots, "has_initial_state": known}
+    return {"states": held.to(getattr(torch, dtype)), "cache_indices": slots, "has_initial_state": known}
 
 
 def drawn_backward(derivative: Any, call: Any) -> Any:
