@@ -56,6 +56,23 @@ def test_the_pool_leaves_room_to_compare_kernels(decoder: Decoder, monkeypatch: 
     assert num_blocks(decoder) == 1000 - 200 - 300
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "taken"),
+    [
+        ((1024, 1024), 2048, 110),
+        ((1024, 1024), 8192, 146),
+        ((1024, 4096), 8192, 248),
+        ((1024, 16384), 8192, 656),
+        ((4096, 28672), 8192, 1280),
+        # Its rows are those of sequences.
+        ((4096, 128256), 8192, 1002),
+    ],
+)
+def test_comparing_kernels_takes_what_xla_took_on_an_h100(shape: tuple[int, int], num_tokens: int, taken: int) -> None:
+    weight: Any = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert taken <= engine_programs.tuning_bytes(weight, num_tokens, 128256) / 2**20 <= taken + 128
+
+
 @pytest.mark.parametrize(("room", "most"), [(0, 1), (2.5, 2), (1000, 16)])
 def test_no_more_programs_are_compiled_at_once_than_the_memory_holds_their_kernels(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, room: float, most: int

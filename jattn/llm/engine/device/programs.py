@@ -26,7 +26,9 @@ from jattn.llm.engine.device.placement import Placement, shard_bytes
 from jattn.llm.engine.device.program import jitted_step
 from jattn.llm.engine.device.tables import SamplerState
 from jattn.llm.engine.device.weights import Structure, Weights
+from jattn.llm.engine.options.config import EngineConfig
 from jattn.llm.engine.options.params import SamplingKind
+from jattn.llm.models import PagedSpec
 from jattn.llm.models.batch_adapters import runs_beside
 from jattn.llm.reports import Compiling, event
 from jattn.pool import KVPool, free_bytes
@@ -36,9 +38,9 @@ from torch_core.cache import LayerGroups
 # ignores the operations after a product, and compiles longer. On an H200 a step of 64 and of 128 rows took 2.8 and 3.9%
 # longer, on an H100 a prompt of 512, 2,048 and 8,192 tokens 1.5, 3.7 and 2%. With 32 rows it is 3% faster.
 _CUBLAS_ROWS, _CUBLAS_PROMPT = 64, 512
-# Bytes of a device that compiling one program takes, as a multiple of the largest weight: to choose the kernel of a
-# product XLA runs the candidates on operands and results of their own, the pool being allocated already.
-_TUNING_SHARE = 1.25
+# Bytes of a device that choosing the kernel of a product takes beside its operands and two results: cuBLAS's workspace,
+# and margins around each array, where XLA looks for stray writes; 96 to 112 MiB on an H100.
+_TUNING_MARGIN = 128 << 20
 #: XLA makes one product of two that read the same rows, if one of the weights is small, and then copies both weights
 #: together in every step.
 PRODUCT_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_dot_merger_threshold_mb": 0})
@@ -69,12 +71,11 @@ class Programs:
         layers: the model's cache groups.
         state_of: shapes of a full step's sampler state, by the number of its sequences.
         peers: the memory in which devices sum small arrays; see `jattn.parallel.Peers`.
-        max_num_seqs: columns of the sampled tokens.
+        config: the engine's sizes.
+        spec: the model's.
         max_blocks: columns of a block table.
         multiplies_fp8: there are linear layers of `jattn.llm.models.Fp8Linear`.
         has_branches: a layer has attention and a state side by side.
-        routes: steps report the experts of each token.
-        num_request_inputs: numbers that each request brings.
         adapters: the memory of adapters; None without.
 
     Attributes:
@@ -95,14 +96,14 @@ class Programs:
         state_of: Callable[[int], SamplerState],
         peers: jax.Array | None,
         *,
-        max_num_seqs: int,
+        config: EngineConfig,
+        spec: PagedSpec,
         max_blocks: int,
         multiplies_fp8: bool,
         has_branches: bool = False,
-        routes: bool = False,
-        num_request_inputs: int = 0,
         adapters: AdapterMemory | None = None,
     ) -> None:
+        max_num_seqs = config.max_num_seqs
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._present: tuple[str, float] | None = None
@@ -135,14 +136,16 @@ class Programs:
         is_wide = multiplies_fp8 or all(leaf.dtype.itemsize > 1 for leaf in weights.leaves)
         self.on_gpu = any(device.platform == "gpu" for leaf in weights.leaves for device in leaf.devices())
         self._device = next(iter(weights.leaves[0].sharding.addressable_devices)) if weights.leaves else None
-        largest = max(map(shard_bytes, weights.leaves), default=0)
-        self.tuning_bytes = int(largest * _TUNING_SHARE) if self.on_gpu else 0
+        sizes = config.max_num_batched_tokens, spec.vocab_size
+        products = [tuning_bytes(leaf, *sizes) for leaf in weights.leaves if leaf.ndim > 1]
+        self.tuning_bytes = max(products, default=0) if self.on_gpu else 0
         self._has_cublas = is_wide and self.on_gpu
-        self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, num_request_inputs
+        self._multiplies_fp8, self._num_request_inputs = multiplies_fp8, len(spec.inputs)
         self._has_branches, self._is_alone = has_branches, placement.mesh is None or placement.mesh.size == 1
         cache_specs = tuple(PartitionSpec() if each is None else each.spec for each in pool.shardings)
         cut = (placement, layers, cache_specs, weights.specs)
         layout = None if adapters is None else adapters.layout
+        routes = config.enable_return_routed_experts
         self._step, self.compiled = _shared(weights.structure, *cut, operands, max_blocks, routes, layout)
 
     @property
@@ -279,6 +282,18 @@ class Programs:
             # In this order: another thread may count the time twice for a moment, and never misses it.
             self.compile_seconds += time.monotonic() - started
             self._present = None
+
+
+def tuning_bytes(weight: jax.Array, num_tokens: int, vocab_size: int) -> int:
+    """Returns the bytes of a device that choosing the kernel of a weight's product takes.
+
+    XLA runs the candidates on operands of their own, the pool being allocated already, and keeps the first result.
+    """
+    *_, size, num_outputs = weight.sharding.shard_shape(weight.shape)
+    # Tokens have a row of an embedding; only those that are sampled have logits.
+    rows = num_tokens if max(weight.shape) < vocab_size else 0
+    of_row = (size + 2 * num_outputs) * max(2, weight.dtype.itemsize)
+    return shard_bytes(weight) + rows * of_row + _TUNING_MARGIN
 
 
 @contextlib.contextmanager

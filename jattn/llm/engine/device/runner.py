@@ -208,12 +208,11 @@ class ModelRunner:
             layers,
             self._slots.shapes,
             self._peers_table,
-            max_num_seqs=config.max_num_seqs,
+            config=config,
+            spec=model.paged_spec,
             max_blocks=max_blocks,
             multiplies_fp8=any(isinstance(module, Fp8Linear) for module in modules),
             has_branches=any(getattr(module, "has_two_mixers", False) for module in modules),
-            routes=config.enable_return_routed_experts,
-            num_request_inputs=len(model.paged_spec.inputs),
             adapters=adapters,
         )
 
