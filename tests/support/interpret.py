@@ -5,13 +5,13 @@ Here each decorated function gets an interpreted twin instead, made on first use
 Helper kernels must be imported by name (`from torch_core.attention.x import helper`): twins replace names of the
 module that uses them. Slow by design: for tests and for debugging a kernel without a GPU.
 
-Four things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
+Five things of Triton's interpreter are replaced while it runs: conversions between float types, which truncate to
 bfloat16 and carry wrongly in fp8 where the hardware rounds to nearest even; float arguments, which a kernel sees as
-tensors when compiled; products of tiles, in which the bits of a row depend on its place on some processors; and a
-scalar condition that is spread over a block, which becomes numbers, and those are no mask in 3.9. Three take most of
-its time for nothing and are left out: the language is patched again in every call of a helper, sums are computed a
-second time to find overflows that it does not report, and numpy's types are looked up in a table that is made each
-time.
+tensors when compiled; products of tiles, in which the bits of a row depend on its place on some processors; the larger
+or smaller of a NaN and a number, which until 3.9 is NaN, and the number on a GPU; and a scalar condition that is spread
+over a block, which becomes numbers, and those are no mask in 3.9. Three take most of its time for nothing and are left
+out: the language is patched again in every call of a helper, sums are computed a second time to find overflows that it
+does not report, and numpy's types are looked up in a table that is made each time.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def _interpreted_language() -> Iterator[None]:
         interpreter._patch_lang = functools.partial(_patch_lang, patch_lang, set())
         interpreter._get_np_dtype = functools.partial(_np_dtype, get_np_dtype, {})
         interpreter_builder.create_dot = functools.partial(_dot, interpreter_builder)
+        for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+            setattr(interpreter_builder, name, functools.partial(interpreter_builder.binary_op, op=function))
         interpreter_builder.create_splat = functools.partial(_splat, interpreter_builder.create_splat)
         interpreter._patch_lang_tensor = functools.partial(_patch_lang_tensor, patch_lang_tensor)
         interpreter._convert_float = _convert_float
@@ -170,7 +172,8 @@ def _interpreted_language() -> Iterator[None]:
         interpreter._convert_float, interpreter._implicit_cvt = convert_float, implicit_cvt
         interpreter._patch_lang, interpreter._patch_lang_tensor = patch_lang, patch_lang_tensor
         interpreter._get_np_dtype = get_np_dtype
-        del interpreter_builder.create_dot, interpreter_builder.create_splat
+        for name in ("create_dot", "create_splat", "create_maxnumf", "create_minnumf"):
+            delattr(interpreter_builder, name)
         interpreter_builder.options = options
         for owner, attributes in before:
             for name, value in list(vars(owner).items()):

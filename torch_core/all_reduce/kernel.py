@@ -276,7 +276,7 @@ def merge_over_devices_kernel(
         part = tl.sum(tl.where(column == NUM_WORDS, word, 0)).to(tl.float32, bitcast=True)
         parts = parts + (word,)  # noqa: RUF005 - Triton has no starred tuples.
         lses = lses + (part,)  # noqa: RUF005
-        top = tl.maximum(top, part)
+        top = tl.maximum(top, part, propagate_nan=tl.PropagateNan.ALL)
     empty = top == float("-inf")
     total = 0.0
     if sinks is not None:

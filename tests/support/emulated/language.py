@@ -80,20 +80,21 @@ class Language:
         a = np.int32(a) if isinstance(a, int) and isinstance(b, int) else plain(a)
         return Tensor(np.where(plain(condition), a, plain(b)))
 
+    # Of a NaN and a number, the number, as the hardware's.
     def maximum(self, a: Any, b: Any) -> Tensor:
-        return Tensor(np.maximum(plain(a), plain(b)))
+        return Tensor(np.fmax(plain(a), plain(b)))
 
     def minimum(self, a: Any, b: Any) -> Tensor:
-        return Tensor(np.minimum(plain(a), plain(b)))
+        return Tensor(np.fmin(plain(a), plain(b)))
 
     def sum(self, x: Tensor, axis: int) -> Tensor:
         return Tensor(x.array.sum(axis, dtype=x.array.dtype if x.array.dtype != np.bool_ else np.int32))
 
     def max(self, x: Tensor, axis: int) -> Tensor:
-        return Tensor(x.array.max(axis))
+        return Tensor(np.fmax.reduce(x.array, axis))
 
     def min(self, x: Tensor, axis: int) -> Tensor:
-        return Tensor(x.array.min(axis))
+        return Tensor(np.fmin.reduce(x.array, axis))
 
     def exp2(self, x: Tensor) -> Tensor:
         with np.errstate(all="ignore"):
