@@ -43,14 +43,14 @@ def _merge_states(call: MergeCall[jax.Array]) -> dict[str, jax.Array]:
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)
     weight_a, weight_b = jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)
     total = weight_a + weight_b
-    safe = jnp.where(total > 0, total, 1)
+    safe = jnp.where(total == 0, 1, total)
     # An empty side's output may be anything, NaN included.
     parts = [
         jnp.where(weight[..., None] > 0, out.astype(lse_a.dtype), 0) * (weight / safe)[..., None]
         for out, weight in ((call.out_a, weight_a), (call.out_b, weight_b))
     ]
     out = quantised(parts[0] + parts[1], call.out_scale, call.result_dtype)
-    return {"out": out, "lse": jnp.where(total > 0, shift + jnp.log(safe), -jnp.inf)}
+    return {"out": out, "lse": jnp.where(total == 0, -jnp.inf, shift + jnp.log(safe))}
 
 
 register(JaxOp(call=MergeCall, jnp=_merge_states))

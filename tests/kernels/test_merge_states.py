@@ -51,6 +51,13 @@ def test_an_empty_state_is_not_read_and_two_give_zero(nothing, seed):
     assert (lse[2] == -math.inf).all()
 
 
+def test_a_state_that_is_no_number_makes_the_result_none(seed):
+    out_a, lse_a, out_b, lse_b = _states(seed)
+    lse_a[:], lse_b[0] = math.nan, -math.inf
+    for found in (merge_states(out_a, lse_a, out_b, lse_b), merge_states(out_b, lse_b, out_a, lse_a)):
+        assert all(each.isnan().all() for each in found)
+
+
 def test_states_far_apart_keep_the_larger(seed):
     out_a, lse_a, out_b, lse_b = _states(seed)
     lse_a += 1e4

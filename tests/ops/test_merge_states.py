@@ -63,6 +63,14 @@ def test_two_empty_sides_give_zeros_and_minus_infinity(implementation: str, empt
 
 
 @each_implementation
+def test_a_side_that_is_no_number_makes_the_result_none(implementation: str) -> None:
+    output, lse, other, other_lse = random_states(3)
+    other_lse[:], lse[0] = np.nan, -np.inf
+    for states in ((output, lse, other, other_lse), (other, other_lse, output, lse)):
+        assert all(np.isnan(each).all() for each in merged(implementation, *states))
+
+
+@each_implementation
 def test_far_apart_lses_do_not_overflow(implementation: str) -> None:
     output, lse, other, other_lse = random_states(3)
     lse[:], other_lse[:] = 3e4, -3e4

@@ -57,8 +57,8 @@ def merge_states_kernel(
     weight_a = tl.exp(a - base)
     weight_b = tl.exp(b - base)
     total = weight_a + weight_b
-    merged_lse = tl.where(total > 0.0, base + tl.log(total), float("-inf"))
-    divisor = tl.where(total > 0.0, total, 1.0)
+    merged_lse = tl.where(total == 0.0, float("-inf"), base + tl.log(total))
+    divisor = tl.where(total == 0.0, 1.0, total)
     # The rows of an empty state are not read: zero times NaN would still be NaN.
     out_a_offset = (token * out_a_token_stride + head * out_a_head_stride)[:, None] + element[None, :]
     out_b_offset = (token * out_b_token_stride + head * out_b_head_stride)[:, None] + element[None, :]
