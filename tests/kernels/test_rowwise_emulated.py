@@ -14,6 +14,7 @@ from torch_core.base.errors import Unsupported
 from torch_core.launch.plan import DeviceLimits
 from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
+from torch_core.rowwise.reference import row_product
 
 
 def _run(call: Any, seed: int, resident: int = 1) -> torch.Tensor:
@@ -31,6 +32,14 @@ def test_uneven_tiles_are_as_exact_as_torch(num_rows, warpgroups, dtype, seed):
     (launch,) = plan_call(call.map(array_spec), DeviceLimits(num_sms=3)).launches
     assert dict(launch.constexprs)["WARPGROUPS"] == warpgroups
     assert_as_exact_as_torch(call, _run(call, seed, resident=2))
+
+
+def test_large_gates_below_zero_make_zeros_of_large_numbers(seed):
+    call = gated_product(seed, 512, 256, 136, torch.bfloat16)
+    call.x.mul_(2.0**66)
+    found, expected = _run(call, seed), row_product(call)["out"]
+    assert not found.isnan().any()
+    assert torch.equal(found == 0, expected == 0)
 
 
 def test_rows_do_not_show_in_others(seed):

@@ -133,7 +133,7 @@ def _multiply(
         mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1)
         row, column = _place(item, work.row_tiles, OUT, WARPGROUPS, GROUP)
         gate, up = gl.split(acc.reshape([ROWS, 2, _HALF]).permute(0, 2, 1))
-        _store(gate * up / (1.0 + gl.exp2(-_LOG2_E * gate)), row + OWN * ROWS, column, work, OUT)
+        _store(gate / (1.0 + gl.exp2(-_LOG2_E * gate)) * up, row + OWN * ROWS, column, work, OUT)
 
 
 @gluon.jit
