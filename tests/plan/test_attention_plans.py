@@ -28,6 +28,12 @@ def test_little_scratch_of_few_chunks_is_read_beside_the_lengths(num_seqs, query
     assert dict(plan.launches[1].constexprs)["AHEAD"] == ahead
 
 
+@pytest.mark.parametrize(("shared_memory", "stages"), [(232_448, 3), (148_480, 3), (101_376, 2)])
+def test_heads_of_512_have_as_many_stages_as_fit(shared_memory, stages):
+    plan = paged_plan(head_size=512, limits=DeviceLimits(shared_memory=shared_memory))
+    assert plan.launches[0].num_stages == dict(plan.launches[0].constexprs)["STAGES"] == stages
+
+
 def test_a_full_batch_of_short_tables_needs_no_merge():
     plan = paged_plan(num_seqs=256, block_tables=ArraySpec((256, 32), "int32"))
     assert _kernels(plan) == ["split"]

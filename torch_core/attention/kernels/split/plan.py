@@ -22,6 +22,8 @@ from torch_core.launch.plan import ABSENT, DeviceLimits, LaunchPlan
 # Query tokens times packed heads that one program of the split kernel takes at most; of heads above 256, which fill
 # registers, fewer.
 _MAX_ROWS, _WIDE_ROWS = 64, {1: 32, 2: 32, 4: 16}
+# Three stages of 32 such 16-bit keys and values, read by one program of a multiprocessor.
+_WIDE_SHARED_MEMORY = 148_480
 # Rows and programs from which on whole rows are better than chunks of 16-bit keys: 64 rows and 512 programs over 8k
 # took 493 us on an H200 and 565 in chunks. The number of keys has a limit: one long
 # sequence among short ones is better in chunks.
@@ -90,7 +92,7 @@ def split_launches(
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query) if zero_padding else 0
     merged_early = chunks.number > 1 and limits.arch >= DEPENDENT_ARCH
     programs = (_programs(call.num_seqs, chunks) + padding) * head_programs
-    tile = _tile(call, max_query * pack, call.num_seqs * head_programs, programs <= limits.num_sms)
+    tile = _tile(call, limits, max_query * pack, call.num_seqs * head_programs, programs <= limits.num_sms)
     # Two programs of a multiprocessor that begin early lie unevenly: 8 x 8192 took a tenth longer.
     begins_early = limits.arch >= DEPENDENT_ARCH and programs <= limits.num_sms
     split = make_launch(
@@ -155,7 +157,7 @@ def chunk_size(*, num_seqs: int, table_tokens: int, head_programs: int, key_byte
     return rounded_chunk(ceil_div(table_tokens, ceil_div(table_tokens, wanted)))
 
 
-def _tile(call: PagedCall[ArraySpec], rows: int, programs: int, is_alone: bool) -> Tile:
+def _tile(call: PagedCall[ArraySpec], limits: DeviceLimits, rows: int, programs: int, is_alone: bool) -> Tile:
     """Returns the tile for `rows` query tokens times packed heads of one program, of as many programs a chunk.
 
     `is_alone` says that a multiprocessor has one program at most.
@@ -169,8 +171,9 @@ def _tile(call: PagedCall[ArraySpec], rows: int, programs: int, is_alone: bool) 
         block_n = 32 if head_padded <= 64 or (head_padded == 128 and block_m == 16) else 16
         return Tile(block_m, block_n, 2 if block_m > 32 else 3, 8)
     if head_padded > 256:
-        # These fit the shared memory of every device, and nothing spills.
-        return Tile(block_m, 32, 3, 4) if key_bytes == 1 and block_m == 16 else Tile(block_m, 32, 2, 8)
+        # Two stages fit the shared memory of every device, and nothing spills.
+        is_deep = key_bytes == 1 or limits.shared_memory >= _WIDE_SHARED_MEMORY
+        return Tile(block_m, 32, 3, 4) if is_deep and block_m == 16 else Tile(block_m, 32, 2, 8)
     if head_padded > 128:
         return Tile(block_m, 32, 3, 4)
     if block_m > 16:
