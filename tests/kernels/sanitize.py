@@ -137,7 +137,7 @@ def state_calls() -> list[Call[torch.Tensor]]:
     # In spans and token by token.
     lens, mamba = (2500, 1, 0, 40), {"heads": (3, 1), "dtype": "bfloat16"}
     mambas = [mamba_call(1, lens, sizes=each, **mamba) for each in ((40, 20), (64, 256))]
-    mambas.append(mamba_backward_call(mambas[0]))
+    mambas += [mamba_backward_call(each) for each in mambas]
     # Keys of 128 have kernels of Hopper's for one token and for a few; a long prompt of few heads goes in segments.
     for gates, few in (("g", 8), ("gk", 4)):
         for lens in ((1,) * 40, (few, 1, 0, few) * 5, (2500, 1, 0, 40)):

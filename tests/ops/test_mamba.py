@@ -209,9 +209,10 @@ def test_a_step_size_that_is_nan_is_not_hidden(lens, seed):
         ((1100, 1, 30), (8, 1), (64, 128), "bfloat16"),
         ((70, 3), (2, 1), (128, 256), "float16"),
         ((300, 1, 70), (3, 3), (128, 128), "bfloat16"),
+        ((130, 3), (2, 1), (256, 128), "bfloat16"),
         ((70, 0, 33), (4, 1), (40, 20), "float32"),
     ],
-    ids=["usual", "in spans", "wide", "lightning", "float32"],
+    ids=["usual", "in spans", "wide", "lightning", "large heads", "float32"],
 )
 def test_the_derivatives_kernels_are_exact_and_give_torch_and_jax_the_same_bits(lens, heads, sizes, dtype, seed):
     call = mamba_backward_call(mamba_call(seed, lens, heads=heads, sizes=sizes, dtype=dtype))

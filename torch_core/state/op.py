@@ -149,6 +149,7 @@ def calls_in_use() -> dict[str, Call[ArraySpec]]:
         "mamba backward of wide states": _backward(
             _mamba(8, 16384, num_heads=32, head_dim=128, groups=2, state_size=256)
         ),
+        "mamba backward of large heads": _backward(_mamba(1, 8192, num_heads=32, head_dim=256, groups=2)),
     }
 
 

@@ -2,7 +2,11 @@
 
 With the names of `backward.py`, and P[t, i] = exp(L[t] - L[i]) for i <= t: the gradient of x[i] is step[i] times the
 sum over t of P[t, i] (C[t] B[i]) dy[t], and of exp(L[end] - L[i]) dS B[i]. Those of B and C are products with P[t, i]
-(dy[t] x[i]), whose sum over the heads of a group is multiplied once.
+(dy[t] x[i]), whose sum over the heads of a group is multiplied once, and sums over heads of x[i] dS and dy[t] S. Their
+products with B[i] and C[t] are what a token adds to dS S after and before the chunk: no other product gives these.
+
+Operands of products are the arrays as they are in memory, and factors of tokens scale results: the next head's can then
+be loaded during the products of this one.
 """
 
 from __future__ import annotations
@@ -17,14 +21,10 @@ from torch_core.state.kernels.mamba.kernel import step_sizes
 
 
 @triton.jit
-def mamba_gradients_kernel(
+def mamba_value_gradients_kernel(
     x,
-    dt,
-    A,
     B,
-    C,
     D,
-    dt_bias,
     d_out,
     query_start_loc,
     products,
@@ -32,21 +32,15 @@ def mamba_gradients_kernel(
     decays,
     kept,
     d_x,
-    d_dt,
-    d_B,
-    d_C,
+    d_products,
+    by_token,
     head_sums,
     num_tokens,
     num_seqs,
-    least_step,
-    largest_step,
     x_token_stride,
     x_head_stride,
-    dt_token_stride,
     B_token_stride,
     B_group_stride,
-    C_token_stride,
-    C_group_stride,
     d_out_token_stride,
     d_out_head_stride,
     NUM_HEADS: tl.constexpr,
@@ -57,7 +51,6 @@ def mamba_gradients_kernel(
     DIM_PADDED: tl.constexpr,
     STATE_SIZE: tl.constexpr,
     STATE_PADDED: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -66,27 +59,18 @@ def mamba_gradients_kernel(
 ):
     """Grid: (chunks of the batch by a static bound, parts of MEMBERS heads of a group).
 
-    Writes the gradients of tokens, those of B and C as sums over the part's heads in their order; and for each chunk
-    and head its part of the gradients of A, D and dt_bias, in float32.
+    Writes the gradient of x; the gradient of the products of B and C, as a sum over the part's heads; for each token
+    and head the gradient of its step size and of its decay within the chunk; and of each head its part of that of D.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)
     part = tl.program_id(1)
     parts: tl.constexpr = NUM_HEADS // MEMBERS
-    column = tl.arange(0, STATE_PADDED)
-    sums_stride: tl.constexpr = parts * STATE_SIZE
-    is_column = column < STATE_SIZE
-    own = part * STATE_SIZE + column
-    zero_padding(d_B + own, query_start_loc, num_tokens, num_seqs, sums_stride, is_column, BLOCK_T)
-    zero_padding(d_C + own, query_start_loc, num_tokens, num_seqs, sums_stride, is_column, BLOCK_T)
     x_stride: tl.constexpr = NUM_HEADS * HEAD_DIM
     element = tl.arange(0, DIM_PADDED)
-    one = tl.arange(0, 1)
     for member in range(MEMBERS):
-        head = part * MEMBERS + member
-        d_values = d_x + head * HEAD_DIM + element
+        d_values = d_x + (part * MEMBERS + member) * HEAD_DIM + element
         zero_padding(d_values, query_start_loc, num_tokens, num_seqs, x_stride, element < HEAD_DIM, BLOCK_T)
-        zero_padding(d_dt + head + one, query_start_loc, num_tokens, num_seqs, NUM_HEADS, one == 0, BLOCK_T)
     seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
     if tile >= total:
         return
@@ -97,14 +81,15 @@ def mamba_gradients_kernel(
     origin = (start + index * CHUNK).to(tl.int64)
     place, live = tokens_of(start, index * CHUNK, length, CHUNK)
     group = part * MEMBERS // GROUP
+    column = tl.arange(0, STATE_PADDED)
+    is_column = column < STATE_SIZE
     b = rows_of(B + group * B_group_stride, place, live, column, B_token_stride, STATE_SIZE, STATE_PADDED)
-    c = rows_of(C + group * C_group_stride, place, live, column, C_token_stride, STATE_SIZE, STATE_PADDED)
     token = tl.arange(0, CHUNK)
-    is_past = token[:, None] >= token[None, :]
-    product = products + (origin * NUM_GROUPS + group) * CHUNK + token[:, None] * NUM_GROUPS * CHUNK + token[None, :]
+    # Rows are the tokens that give, columns those that take.
+    is_past = (token[:, None] <= token[None, :]) & live[None, :]
+    product = products + (origin * NUM_GROUPS + group) * CHUNK + token[None, :] * NUM_GROUPS * CHUNK + token[:, None]
+    product = tl.load(product, mask=live[None, :], other=0.0)
     d_product = tl.zeros([CHUNK, CHUNK], tl.float32)
-    d_b = tl.zeros([CHUNK, STATE_PADDED], tl.float32)
-    d_c = tl.zeros([CHUNK, STATE_PADDED], tl.float32)
     for member in range(MEMBERS):
         head = part * MEMBERS + member
         first_step = head.to(tl.int64) * num_tokens + origin
@@ -113,76 +98,224 @@ def mamba_gradients_kernel(
         last = tl.load(decays + first_step + tl.minimum(CHUNK, length - index * CHUNK) - 1)
         inputs = x + head * x_head_stride
         results = d_out + head * d_out_head_stride
-        # In a loop of its own: registers are scarce.
         overlap = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for first in range(0, DIM_PADDED, BLOCK_ROWS):
+        for first in tl.static_range(0, DIM_PADDED, BLOCK_ROWS):
             row = first + tl.arange(0, BLOCK_ROWS)
             values = rows_of(inputs, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
             d_y = rows_of(results, place, live, row, d_out_token_stride, HEAD_DIM, BLOCK_ROWS)
-            overlap = tl.dot(d_y, tl.trans(values), acc=overlap, input_precision=PRECISION)
+            overlap = tl.dot(values, tl.trans(d_y), acc=overlap, input_precision=PRECISION)
         d_skip = tl.sum(tl.sum(tl.where(token[:, None] == token[None, :], overlap, 0.0), 1), 0)
+        tl.store(head_sums + tile * 3 * NUM_HEADS + NUM_HEADS + head, d_skip)
         # Of later tokens, and of rows behind the last one, the difference would be positive without a bound.
-        passed = tl.exp(tl.where(is_past & live[:, None], decay[:, None] - decay[None, :], float("-inf")))
-        d_product += overlap * passed * step[None, :]
-        passed *= tl.load(product, mask=live[:, None], other=0.0).to(tl.float32)
-        weights = passed.to(dtype)
+        passed = tl.exp(tl.where(is_past, decay[None, :] - decay[:, None], float("-inf")))
         overlap *= passed
-        d_step = tl.sum(overlap, 0)
-        # Both sums have the terms of a token with itself, in which there is no decay.
-        d_decay = tl.sum(overlap * step[None, :], 1) - d_step * step
-        into = tl.exp(decay)
+        d_product += overlap * step[:, None]
+        overlap *= product.to(tl.float32)
+        weights = (passed * product.to(tl.float32)).to(dtype)
+        sums = by_token + first_step + token
+        tl.store(sums, tl.sum(overlap, 1), mask=live)
+        tl.store(sums + NUM_HEADS * num_tokens.to(tl.int64), tl.sum(overlap * step[:, None], 0), mask=live)
         added = tl.exp(tl.minimum(last - decay, 0.0))
-        d_last = 0.0
-        by_state = tl.zeros([CHUNK], tl.float32)
-        by_read = tl.zeros([CHUNK], tl.float32)
-        chunk = span_number(start, seq, index, head, NUM_HEADS, CHUNK) * 2
-        for first in range(0, DIM_PADDED, BLOCK_ROWS):
+        chunk = span_number(start, seq, index, head, NUM_HEADS, CHUNK) * 2 + 1
+        for first in tl.static_range(0, DIM_PADDED, BLOCK_ROWS):
             row = first + tl.arange(0, BLOCK_ROWS)
             inside = (row < HEAD_DIM)[:, None] & is_column[None, :]
             held = kept + chunk * HEAD_DIM * STATE_SIZE + row[:, None] * STATE_SIZE + column[None, :]
-            state = tl.load(held, mask=inside, other=0.0)
-            d_state = tl.load(held + HEAD_DIM * STATE_SIZE, mask=inside, other=0.0)
-            values = rows_of(inputs, place, live, row, x_token_stride, HEAD_DIM, BLOCK_ROWS)
-            d_y = rows_of(results, place, live, row, d_out_token_stride, HEAD_DIM, BLOCK_ROWS)
-            d_last += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
-            found = tl.dot(c, tl.trans(state), input_precision=PRECISION)
-            by_read += tl.sum(found * d_y.to(tl.float32), 1)
+            d_state = tl.load(held, mask=inside, other=0.0)
+            if DIM_PADDED > BLOCK_ROWS:
+                d_y = rows_of(results, place, live, row, d_out_token_stride, HEAD_DIM, BLOCK_ROWS)
             found = tl.dot(b, tl.trans(d_state), input_precision=PRECISION) * added[:, None]
-            by_state += tl.sum(found * values.to(tl.float32), 1)
-            found = tl.dot(tl.trans(weights), d_y, acc=found, input_precision=PRECISION) * step[:, None]
+            found = tl.dot(weights, d_y, acc=found, input_precision=PRECISION) * step[:, None]
             if D is not None:
                 found += tl.load(D + head).to(tl.float32) * d_y.to(tl.float32)
             target = d_x + origin * x_stride + head * HEAD_DIM + token[:, None] * x_stride + row[None, :]
             tl.store(target, found.to(d_x.dtype.element_ty), mask=live[:, None] & (row < HEAD_DIM)[None, :])
-            d_y = (d_y.to(tl.float32) * into[:, None]).to(dtype)
-            d_c = tl.dot(d_y, state, acc=d_c, input_precision=PRECISION)
-            values = (values.to(tl.float32) * (added * step)[:, None]).to(dtype)
-            d_b = tl.dot(values, d_state, acc=d_b, input_precision=PRECISION)
-        d_step += by_state
-        by_state *= step
-        d_last = tl.exp(last) * d_last + tl.sum(by_state, 0)
-        d_decay += by_read * into - by_state + tl.where(token == CHUNK - 1, d_last, 0.0)
-        d_rate = tl.cumsum(d_decay, 0, reverse=True)
-        d_step += d_rate * tl.load(A + head).to(tl.float32)
-        given = tl.load(dt + origin * dt_token_stride + head + token * dt_token_stride, mask=live, other=0.0)
-        free = step_sizes(given, dt_bias, head, float("-inf"), float("inf"), SOFTPLUS)
-        if SOFTPLUS:
-            # The slope of the softplus s of a number is 1 - exp(-s), which has no digits of a small one.
-            series = free * (1.0 - free * (1 / 2 - free * (1 / 6 - free * (1 / 24 - free * (1 / 120 - free / 720)))))
-            d_step *= tl.where(free < 0.25, series, 1.0 - tl.exp(-free))
-        d_step = tl.where(live & (free >= least_step) & (free <= largest_step), d_step, 0.0)
-        tl.store(d_dt + origin * NUM_HEADS + head + token * NUM_HEADS, d_step.to(d_dt.dtype.element_ty), mask=live)
-        sums = head_sums + tile * 3 * NUM_HEADS + head
-        tl.store(sums, tl.sum(d_rate * step, 0))
-        tl.store(sums + NUM_HEADS, d_skip)
-        tl.store(sums + 2 * NUM_HEADS, tl.sum(d_step, 0))
-    d_product = d_product.to(dtype)
-    d_c = tl.dot(d_product, b, acc=d_c, input_precision=PRECISION)
-    d_b = tl.dot(tl.trans(d_product), c, acc=d_b, input_precision=PRECISION)
-    target = origin * sums_stride + token[:, None] * sums_stride + own[None, :]
-    is_sum = live[:, None] & is_column[None, :]
-    tl.store(d_B + target, d_b.to(d_B.dtype.element_ty), mask=is_sum)
-    tl.store(d_C + target, d_c.to(d_C.dtype.element_ty), mask=is_sum)
+    square = token[:, None] * CHUNK + token[None, :]
+    own = (tile * parts + part).to(tl.int64) * CHUNK * CHUNK
+    tl.store(d_products + own + square, d_product.to(dtype))
+
+
+@triton.jit
+def mamba_group_gradients_kernel(
+    x,
+    B,
+    C,
+    d_out,
+    query_start_loc,
+    steps,
+    decays,
+    kept,
+    d_products,
+    by_token,
+    d_lasts,
+    d_B,
+    d_C,
+    num_tokens,
+    num_seqs,
+    x_token_stride,
+    x_head_stride,
+    B_token_stride,
+    B_group_stride,
+    C_token_stride,
+    C_group_stride,
+    d_out_token_stride,
+    d_out_head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    STATE_PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, for C and for B; parts of MEMBERS heads of a group).
+
+    Writes the gradient of C or of B as a sum over the part's heads in their order; for each token and head what it
+    takes from S, or adds to dS, times the other; and for each chunk and head the product of S and dS.
+    """
+    back = tl.program_id(0) % 2
+    tile = tl.program_id(0) // 2
+    part = tl.program_id(1)
+    parts: tl.constexpr = NUM_HEADS // MEMBERS
+    column = tl.arange(0, STATE_PADDED)
+    is_column = column < STATE_SIZE
+    sums_stride: tl.constexpr = parts * STATE_SIZE
+    own = part * STATE_SIZE + column
+    zero_padding(d_B + own, query_start_loc, num_tokens, num_seqs, sums_stride, is_column, BLOCK_T)
+    zero_padding(d_C + own, query_start_loc, num_tokens, num_seqs, sums_stride, is_column, BLOCK_T)
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+
+    start = tl.load(query_start_loc + seq)
+    length = tl.load(query_start_loc + seq + 1) - start
+    origin = (start + index * CHUNK).to(tl.int64)
+    place, live = tokens_of(start, index * CHUNK, length, CHUNK)
+    group = part * MEMBERS // GROUP
+    token = tl.arange(0, CHUNK)
+    values = d_out
+    values_stride = d_out_token_stride
+    values_head_stride = d_out_head_stride
+    weights = C + group * C_group_stride
+    weights_stride = C_token_stride
+    others = B + group * B_group_stride
+    others_stride = B_token_stride
+    target = d_C
+    square = token[None, :] * CHUNK + token[:, None]
+    if back == 1:
+        values = x
+        values_stride = x_token_stride
+        values_head_stride = x_head_stride
+        weights = B + group * B_group_stride
+        weights_stride = B_token_stride
+        others = C + group * C_group_stride
+        others_stride = C_token_stride
+        target = d_B
+        square = token[:, None] * CHUNK + token[None, :]
+    d_product = tl.load(d_products + (tile * parts + part).to(tl.int64) * CHUNK * CHUNK + square)
+    other = rows_of(others, place, live, column, others_stride, STATE_SIZE, STATE_PADDED)
+    gradient = tl.dot(d_product, other, input_precision=PRECISION)
+    w = rows_of(weights, place, live, column, weights_stride, STATE_SIZE, STATE_PADDED)
+    sums = by_token + (2 + back) * NUM_HEADS * num_tokens.to(tl.int64)
+    for member in range(MEMBERS):
+        head = part * MEMBERS + member
+        first_step = head.to(tl.int64) * num_tokens + origin
+        step = tl.load(steps + first_step + token, mask=live, other=0.0)
+        decay = tl.load(decays + first_step + token, mask=live, other=0.0)
+        last = tl.load(decays + first_step + tl.minimum(CHUNK, length - index * CHUNK) - 1)
+        factor = tl.exp(tl.where(back == 1, tl.minimum(last - decay, 0.0), decay))
+        chunk = span_number(start, seq, index, head, NUM_HEADS, CHUNK) * 2
+        found = tl.zeros([CHUNK, STATE_PADDED], tl.float32)
+        d_last = 0.0
+        for first in range(0, DIM_PADDED, BLOCK_ROWS):
+            row = first + tl.arange(0, BLOCK_ROWS)
+            inside = (row < HEAD_DIM)[:, None] & is_column[None, :]
+            held = kept + chunk * HEAD_DIM * STATE_SIZE + row[:, None] * STATE_SIZE + column[None, :]
+            state = tl.load(held + back * HEAD_DIM * STATE_SIZE, mask=inside, other=0.0)
+            v = rows_of(values + head * values_head_stride, place, live, row, values_stride, HEAD_DIM, BLOCK_ROWS)
+            found = tl.dot(v, state, acc=found, input_precision=PRECISION)
+            if back == 1:
+                before = tl.load(held, mask=inside, other=0.0)
+                d_last += tl.sum(tl.sum(before.to(tl.float32) * state.to(tl.float32), 1), 0)
+        tl.store(sums + first_step + token, tl.sum(found * w.to(tl.float32), 1) * factor, mask=live)
+        if back == 1:
+            tl.store(d_lasts + tile * NUM_HEADS + head, d_last * tl.exp(last))
+            factor *= step
+        gradient += found * factor[:, None]
+    places = target + origin * sums_stride + token[:, None] * sums_stride + own[None, :]
+    tl.store(places, gradient.to(target.dtype.element_ty), mask=live[:, None] & is_column[None, :])
+
+
+@triton.jit
+def mamba_step_gradients_kernel(
+    dt,
+    A,
+    dt_bias,
+    query_start_loc,
+    steps,
+    by_token,
+    d_lasts,
+    head_sums,
+    d_dt,
+    num_tokens,
+    num_seqs,
+    least_step,
+    largest_step,
+    dt_token_stride,
+    NUM_HEADS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (chunks of the batch by a static bound, tiles of BLOCK_HEADS heads).
+
+    Writes the gradient of dt, and for each chunk and head its part of those of A and dt_bias, in float32.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = head < NUM_HEADS
+    zero_padding(d_dt + head, query_start_loc, num_tokens, num_seqs, NUM_HEADS, is_head, BLOCK_T)
+    seq, index, total = locate_tile(tile, query_start_loc, num_seqs, BLOCK_SEQS, CHUNK, 1)
+    if tile >= total:
+        return
+    start = tl.load(query_start_loc + seq)
+    place, live = tokens_of(start, index * CHUNK, tl.load(query_start_loc + seq + 1) - start, CHUNK)
+    token = tl.arange(0, CHUNK)
+    inside = live[:, None] & is_head[None, :]
+    by_head = head.to(tl.int64)[None, :] * num_tokens + place[:, None]
+    kind = NUM_HEADS * num_tokens.to(tl.int64)
+    step = tl.load(steps + by_head, mask=inside, other=0.0)
+    within = tl.load(by_token + by_head, mask=inside, other=0.0)
+    read = tl.load(by_token + kind + by_head, mask=inside, other=0.0)
+    by_read = tl.load(by_token + 2 * kind + by_head, mask=inside, other=0.0)
+    by_state = tl.load(by_token + 3 * kind + by_head, mask=inside, other=0.0)
+    d_last = tl.load(d_lasts + tile * NUM_HEADS + head, mask=is_head, other=0.0)
+    d_last += tl.sum(by_state * step, 0)
+    # Both sums within the chunk have the terms of a token with itself, in which there is no decay.
+    d_decay = (read - within * step) + by_read - by_state * step
+    d_decay += tl.where((token == CHUNK - 1)[:, None], d_last[None, :], 0.0)
+    d_rate = tl.cumsum(d_decay, 0, reverse=True)
+    rate = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
+    d_step = within + by_state + d_rate * rate[None, :]
+    given = tl.load(dt + place[:, None] * dt_token_stride + head[None, :], mask=inside, other=0.0)
+    known = tl.minimum(head, NUM_HEADS - 1)
+    free = step_sizes(given, dt_bias, known[None, :], float("-inf"), float("inf"), SOFTPLUS)
+    if SOFTPLUS:
+        # The slope of the softplus s of a number is 1 - exp(-s), which has no digits of a small one.
+        series = free * (1.0 - free * (1 / 2 - free * (1 / 6 - free * (1 / 24 - free * (1 / 120 - free / 720)))))
+        d_step *= tl.where(free < 0.25, series, 1.0 - tl.exp(-free))
+    d_step = tl.where(inside & (free >= least_step) & (free <= largest_step), d_step, 0.0)
+    tl.store(d_dt + place[:, None] * NUM_HEADS + head[None, :], d_step.to(d_dt.dtype.element_ty), mask=inside)
+    sums = head_sums + tile * 3 * NUM_HEADS + head
+    tl.store(sums, tl.sum(d_rate * step, 0), mask=is_head)
+    tl.store(sums + 2 * NUM_HEADS, tl.sum(d_step, 0), mask=is_head)
 
 
 @triton.jit
