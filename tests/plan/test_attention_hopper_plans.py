@@ -130,6 +130,13 @@ def test_three_warpgroups_share_a_tile_of_long_queries_with_heads_up_to_128(head
     assert dict(_first(plan).constexprs)["WARPGROUPS"] == warpgroups
 
 
+@pytest.mark.parametrize(("width", "warpgroups"), [(40, 2), (127, 2), (128, 3)])
+def test_queries_are_no_longer_than_a_table_is_wide(width, warpgroups):
+    # A step of 8,192 tokens may hold one prompt of as many, unless the model's length forbids it.
+    plan = _paged(head_size=128, max_query_len=8192, block_tables=ArraySpec((4, width), "int32"))
+    assert dict(_first(plan).constexprs)["WARPGROUPS"] == warpgroups
+
+
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 @pytest.mark.parametrize("max_query_len", [256, 8192])
 def test_the_registers_of_a_tile_fit_a_multiprocessor(head_size, max_query_len):

@@ -44,6 +44,11 @@ def tile_for_length(tiles: Sequence[tuple[int, _T]], max_query_len: int) -> _T |
     return next((tile for length, tile in reversed(tiles) if length <= max_query_len), None)
 
 
+def longest_query(call: AttentionCall[ArraySpec]) -> int:
+    """Returns the query tokens of a sequence at most: no more than keys, for which a table has a width."""
+    return min(call.max_query_len, call.table_tokens) if isinstance(call, PagedCall) else call.max_query_len
+
+
 def prefill_launch(
     kernel: Any,
     call: AttentionCall[ArraySpec],

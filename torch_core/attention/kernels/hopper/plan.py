@@ -9,6 +9,7 @@ from torch_core.attention.copies import is_copied
 from torch_core.attention.hopper_prefill import (
     MIN_PACKED_ROWS,
     WARPGROUP_ROWS,
+    longest_query,
     prefill_launch,
     query_pack,
     split_prefill_launches,
@@ -80,7 +81,7 @@ def hopper_launch(
     to 16 that divides the group, replace those of the tables, for measurements. `chunks` of keys, of paged calls, are
     work items of their own, for `combine_launch` to finish.
     """
-    tile = tile or hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    tile = tile or hopper_tile(head_size=call.head_size, max_query_len=longest_query(call))
     if pack is None:
         pack = query_pack(call, MIN_PACKED_ROWS)
     rest_size = REST_SIZES.get(call.head_size, 0)
@@ -96,7 +97,7 @@ def split_hopper_launches(
     call: PagedCall[ArraySpec], limits: DeviceLimits
 ) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
     """Plans a call with few query tiles over many keys, in chunks; see `split_prefill_launches`."""
-    tile = hopper_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    tile = hopper_tile(head_size=call.head_size, max_query_len=longest_query(call))
     return split_prefill_launches(hopper_launch, call, limits, tile, MIN_PACKED_ROWS)
 
 

@@ -8,6 +8,7 @@ from torch_core.attention.call import AttentionCall, PagedCall
 from torch_core.attention.copies import is_copied
 from torch_core.attention.hopper_prefill import (
     WARPGROUP_ROWS,
+    longest_query,
     prefill_launch,
     query_pack,
     split_prefill_launches,
@@ -80,7 +81,7 @@ def hopper_fp8_launch(
 
     The other arguments are those of `hopper_launch`.
     """
-    tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    tile = tile or hopper_fp8_tile(head_size=call.head_size, max_query_len=longest_query(call))
     if pack is None:
         pack = query_pack(call, MIN_PACKED_ROWS)
     if tile is None or pack == 0 or not isinstance(call, PagedCall) or not _is_served(call, limits):
@@ -95,7 +96,7 @@ def split_hopper_fp8_launches(
     call: PagedCall[ArraySpec], limits: DeviceLimits
 ) -> tuple[tuple[LaunchPlan, ...], tuple[tuple[str, ArraySpec], ...]] | None:
     """Plans a call with few query tiles over many keys, in chunks; see `split_prefill_launches`."""
-    tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=call.max_query_len)
+    tile = hopper_fp8_tile(head_size=call.head_size, max_query_len=longest_query(call))
     return split_prefill_launches(hopper_fp8_launch, call, limits, tile, MIN_PACKED_ROWS)
 
 
