@@ -17,7 +17,7 @@ PAGES = {
         "Decoding, prompts and chunks on one H100 or H200, compared with other kernels in the same process.",
         [
             *("decode", "decode_uneven", "decode_jax", "prefill", "prefill_heads", "prefill_fp8_128", "prefill_fp8"),
-            *("chunks", "chunks_fp8", "ejkernel"),
+            *("heads_512", "chunks", "chunks_fp8", "ejkernel"),
         ],
     ),
     "latents": (
@@ -42,7 +42,7 @@ PAGES = {
     "states": (
         "Layers with a state",
         "Prompts and decode steps of recurrent layers, next to flash-linear-attention and vLLM.",
-        ["states_delta", "states_kda", "states_mamba"],
+        ["states_delta", "states_kda", "states_mamba", "states_lightning"],
     ),
     "devices": (
         "Several devices",
