@@ -51,10 +51,15 @@ def attend(
     IN_COLUMNS: gl.constexpr = gl.SliceLayout(0, _PRODUCT)
     IN_KEYS: gl.constexpr = gl.SliceLayout(1, _PRODUCT)
     SLOTS: gl.constexpr = room.full.shape[0]
+    # Each has slots of its own. Of a slot that both use in turns, one sees every other phase: where a tile comes late,
+    # it would take the end of the phase before it for the tile behind it.
+    FIRSTS: gl.constexpr = (SLOTS + 1) // 2
+    COUNT: gl.constexpr = SLOTS // 2 if OWN == 1 else FIRSTS
     if OWN == 0:
         for i in gl.static_range(SLOTS):
             if i < work.tiles:
-                load_tile(i, places_of(work, source.table, i, GATHERED, SHAPE), source, room, SHAPE)
+                boxes = places_of(work, source.table, i, GATHERED, SHAPE)
+                load_tile(i % 2 * FIRSTS + i // 2, boxes, source, room, SHAPE)
         load_query(work, source, room, STRIDES, SHAPE)
         fence_async_shared()
         thread_barrier()
@@ -72,11 +77,11 @@ def attend(
     zeros = gl.zeros([GROUP, COLUMNS], gl.float32, _PRODUCT)
     acc_0, acc_1, acc_2, acc_3 = zeros, zeros, zeros, zeros
     for step in range(OWN, work.tiles, 2):
-        slot = step % SLOTS
-        boxes = places_of(work, source.table, step + SLOTS, GATHERED, SHAPE)
+        slot = OWN * FIRSTS + step // 2 % COUNT
+        boxes = places_of(work, source.table, step + 2 * COUNT, GATHERED, SHAPE)
         position = work.start + step * BLOCK_N
         live = work.end - position
-        mbarrier.wait(room.full.index(slot), step // SLOTS & 1)
+        mbarrier.wait(room.full.index(slot), step // 2 // COUNT & 1)
         if SHAPE.BOX == 0:
             # Threads copied the tile, and zeros for rows that no token owns.
             fence_async_shared()
@@ -132,13 +137,13 @@ def attend(
         acc_2, acc_3 = warpgroup_mma_wait(0, deps=(acc_2, acc_3))
         # Every warp is done with the tile and the weights before they are written again.
         thread_barrier()
-        if step + SLOTS < work.tiles:
+        if step + 2 * COUNT < work.tiles:
             load_tile(slot, boxes, source, room, SHAPE)
 
     column_sum = gl.sum(sums, 0)
     accs = (acc_0, acc_1, acc_2, acc_3)
     # Where the last tile of the second warpgroup lay, or would.
-    place = gl.maximum(work.tiles - 1 - (work.tiles & 1), 1) % SLOTS
+    place = FIRSTS + (gl.maximum(work.tiles // 2, 1) - 1) % (SLOTS // 2)
     if OWN == 1:
         for i in gl.static_range(GROUPS):
             _left(place, i, room).store(accs[i])
