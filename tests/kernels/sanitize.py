@@ -119,6 +119,8 @@ def latent_shapes() -> list[LatentCase | Call[torch.Tensor]]:
     ]
     cases.append(latent_case(1, seq_lens=[333], query_lens=[8], num_heads=16, cache_dtype="float8_e4m3fn", **sizes))
     cases.append(latent_case(1, seq_lens=[333, 0, 9], query_lens=[2, 0, 1], num_heads=16, packed=True, **sizes))
+    uneven = {"seq_lens": [70] * 20 + [0, 3200], "query_lens": [1] * 20 + [0, 1], "num_heads": 128}
+    cases.append(latent_case(1, block_size=64, **uneven, **sizes))
     chosen = {"seq_lens": [333, 0, 9], "query_lens": [2, 0, 1], "topk": 130}
     for heads, packed in ((16, False), (16, True), (128, False), (128, True)):
         cases.append(sparse_case(1, num_heads=heads, packed=packed, **chosen, **sizes))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.attention_cases import assert_matches_reference
 from tests.support.emulated.run import run_emulated_operation
@@ -17,7 +18,7 @@ from torch_core.launch.planner import plan_call
 from torch_core.launch.tensors import array_spec
 
 
-def _check(seed: int, kernel: str, limits: DeviceLimits | None = None, **options: Any) -> None:
+def _check(seed: int, kernel: str, limits: DeviceLimits | None = None, **options: Any) -> torch.Tensor:
     chunk = options.pop("kv_chunk_size", None)
     case = latent_case(seed, **{"dtype": "bfloat16", "kv_lora_rank": 512, "rope_dim": 64, **options})
     call = case.call("cpu", with_lse=True, kv_chunk_size=chunk)
@@ -25,6 +26,7 @@ def _check(seed: int, kernel: str, limits: DeviceLimits | None = None, **options
     assert plan.launches[0].name == kernel
     found = run_emulated_operation(plan, call.arrays(), seed)
     assert_matches_reference(case, found["out"], found["lse"])
+    return found["out"]
 
 
 def test_chunks_and_sequences_without_keys_are_as_exact_as_torch(seed: int) -> None:
@@ -107,3 +109,36 @@ def test_many_rows_of_8_bits_are_unpacked(rows: str, seed: int) -> None:
         seed, "hopper_latent_kernel", seq_lens=[300, 0, 65], query_lens=[4, 0, 1], num_heads=5, padding_tokens=2,
         block_size=16, kv_chunk_size=128, **EIGHT_BITS[rows],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("hopper_latent_kernel", {"num_heads": 20}),
+        ("hopper_latent_kernel", {"num_heads": 20, "block_size": 1, "query_lens": [1, 0, 1, 1]}),
+        ("few_latent_kernel", {"num_heads": 5, "packed": True}),
+    ],
+)
+def test_a_long_sequence_among_short_ones_is_read_by_many(
+    kernel: str, options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight programs at a time: four chunks of 384 latents, where a full table has two of 640."""
+    monkeypatch.setattr(choose, "_SHARED_TABLE", 0)
+    monkeypatch.setattr(choose, "_SHARED_CHUNK", 0)
+    case = {"seq_lens": [65, 0, 1200, 3], "query_lens": [1, 0, 2, 1], "padding_tokens": 2, "block_size": 64, **options}
+    _check(seed, kernel, DeviceLimits(num_sms=8), **case)
+
+
+@pytest.mark.parametrize(("seq_lens", "kept"), [((900, 1000, 950), 3), ((65, 100, 1200), 2), ((65, 300, 1200), 1)])
+def test_bits_follow_from_neighbours_in_uneven_batches_alone(
+    seq_lens: tuple[int, ...], kept: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in an even one, nor those of sequences that are one chunk of 256 latents in an uneven one."""
+    case = {"seq_lens": seq_lens, "query_lens": [1] * 3, "num_heads": 20, "block_size": 64}
+    found = []
+    monkeypatch.setattr(choose, "_SHARED_CHUNK", 0)
+    for table in (1 << 30, 0):
+        monkeypatch.setattr(choose, "_SHARED_TABLE", table)
+        plan_call.cache_clear()
+        found.append(_check(seed, "hopper_latent_kernel", DeviceLimits(num_sms=8), **case))
+    assert [torch.equal(*rows) for rows in zip(*found, strict=True)] == [True] * kept + [False] * (3 - kept)

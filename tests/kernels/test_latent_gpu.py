@@ -102,6 +102,19 @@ def test_batches_of_64_find_their_chunks(seed):
     )
 
 
+@pytest.mark.parametrize(("heads", "query_len", "short"), [(16, 1, 40), (128, 1, 20), (64, 2, 20)])
+@pytest.mark.parametrize("cache", [{}, {"packed": True}, {"block_size": 1}, {"cache_dtype": "float8_e4m3fn"}])
+def test_a_long_sequence_among_short_ones_is_read_by_many(heads, query_len, short, cache, seed):
+    lens = [100] * short + [0, 3000]
+    scale = {"k_scale": np.array([0.7], np.float32)} if "cache_dtype" in cache else {}
+    _check(
+        latent_case(
+            seed, seq_lens=lens, query_lens=[min(n, query_len) for n in lens], num_heads=heads, dtype="bfloat16",
+            padding_tokens=3, **{**DEEPSEEK, **cache, **scale},
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("heads", [3, 16, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_jax_gives_torchs_bits(heads, packed, seed):

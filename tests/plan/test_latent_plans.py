@@ -149,6 +149,31 @@ def test_sequences_that_are_shorter_than_the_table_have_as_many_chunks(num_seqs,
         assert (constants["LEAST"], constants["FEW"]) == ((None, 1) if few is None else (128, few))
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "table_tokens", "num_heads", "changes", "found"),
+    [
+        # Chunks that run at a time and that fill the memory's time, room for lengths; a chunk, places of a sequence.
+        (64, 8192, 16, {}, ((132, 66, 64), 4096, 3)),
+        (64, 8192, 128, {}, ((66, 66, 64), 8192, 3)),
+        (100, 8192, 128, {}, ((66, 66, 128), 8192, 2)),
+        (8, 131072, 128, {}, ((66, 66, 32), 16384, 8)),
+        # Short chunks, one chunk, a narrow table, one sequence, too many, the caller's chunks, a kernel without it.
+        (8, 8192, 16, {}, (None, 512, 16)),
+        (128, 4096, 16, {}, (None, 4096, 1)),
+        (64, 2048, 16, {}, (None, 1024, 2)),
+        (1, 131072, 16, {}, (None, 1024, 128)),
+        (300, 8192, 16, {}, (None, 4096, 2)),
+        (64, 8192, 128, {"kv_chunk_size": 1024}, (None, 1024, 8)),
+        (64, 8192, 128, {"arch": 80}, (None, 4096, 2)),
+    ],
+)
+def test_an_uneven_batch_may_have_chunks_for_all_sequences(num_seqs, table_tokens, num_heads, changes, found):
+    plan = _plan(num_seqs=num_seqs, num_heads=num_heads, table_tokens=table_tokens, **changes)
+    places = dict(plan.scratch)["partial_max"].shape[1] if plan.scratch else 1
+    for constants in (dict(launch.constexprs) for launch in plan.launches):
+        assert (constants.get("SHARED"), constants["CHUNK"], places) == found
+
+
 def test_chunks_of_a_window_are_those_of_the_table():
     call = latent_call(num_seqs=8, table_tokens=131072)
     call = replace(call, spec=replace(call.spec, window_left=99))

@@ -39,6 +39,8 @@ class Chunks:
             are equal. With None its last one is shorter.
         runs: about the programs of a batch and head that have keys: each takes a run of chunks, as many as that needs.
             With None it takes one.
+        shared: chunks that run at a time, those that read as fast as memory gives, and room for all sequences: an
+            uneven batch has chunks by the lengths of all, see `uneven_chunk`. With None it has not.
     """
 
     size: int
@@ -47,6 +49,7 @@ class Chunks:
     least: int | None = None
     few: int = 1
     runs: int | None = None
+    shared: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, call: TableCall[ArraySpec], size: int, max_query: int) -> Chunks:
@@ -107,10 +110,11 @@ def combine_launch(
             "CHUNK": chunks.size,
             "LEAST": chunks.least,
             "FEW": chunks.few,
+            "SHARED": chunks.shared,
             "MIN_CHUNKS": min_chunks,
             "MAX_QUERY": chunks.max_query,
             "BLOCK_CHUNKS": block,
-            "AHEAD": heads == 1 and chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
+            "AHEAD": heads == 1 and chunks.shared is None and chunks.number <= block and scratch <= _READ_AHEAD_BYTES,
             "HEADS": heads,
             "NUM_HEADS": call.num_heads,
             "DEPENDENT": dependent,

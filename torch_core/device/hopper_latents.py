@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from torch_core.device.hopper_rows import finish_rows
 from torch_core.device.mask import Bounds
 from torch_core.device.softmax import LN2
-from torch_core.device.work import chunk_span, equal_chunk
+from torch_core.device.work import chunk_span, chunked_keys, equal_chunk, uneven_chunk
 
 #: Tokens of one step.
 BLOCK_N = gl.constexpr(64)
@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     CHUNK: Any  # CHUNK, LEAST, FEW: tokens of a chunk, see work.chunk_span.
     LEAST: Any
     FEW: Any
+    SHARED: Any  # As in work.uneven_chunk, and room for all sequences; None if no batch has chunks for all of them.
     BLOCK_SIZE: Any  # Tokens of a block.
     BLOCK_ROWS: Any  # Rows from one block to the next, as the copy engine sees them.
     BLOCK_N: Any  # Tokens of one step.
@@ -48,7 +49,10 @@ class Work(NamedTuple):
     live: Any  # The program has a chunk.
     spare: Any  # Number of the program among those without a chunk.
     seq: Any  # The sequence.
-    index: Any  # Number of the chunk within the sequence.
+    # place, stride: where the results of the chunk lie among those of chunks: of the first query token, and from one
+    # query token to the next.
+    place: Any
+    stride: Any
     chunks: Any  # Chunks of the sequence.
     first_row: Any  # First of the program's rows among those of the sequence.
     query_start: Any  # First query token of the sequence.
@@ -66,7 +70,6 @@ class Results(NamedTuple):
     rows: Any  # rows, maxima, sums: the running softmax of a chunk.
     maxima: Any
     sums: Any
-    max_chunks: Any  # Chunks of a sequence, at most.
 
 
 @gluon.jit
@@ -76,13 +79,16 @@ def _add(a, b):
 
 @gluon.jit
 def find_work(
-    query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES: gl.constexpr, SHAPE: gl.constexpr,
+    query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, ROW_TILES: gl.constexpr, SHAPE: gl.constexpr,
     TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """The Work of this program: chunks in the order of sequences, the tiles of TILE_ROWS rows of each side by side."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lanes = gl.arange(0, _SEQS, layout=layout)
     item = gl.program_id(0) // ROW_TILES
+    size = 0
+    if SHAPE.SHARED is not None:
+        size = _shared(query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, SHAPE)[0]
     before = 0
     total = 0
     seq = 0
@@ -92,7 +98,7 @@ def find_work(
         lens = gl.load(query_start_loc + seqs + 1, mask=live, other=0)
         lens -= gl.load(query_start_loc + seqs, mask=live, other=0)
         keys = gl.load(seq_lens + seqs, mask=live, other=0)
-        chunks, _ = _chunks(keys, lens, table_tokens, SHAPE)
+        chunks, _ = _chunks(keys, lens, table_tokens, size, SHAPE)
         past = live & (total + gl.associative_scan(chunks, 0, _add) <= item)
         seq += gl.sum(past.to(gl.int32), 0)
         before += gl.sum(gl.where(past, chunks, 0), 0)
@@ -102,12 +108,17 @@ def find_work(
     query_len = gl.load(query_start_loc + seq + 1) - query_start
     seq_len = gl.load(seq_lens + seq)
     index = item - before
-    chunks, chunk = _chunks(seq_len, query_len, table_tokens, SHAPE)
+    chunks, chunk = _chunks(seq_len, query_len, table_tokens, size, SHAPE)
+    first, stride = seq * max_chunks, max_chunks
+    if SHAPE.SHARED is not None:
+        first = gl.where(size > 0, before, first)
+        stride = gl.where(size > 0, chunks, stride)
     start = index * chunk
     end = gl.minimum(gl.minimum(seq_len, table_tokens), start + chunk)
     return Work(
-        item < total, item - total, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS, query_start,
-        query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
+        item < total, item - total, seq, first * SHAPE.MAX_QUERY + index, stride, chunks,
+        gl.program_id(0) % ROW_TILES * TILE_ROWS, query_start, query_len, seq_len - query_len, start, end,
+        gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
     )  # fmt: skip
 
 
@@ -118,37 +129,69 @@ def find_row(
 ):  # fmt: skip
     """The Work of this program where no sequence has two query tokens: `max_chunks` programs for each sequence.
 
-    Nothing is counted. To count takes longer than to attend where each token of a long prompt is a sequence.
+    Nothing is counted but in an uneven batch. To count takes longer than to attend where each token of a long prompt is
+    a sequence.
     """
     item = gl.program_id(0) // ROW_TILES
-    number = item // max_chunks
-    index = item % max_chunks
+    total = num_seqs * max_chunks
+    # The first chunks come first: most programs without a chunk are the last.
+    index = item // num_seqs
+    number = gl.where(item < total, item % num_seqs, num_seqs)
+    place = number * max_chunks + index
+    size = 0
+    if SHAPE.SHARED is not None:
+        size, keys = _shared(query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, SHAPE)
+        if size > 0:
+            counts = (keys + size - 1) // size
+            past = gl.associative_scan(counts, 0, _add) <= item
+            number = gl.sum(past.to(gl.int32), 0)
+            index = item - gl.sum(gl.where(past, counts, 0), 0)
+            total = gl.sum(counts, 0)
+            place = item
     seq = gl.minimum(number, num_seqs - 1)
     query_start = gl.load(query_start_loc + seq)
     query_len = gl.load(query_start_loc + seq + 1) - query_start
     seq_len = gl.load(seq_lens + seq)
-    chunks, chunk = _chunks(seq_len, query_len, table_tokens, SHAPE)
+    chunks, chunk = _chunks(seq_len, query_len, table_tokens, size, SHAPE)
     # A sequence without a query token leaves a token of padding: its first program, and those behind the last
     # sequence, clear one each.
     spare = gl.where(index == 0, seq - query_start, num_tokens)
-    spare = gl.where(number < num_seqs, spare, item - num_seqs * max_chunks + num_seqs - query_start - query_len)
+    spare = gl.where(number < num_seqs, spare, item - total + num_seqs - query_start - query_len)
+    if SHAPE.SHARED is not None:
+        spare = gl.where(size > 0, item - total, spare)
     start = index * chunk
     end = gl.minimum(gl.minimum(seq_len, table_tokens), start + chunk)
     return Work(
-        (number < num_seqs) & (index < chunks), spare, seq, index, chunks, gl.program_id(0) % ROW_TILES * TILE_ROWS,
-        query_start, query_len, seq_len - query_len, start, end, gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
+        (number < num_seqs) & (index < chunks), spare, seq, place, 0, chunks,
+        gl.program_id(0) % ROW_TILES * TILE_ROWS, query_start, query_len, seq_len - query_len, start, end,
+        gl.maximum(end - start + BLOCK_N - 1, 0) // BLOCK_N,
     )  # fmt: skip
 
 
 @gluon.jit
-def _chunks(seq_len, query_len, table_tokens, SHAPE: gl.constexpr):
-    """(Chunks, tokens of one) of sequences."""
+def _shared(query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, SHAPE: gl.constexpr):
+    """(Tokens of every chunk of an uneven batch or 0, the tokens of its sequences)."""
+    # Each warp has all sequences.
+    layout: gl.constexpr = gl.BlockedLayout([SHAPE.SHARED[2] // 32], [32], [gl.num_warps()], [0])
+    seqs = gl.arange(0, SHAPE.SHARED[2], layout=layout)
+    keys = chunked_keys(seqs, query_start_loc, seq_lens, num_seqs, table_tokens, SHAPE.MAX_QUERY)
+    size = uneven_chunk(keys, table_tokens, max_chunks, SHAPE.CHUNK, SHAPE.LEAST, SHAPE.FEW, SHAPE.SHARED)
+    return size, keys
+
+
+@gluon.jit
+def _chunks(seq_len, query_len, table_tokens, size, SHAPE: gl.constexpr):
+    """(Chunks, tokens of one) of sequences; with a `size` above 0 those of an uneven batch."""
     _, chunks = chunk_span(
         seq_len, query_len, table_tokens, Bounds(None, None, None), SHAPE.CHUNK, SHAPE.MAX_QUERY, SHAPE.LEAST, SHAPE.FEW
     )
     chunk = SHAPE.CHUNK
     if SHAPE.LEAST is not None:
         chunk = equal_chunk(seq_len, table_tokens, chunks)
+    if SHAPE.SHARED is not None:
+        keys = gl.maximum(gl.minimum(seq_len, table_tokens), 1)
+        chunks = gl.where((size > 0) & (chunks > 0), (keys + size - 1) // gl.maximum(size, 1), chunks)
+        chunk = gl.where(size > 0, size, chunk)
     return chunks, chunk
 
 
@@ -196,17 +239,16 @@ def store_sums(row_max, row_sum, rows, tokens, work, results, SHAPE: gl.constexp
             pointers = results.output.lse + (work.query_start + tokens).to(gl.int64) * SHAPE.NUM_HEADS + heads
             gl.store(pointers, gl.where(empty, float("-inf"), (shift + gl.log2(total)) * LN2), mask=live)
     elif results.rows is not None:
-        slots = slots_of(work, tokens, heads, results, SHAPE)
+        slots = slots_of(work, tokens, heads, SHAPE)
         gl.store(results.maxima + slots, row_max, mask=live)
         gl.store(results.sums + slots, row_sum, mask=live)
     return ratio
 
 
 @gluon.jit
-def slots_of(work, tokens, heads, results, SHAPE: gl.constexpr):
+def slots_of(work, tokens, heads, SHAPE: gl.constexpr):
     """The places of a chunk's rows in scratch, for attention_combine_kernel."""
-    row = work.seq.to(gl.int64) * SHAPE.MAX_QUERY + tokens
-    return (row * results.max_chunks + work.index) * SHAPE.NUM_HEADS + heads
+    return (work.place + tokens * work.stride).to(gl.int64) * SHAPE.NUM_HEADS + heads
 
 
 @gluon.jit

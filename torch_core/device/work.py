@@ -9,6 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_core.device.mask import Bounds
+
+# Tokens that a program of latents could read in the time that it takes to begin and to end.
+_START = tl.constexpr(256)
+# Sizes of chunks that are compared: powers of two, and one and a half times these.
+_SIZES = tl.constexpr(5)
+
 
 @triton.jit
 def locate_tile(work, query_start_loc, num_seqs, BLOCK_SEQS: tl.constexpr, TILE: tl.constexpr, MIN_QUERY: tl.constexpr):
@@ -67,6 +74,59 @@ def equal_chunk(seq_len, table_tokens, chunks):
     """The keys of each of `chunks` equal chunks of a sequence, a multiple of 128."""
     span = tl.maximum(chunks, 1) * 128
     return (tl.minimum(seq_len, table_tokens) + span - 1) // span * 128
+
+
+@triton.jit
+def uneven_chunk(
+    keys, table_tokens, max_chunks, CHUNK: tl.constexpr, LEAST: tl.constexpr, FEW: tl.constexpr, SHARED: tl.constexpr
+):
+    """The tokens of every chunk of a batch in which most programs would wait for those of a long sequence; else 0.
+
+    Of SHARED the first number is that of chunks that run at a time, the second that of those that read as fast as
+    memory gives. `keys` are the tokens of all sequences, as `chunked_keys` gives them. 0 says that each sequence has
+    its own chunks, see `chunk_span`, of `max_chunks` at most. Others are taken if they save a quarter of the time: a
+    sequence is cut in the same way among most neighbours. There are never more chunks than the sequences could have of
+    their own.
+    """
+    total = tl.sum(keys, 0)
+    longest = tl.max(keys, 0)
+    fastest = total // SHARED[1] + _START
+    alone = tl.minimum(longest, CHUNK)
+    if LEAST is not None:
+        _, chunks = chunk_span(longest, 1, table_tokens, Bounds(None, None, None), CHUNK, 1, LEAST, FEW)
+        alone = equal_chunk(longest, table_tokens, chunks)
+    least_time = (alone + _START) * 3 // 4 + 1
+    size = total * 0
+    if fastest < least_time:
+        most = tl.sum((keys > 0).to(tl.int32), 0) * max_chunks
+        # The smallest size is 128 or, if a share of all tokens is larger, the power of two below that.
+        bits = total * 0 + 7
+        for i in tl.static_range(12):
+            bits += (total // SHARED[0] >= 256 << i).to(tl.int32)
+        for i in tl.static_range(_SIZES):
+            unit = bits + (i // 2 - i % 2)
+            count = (keys + (1 << unit) - 1) >> unit
+            if i % 2 == 1:
+                count = (count + 2) // 3
+            tokens = (1 + i % 2 * 2) << unit
+            count = tl.sum(count, 0)
+            # Programs of a second wave begin one by one, and half of one is left at the end.
+            time = (total + _START * count) // SHARED[0] + (tokens + _START) // 2
+            time = tl.where(count <= SHARED[0], tokens + _START, time)
+            better = (count <= most) & (time < least_time)
+            size = tl.where(better, tokens, size)
+            least_time = tl.where(better, time, least_time)
+    return size
+
+
+@triton.jit
+def chunked_keys(seqs, query_start_loc, seq_lens, num_seqs, table_tokens, MAX_QUERY: tl.constexpr):
+    """The tokens of sequences that have chunks, at least 1; 0 of others."""
+    live = seqs < num_seqs
+    query_len = tl.load(query_start_loc + seqs + 1, mask=live, other=0)
+    query_len -= tl.load(query_start_loc + seqs, mask=live, other=0)
+    keys = tl.minimum(tl.load(seq_lens + seqs, mask=live, other=0), table_tokens)
+    return tl.where((query_len > 0) & (query_len <= MAX_QUERY), tl.maximum(keys, 1), 0)
 
 
 @triton.jit

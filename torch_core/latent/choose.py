@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch_core.attention.operands import cache_constexprs, make_launch, operation
-from torch_core.attention.partials import LARGE_SHARED_MEMORY, MERGE_ROOM, MIN_CHUNK, Chunks, combine_launch
+from torch_core.attention.partials import (
+    LARGE_SHARED_MEMORY,
+    MERGE_ROOM,
+    MIN_CHUNK,
+    Chunks,
+    combine_launch,
+    rounded_chunk,
+)
 from torch_core.base.specs import ArraySpec
 from torch_core.device.dependent import DEPENDENT_ARCH
 from torch_core.latent.call import LatentCall
@@ -28,6 +35,12 @@ _MANY_TOKENS = 1 << 16
 # Sequences in a table of more tokens are mostly shorter than that: their chunks follow from their own lengths. To find
 # them takes longer than to know them: 39.2 instead of 38.5 us for 8 of 8,192 that fill their table (16 heads, H100).
 _WIDE_TABLE = 16384
+# In wider tables, with chunks of so many tokens or more and more than one of a sequence, the lengths of up to so many
+# sequences say whether one is waited for. 64 of 2,048 would take 64.1 instead of 63.7 us (16 heads, H100).
+_SHARED_TABLE, _SHARED_CHUNK, _SHARED_SEQS = 2048, 1024, 256
+# Merging programs from which on one has several heads, and these at most: in an uneven batch most sequences have
+# nothing to merge.
+_MERGES, _MOST_HEADS = 2048, 4
 # Chunks whose merge begins early where most multiprocessors have a program.
 _FEW_CHUNKS = 16
 
@@ -50,6 +63,19 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     is_wide = call.table_tokens > _WIDE_TABLE and chunk > MIN_CHUNK
     if is_wide and call.kv_chunk_size is None and sees_all and few > 1:
         chunks = replace(chunks, least=MIN_CHUNK, few=few)
+    shares = chosen.shares and call.kv_chunk_size is None and sees_all and 1 < call.num_seqs <= _SHARED_SEQS
+    if shares and call.table_tokens > _SHARED_TABLE and chunks.number > 1 and chunk >= _SHARED_CHUNK:
+        # An even batch needs no chunks for the sake of long sequences. On an H100 half of all programs of 64 rows read
+        # 16-bit latents as fast as memory gives.
+        share = max(1, slots // row_tiles)
+        each = max(1, share // call.num_seqs)
+        chunk = rounded_chunk(ceil_div(call.table_tokens, each))
+        chunks = replace(
+            chunks,
+            size=chunk,
+            number=max(each, 1 + min(2, ceil_div(share, call.num_seqs))),
+            shared=(share, min(share, ceil_div(slots, 2)), max(32, power_of_two(call.num_seqs))),
+        )
     # Every sequence with chunks has a token, so at most the rest of the tokens is padding.
     padding = ceil_div(max(0, call.num_tokens - call.num_seqs), max_query)
     programs = (call.num_seqs * chunks.number + padding) * row_tiles
@@ -64,6 +90,7 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
         "CHUNK": chunk,
         "LEAST": chunks.least,
         "FEW": chunks.few,
+        "SHARED": chunks.shared,
         "MAX_QUERY": max_query,
         "ROW_TILES": row_tiles,
         "NUM_HEADS": call.num_heads,
@@ -89,7 +116,10 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     if chunks.number == 1:
         return operation(call, (launch,))
     room = MERGE_ROOM if merged_early and crowds else 0
-    merge = combine_launch(call, chunks, min_chunks=2, dependent=merged_early, room=room)
+    heads, merges = 1, call.num_seqs * max_query * call.num_heads
+    while chunks.shared and heads < _MOST_HEADS and call.num_heads % (2 * heads) == 0 and merges >= 2 * heads * _MERGES:
+        heads *= 2
+    merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return operation(call, (launch, merge), chunks.scratch(call))
 
 

@@ -26,6 +26,7 @@ class LatentKernel:
         num_warps: warps of one program.
         num_stages: depth of the software pipeline; no part of Gluon kernels.
         programs: programs that run on a multiprocessor at a time.
+        shares: it can cut an uneven batch by the lengths of all sequences.
         hot: a spill is an error.
     """
 
@@ -36,6 +37,7 @@ class LatentKernel:
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 1
+    shares: bool = False
     hot: bool = False
 
 

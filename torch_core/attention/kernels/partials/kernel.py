@@ -9,7 +9,7 @@ from torch_core.device.dependent import wait_for_previous
 from torch_core.device.mask import Bounds
 from torch_core.device.softmax import finish_rows, rescale
 from torch_core.device.store import Output, RowLayout, store_rows
-from torch_core.device.work import chunk_span
+from torch_core.device.work import chunk_span, chunked_keys, uneven_chunk
 
 
 @triton.jit
@@ -35,6 +35,7 @@ def attention_combine_kernel(
     CHUNK: tl.constexpr,
     LEAST: tl.constexpr,
     FEW: tl.constexpr,
+    SHARED: tl.constexpr,
     MIN_CHUNKS: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -50,7 +51,9 @@ def attention_combine_kernel(
 
     Rows of sequences with fewer than MIN_CHUNKS chunks, or more than MAX_QUERY query rows, are finished elsewhere.
     With AHEAD, a sequence has at most BLOCK_CHUNKS chunks: they are fetched together with the lengths, which say their
-    number, instead of after them. With DEPENDENT the launch may begin while the chunks are still made.
+    number, instead of after them. With DEPENDENT the launch may begin while the chunks are still made. With SHARED,
+    which has room for all sequences, an uneven batch has chunks of its own, see `uneven_chunk`: one sequence's lie
+    behind the other's.
     """
     seq = tl.program_id(0) // MAX_QUERY
     first_head = tl.program_id(1) * HEADS
@@ -60,6 +63,12 @@ def attention_combine_kernel(
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
+    size = 0
+    if SHARED is not None:
+        seqs = tl.arange(0, SHARED[2])
+        num_seqs = tl.num_programs(0) // MAX_QUERY
+        keys = chunked_keys(seqs, query_start_loc, seq_lens, num_seqs, table_tokens, MAX_QUERY)
+        size = uneven_chunk(keys, table_tokens, max_chunks, CHUNK, LEAST, FEW, SHARED)
     if DEPENDENT:
         wait_for_previous()
     if AHEAD:
@@ -67,6 +76,12 @@ def attention_combine_kernel(
     bounds = Bounds(window_left, None, attention_chunk)
     _, chunks = chunk_span(seq_len, query_len, table_tokens, bounds, CHUNK, MAX_QUERY, LEAST, FEW)
     index = tl.program_id(0) % MAX_QUERY
+    if SHARED is not None:  # noqa: SIM102, without it nothing is compiled
+        if size > 0:
+            counts = (keys + size - 1) // size
+            chunks = tl.sum(tl.where(seqs == seq, counts, 0), 0)
+            before = tl.sum(tl.where(seqs < seq, counts, 0), 0)
+            slot = (before * MAX_QUERY + index * chunks).to(tl.int64) * NUM_HEADS + first_head
     if (chunks < MIN_CHUNKS) | (index >= query_len):
         return
     token = query_start + index

@@ -48,6 +48,7 @@ def few_latent_kernel(
     CHUNK: gl.constexpr,
     LEAST: gl.constexpr,
     FEW: gl.constexpr,
+    SHARED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -66,7 +67,7 @@ def few_latent_kernel(
     if MERGED:
         let_next_begin()
     SHAPE: gl.constexpr = Sizes(
-        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
+        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, SHARED, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
     )
     e4m3: gl.constexpr = gl.float8e4nv
     # Rotary keys of packed rows are bfloat16.
@@ -85,7 +86,7 @@ def few_latent_kernel(
             query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, num_tokens, ROW_TILES, SHAPE, COLUMNS
         )
     else:
-        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, COLUMNS)
+        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, ROW_TILES, SHAPE, COLUMNS)
     if k_scale is not None:
         stored = gl.load(k_scale)
         scale *= stored
@@ -110,7 +111,7 @@ def few_latent_kernel(
             mbarrier.init(ready, count=1)
             mbarrier.init(other, count=1)
             room = Room(codes, ropes, rows, rows_rope, weights, states, full, ready, other)
-            results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
+            results = Results(output, partial_out, partial_max, partial_sum)
             table = block_tables + work.seq.to(gl.int64) * table_stride
             source = Source(query, latent_cache, latent_rope, packed, table)
             gl.warp_specialize(

@@ -34,6 +34,7 @@ def few_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKerne
     return LatentKernel(
         kernel=few_latent_kernel,
         rows=COLUMNS.value,
+        shares=True,
         constexprs={
             **constexprs,
             # e4m3 has four bits of eight and of eleven.

@@ -258,5 +258,5 @@ def _store(INDEX: gl.constexpr, acc, ratio, columns, work, results, SHAPE: gl.co
         finished = (acc * ratio[None, :]).to(results.output.out.dtype.element_ty)
         gl.store(results.output.out + offsets[None, :] + elements[:, None], finished, mask=live)
     elif results.rows is not None:
-        slots = slots_of(work, tokens, heads, results, SHAPE)
+        slots = slots_of(work, tokens, heads, SHAPE)
         gl.store(results.rows + slots[None, :] * (GROUPS * GROUP) + elements[:, None], acc, mask=live)

@@ -45,6 +45,7 @@ def hopper_latent_kernel(
     CHUNK: gl.constexpr,
     LEAST: gl.constexpr,
     FEW: gl.constexpr,
+    SHARED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BOX: gl.constexpr,
@@ -73,7 +74,7 @@ def hopper_latent_kernel(
     if MERGED:
         let_next_begin()
     SHAPE: gl.constexpr = Sizes(
-        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
+        NUM_HEADS, MAX_QUERY, CHUNK, LEAST, FEW, SHARED, BLOCK_SIZE, BLOCK_ROWS, BLOCK_N, BOX, True, OUT_STRIDES
     )
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -86,7 +87,7 @@ def hopper_latent_kernel(
             query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, num_tokens, ROW_TILES, SHAPE, ROWS
         )
     else:
-        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, ROW_TILES, SHAPE, ROWS)
+        work = find_work(query_start_loc, seq_lens, num_seqs, table_tokens, max_chunks, ROW_TILES, SHAPE, ROWS)
     if k_scale is not None:
         stored = gl.load(k_scale)
         scale *= stored
@@ -131,7 +132,7 @@ def hopper_latent_kernel(
             room = Room(
                 latents, k_rope, rows, query_full, query_read, raw, codes, scales, rope_codes, weights, factors, scored
             )  # fmt: skip
-            results = Results(output, partial_out, partial_max, partial_sum, max_chunks)
+            results = Results(output, partial_out, partial_max, partial_sum)
             table = block_tables + work.seq.to(gl.int64) * table_stride
             source = Source(query, query_rope, latent_cache, latent_rope, table)
             gl.warp_specialize(

@@ -41,6 +41,7 @@ def hopper_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> LatentKe
     return LatentKernel(
         kernel=hopper_latent_kernel,
         rows=ROWS.value,
+        shares=True,
         constexprs={**_REGISTERS, **constexprs},
         arguments={
             "query": copy_descriptor("query", query, (ROWS.value, HALF.value), dtype),

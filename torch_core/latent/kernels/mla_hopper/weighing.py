@@ -42,7 +42,7 @@ def store_weighed(OWN: gl.constexpr, acc, work, room, results, SHAPE: gl.constex
         _store(OWN, acc.to(results.output.out.dtype.element_ty), work, room, results, SHAPE)
     elif results.rows is not None:
         tokens, heads, columns = _places(OWN, work, _SUMS, SHAPE)
-        offsets = slots_of(work, tokens, heads, results, SHAPE) * (2 * HALF)
+        offsets = slots_of(work, tokens, heads, SHAPE) * (2 * HALF)
         pointers = results.rows + offsets[:, None] + columns[None, :]
         gl.store(pointers, acc, mask=(tokens < work.query_len)[:, None])
 
