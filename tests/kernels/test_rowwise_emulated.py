@@ -24,7 +24,8 @@ def _run(call: Any, seed: int, resident: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "warpgroups", "dtype"), [(530, 3, torch.bfloat16), (530, 3, torch.float16), (230, 2, torch.bfloat16)]
+    ("num_rows", "warpgroups", "dtype"),
+    [(530, 3, torch.bfloat16), (530, 3, torch.float16), (230, 2, torch.bfloat16), (50, 1, torch.bfloat16)],
 )
 def test_uneven_tiles_are_as_exact_as_torch(num_rows, warpgroups, dtype, seed):
     # Rows and columns that are no multiple of a tile's, more tiles than programs, more steps than slots.

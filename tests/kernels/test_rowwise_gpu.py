@@ -13,8 +13,9 @@ from torch_core import ops
 
 pytestmark = pytest.mark.gpu
 # Rows, inputs and outputs: a Llama's by two warpgroups and by three, uneven ones, fewer tiles than multiprocessors, as
-# few steps as slots.
+# few steps as slots; by one.
 SIZES = [(2048, 4096, 14336), (1536, 4096, 14336), (1211, 2048, 5000), (513, 512, 136), (1024, 256, 264)]
+SIZES += [(64, 4096, 14336), (50, 2048, 5000), (1, 256, 264)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

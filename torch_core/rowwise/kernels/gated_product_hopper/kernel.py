@@ -60,7 +60,9 @@ def hopper_gated_product_kernel(
         open_slot(ring, i, WARPGROUPS)
     row_tiles = (num_rows + WARPGROUPS * ROWS - 1) // (WARPGROUPS * ROWS)
     work = _Work(x, kernel, out, num_rows, row_tiles, row_tiles * ((OUT + _HALF - 1) // _HALF))
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
+        _multiply(0, work, ring, weights, IN, OUT, WARPGROUPS, GROUP)
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (0, work, ring, weights, IN, OUT, WARPGROUPS, GROUP)),
