@@ -22,6 +22,8 @@ MERGE_ROOM = 48 << 10
 #: Where a multiprocessor has less, a merge with room would wait for the end of a chunk's program.
 LARGE_SHARED_MEMORY = 200_000
 _COMBINE_CHUNKS = 32
+# Merging programs from which on one has several heads.
+_MERGES = 2048
 _PARTS_BLOCK = 1024
 # Scratch that is always read completely: waiting for the lengths first takes longer.
 _READ_AHEAD_BYTES = 1 << 21
@@ -81,6 +83,14 @@ def rounded_chunk(keys: int) -> int:
     """Returns `keys` or a few more, so that chunks have few different sizes."""
     step = max(MIN_CHUNK, power_of_two(keys) // 8)
     return ceil_div(keys, step) * step
+
+
+def heads_of_merge(rows: int, num_heads: int, most: int) -> int:
+    """Returns the heads of a merging program, at most `most`: of many rows, most have one chunk, nothing to merge."""
+    heads = 1
+    while heads < most and num_heads % (2 * heads) == 0 and rows * num_heads >= 2 * heads * _MERGES:
+        heads *= 2
+    return heads
 
 
 def combine_launch(

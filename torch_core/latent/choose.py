@@ -12,6 +12,7 @@ from torch_core.attention.partials import (
     MIN_CHUNK,
     Chunks,
     combine_launch,
+    heads_of_merge,
     rounded_chunk,
 )
 from torch_core.base.specs import ArraySpec
@@ -38,9 +39,8 @@ _WIDE_TABLE = 16384
 # In wider tables, with chunks of so many tokens or more and more than one of a sequence, the lengths of up to so many
 # sequences say whether one is waited for. 64 of 2,048 would take 64.1 instead of 63.7 us (16 heads, H100).
 _SHARED_TABLE, _SHARED_CHUNK, _SHARED_SEQS = 2048, 1024, 256
-# Merging programs from which on one has several heads, and these at most: in an uneven batch most sequences have
-# nothing to merge.
-_MERGES, _MOST_HEADS = 2048, 4
+# Heads of a merging program at most, in a batch that may be uneven.
+_MOST_HEADS = 4
 # Chunks whose merge begins early where most multiprocessors have a program.
 _FEW_CHUNKS = 16
 
@@ -116,9 +116,7 @@ def plan_latent(call: LatentCall[ArraySpec], limits: DeviceLimits) -> OperationP
     if chunks.number == 1:
         return operation(call, (launch,))
     room = MERGE_ROOM if merged_early and crowds else 0
-    heads, merges = 1, call.num_seqs * max_query * call.num_heads
-    while chunks.shared and heads < _MOST_HEADS and call.num_heads % (2 * heads) == 0 and merges >= 2 * heads * _MERGES:
-        heads *= 2
+    heads = heads_of_merge(call.num_seqs * max_query, call.num_heads, _MOST_HEADS) if chunks.shared else 1
     merge = combine_launch(call, chunks, min_chunks=2, heads=heads, dependent=merged_early, room=room)
     return operation(call, (launch, merge), chunks.scratch(call))
 

@@ -11,6 +11,7 @@ from torch_core.attention.partials import (
     MIN_CHUNK,
     Chunks,
     combine_launch,
+    heads_of_merge,
     rounded_chunk,
 )
 from torch_core.attention.portable import Tile, is_hot
@@ -57,8 +58,8 @@ _LONG = 512
 _TARGET_PROGRAMS = 256
 _SMALL_WORK = {1: 1 << 16, 2: 1 << 17, 4: 1 << 17}
 _SMALL_TARGET = 128
-# Merging programs from which on one has several heads, and these at most.
-_MERGES, _MOST_HEADS = 2048, 8
+# Heads of a merging program at most.
+_MOST_HEADS = 8
 # Room of a merge by the merging programs on a multiprocessor.
 _MERGE_ROOM = {1: MERGE_ROOM, 2: 32 << 10}
 # Programs that a launch may have by its static bound: most of them find no work when sequences are much shorter than
@@ -128,7 +129,7 @@ def split_launches(
     )
     if chunks.number == 1:
         return [split], ()
-    heads = _heads_of_merge(call.num_seqs * max_query, call.num_heads)
+    heads = heads_of_merge(call.num_seqs * max_query, call.num_heads, _MOST_HEADS)
     merges = ceil_div(call.num_seqs * max_query * call.num_heads // heads, limits.num_sms)
     crowds = merged_early and 2 * programs > limits.num_sms and limits.shared_memory > LARGE_SHARED_MEMORY
     room = _MERGE_ROOM.get(merges, 0) if crowds else 0
@@ -264,14 +265,6 @@ def _long(call: PagedCall[ArraySpec]) -> int:
     """Returns the keys above which a sequence comes first."""
     shorter = _shorter(call)
     return _LONG if shorter is None else shorter[3]
-
-
-def _heads_of_merge(rows: int, num_heads: int) -> int:
-    """Returns the heads that a program merges: of many rows, most have one chunk and nothing to merge."""
-    heads = 1
-    while heads < _MOST_HEADS and num_heads % (2 * heads) == 0 and rows * num_heads >= 2 * heads * _MERGES:
-        heads *= 2
-    return heads
 
 
 def _chunk_size(call: PagedCall[ArraySpec]) -> int:
