@@ -23,7 +23,7 @@ PAGES = {
     "latents": (
         "Latent attention",
         "DeepSeek's attention over a cache of latents, on one H100 or H200.",
-        ["latents", "latents_8bit", "latents_sparse", "latents_prefill"],
+        ["latents", "latents_uneven", "latents_8bit", "latents_sparse", "latents_prefill"],
     ),
     "training": (
         "Training",
