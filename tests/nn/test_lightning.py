@@ -48,14 +48,19 @@ def test_the_layer_is_its_recurrence_and_does_not_train_its_rates(seed):
 
 
 @pytest.mark.gpu
-def test_its_kernels_are_as_exact_as_jnp_in_the_layer(seed):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_its_kernels_are_as_exact_as_jnp_or_its_recurrence_in_the_layer(dtype, seed):
     x = np.random.default_rng(seed).normal(size=(2, 300, 64)).astype(np.float32)
-    errors, largest = {}, 0.0
+    errors = {}
     for implementation in ("triton", "xla"):
         layer = LightningAttention(
-            HEADS, 64, head_dim=128, dtype=jnp.bfloat16, implementation=implementation, rngs=nnx.Rngs(seed)
+            HEADS, 64, head_dim=128, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(seed)
         )
         exact = np.stack([recurrence(layer, row, np.float64) for row in x])
-        found = np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x, jnp.bfloat16)), np.float64)
-        errors[implementation], largest = np.abs(found - exact).max(), np.abs(exact).max()
-    assert errors["triton"] <= 2 * (errors["xla"] + float(jnp.finfo(jnp.bfloat16).eps) * largest)
+        found = np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x, dtype)), np.float64)
+        errors[implementation] = np.abs(found - exact).max()
+    # A decay is the same for all tokens, so its rounding adds up where a state goes through it token by token, as that
+    # of float32 kernels does.
+    narrow = np.stack([recurrence(layer, row, np.float32) for row in x])
+    allowed = max(errors["xla"], np.abs(narrow - exact).max())
+    assert errors["triton"] <= 2 * (allowed + float(jnp.finfo(dtype).eps) * np.abs(exact).max())
