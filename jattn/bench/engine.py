@@ -337,7 +337,7 @@ def _run(
     """Runs requests to their end, as `LLM` does."""
     outbox = Outbox()
     added = zip(prompts, itertools.cycle(names), strict=False)
-    engine.queue_each((engine.new_request(prompt, params, lora=name, outbox=outbox) for prompt, name in added), outbox)
+    engine.queue([engine.new_request(prompt, params, lora=name, outbox=outbox) for prompt, name in added])
     while engine.wait(outbox):
         pass
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jattn.llm.engine import LLM, Engine, EngineConfig, Outbox, SamplingParams
-from jattn.llm.engine.request.request import Request
 from jattn.llm.load import TextTokenizer
 from tests.engine.conftest import tiny_decoder
 from tests.engine.test_engine import GREEDY, prompts_of, run
@@ -216,34 +213,3 @@ def test_a_thread_that_steps_without_end_lets_another_add_and_cancel(decoder, se
             done.set()
         assert stepping.result(timeout=60) > 0
     assert engine.num_unfinished == 0
-
-
-def test_steps_begin_while_requests_are_made(llm, seed) -> None:
-    prompts, outbox = prompts_of(seed, *[30] * 8), Outbox()
-    queued: list[Request] = []
-
-    def made() -> Iterator[Request]:
-        for prompt in prompts[:4]:
-            queued.append(llm.engine.new_request(prompt, GREEDY, outbox=outbox))
-            yield queued[-1]
-        # 120 tokens are more than those of two steps of 32.
-        deadline = time.monotonic() + 60
-        while not queued[0].output_token_ids and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert queued[0].output_token_ids
-        yield from (llm.engine.new_request(prompt, GREEDY, outbox=outbox) for prompt in prompts[4:])
-
-    requests = llm.engine.queue_each(made(), outbox)
-    while llm.engine.wait(outbox):
-        pass
-
-    assert [tuple(request.output_token_ids) for request in requests] == [
-        tokens_of(llm, [prompt])[0] for prompt in prompts
-    ]
-
-
-def test_a_bad_prompt_behind_others_that_run_ends_them(llm, seed) -> None:
-    with pytest.raises(InvalidInput, match=r"prompts\[8\]"):
-        llm.generate([*prompts_of(seed, *[30] * 8), [512]], GREEDY)
-
-    assert llm.engine.num_unfinished == 0

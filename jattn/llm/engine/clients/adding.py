@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jattn.llm.engine.options.params import SamplingParams
 from jattn.llm.engine.request.lora import LoRARequest
 from jattn.llm.engine.request.outputs import Outbox
 from jattn.llm.engine.request.request import Request
-from jattn.llm.engine.thread import Outcome
 
 
 class AddsRequests(abc.ABC):
@@ -59,33 +58,6 @@ class AddsRequests(abc.ABC):
         self.queue([request])
         return request
 
-    def queue_each(self, requests: Iterable[Request], outbox: Outbox) -> list[Request]:
-        """Queues the requests of an outbox while they are made; steps begin as soon as the first ones are full.
-
-        An error of such a step comes again with the first `wait`. After an error of `requests` those before it are
-        queued, and the caller abandons the outbox.
-
-        Returns:
-            The requests.
-        """
-        made: list[Request] = []
-        num_queued, missing = 0, self.tokens_in_flight
-        for request in requests:
-            made.append(request)
-            missing -= len(request.prompt_token_ids)
-            if missing <= 0 and not num_queued:
-                self.queue(made)
-                num_queued = len(made)
-                self.notify(outbox, lambda _: None)
-        if len(made) > num_queued or not made:
-            self.queue(made[num_queued:])
-        return made
-
-    @property
-    @abc.abstractmethod
-    def tokens_in_flight(self) -> int:
-        """Tokens of as many full steps as are on the device at once."""
-
     @abc.abstractmethod
     def new_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -95,7 +67,3 @@ class AddsRequests(abc.ABC):
     @abc.abstractmethod
     def queue(self, requests: Sequence[Request]) -> None:
         """Queues new requests: all of them or, after an error, none."""
-
-    @abc.abstractmethod
-    def notify(self, outbox: Outbox, reply: Callable[[Outcome], object]) -> None:
-        """Like `wait`, but returns at once; `reply` is called on the engine's thread at the end."""

@@ -104,7 +104,6 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
         self._core = self._thread.core
         (self._plan,) = plans
         self._outbox = Outbox()
-        self._tokens_in_flight = config.steps_in_flight * config.max_num_batched_tokens
 
     @property
     def closed(self) -> bool:
@@ -125,11 +124,6 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
     def max_model_len(self) -> int:
         """Most tokens of one sequence."""
         return self._validator.max_model_len
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """Tokens of as many full steps as are on the device at once."""
-        return self._tokens_in_flight
 
     @property
     def programs(self) -> tuple[str, ...]:

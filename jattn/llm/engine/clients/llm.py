@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -239,7 +239,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
 
         Raises:
             InvalidInput: an empty prompt, a token outside the vocabulary, or lists of unequal length.
-            RequestTooLong: a prompt can never fit; those that have been started are cancelled.
+            RequestTooLong: a prompt can never fit; no prompt has been started.
         """
         listed = as_prompts(prompts)
         num_tokens = 0
@@ -371,8 +371,8 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
     ) -> TextStream:
         """Like `generate`, but yields the text of each prompt as it is generated.
 
-        Prompts are checked and queued before the first item is requested, and the first ones may run meanwhile. Closing
-        or dropping the stream cancels the unfinished requests.
+        Prompts are checked and queued before the first item is requested. Closing or dropping the stream cancels the
+        unfinished requests.
         """
         listed = as_prompts(prompts)
         self.engine.check_model(modules=True)
@@ -381,17 +381,14 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         params = _params_of(sampling_params, len(listed), rng)
         numbers, loras = of_each(inputs, len(listed)), of_each(lora_request, len(listed), "lora_request")
         outbox = Outbox()
-
-        def made() -> Iterator[Request]:
+        try:
+            requests: list[Request] = []
             for index, (prompt, each, own, lora) in enumerate(zip(listed, params, numbers, loras, strict=True)):
                 with naming(index, listed):
                     token_ids, text = encoded(prompt, self.tokenizer, self.longest_prompt, cut=cuts_prompt(each))
                     options = {"prompt": text, "inputs": own, "lora": lora}
-                    request = self.engine.new_request(token_ids, each, **options, outbox=outbox)
-                yield request
-
-        try:
-            requests = self.engine.queue_each(made(), outbox)
+                    requests.append(self.engine.new_request(token_ids, each, **options, outbox=outbox))
+            self.engine.queue(requests)
             return TextStream(self.engine, self.tokenizer, outbox, requests)
         except BaseException:
             self.engine.abandon(outbox)

@@ -110,11 +110,6 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
         return self.engines[0].max_model_len
 
     @property
-    def tokens_in_flight(self) -> int:
-        """Tokens of as many full steps as are on the devices of all copies at once."""
-        return sum(engine.tokens_in_flight for engine in self.engines)
-
-    @property
     def programs(self) -> tuple[str, ...]:
         """One line for each program compiled so far."""
         return tuple(name for engine in self.engines for name in engine.programs)
@@ -236,19 +231,15 @@ class DataParallelEngine(AddsRequests, ServesAdapters, ClosingOwner):
         """Runs steps until an outbox has deltas; see `Engine.wait`. The copies run their steps at the same time."""
         while not checked_outbox(outbox):
             self.check_model()
+            running = [engine for engine in self.engines if engine.runs_for(outbox)]
+            if not running:
+                # A copy that is asleep or closed raises the error of `Engine.wait`.
+                return self.engines[0].wait(outbox)
             replies: SimpleQueue[Outcome] = SimpleQueue()
-            self.notify(outbox, replies.put)
+            for engine in running:
+                engine.notify(outbox, replies.put)
             replies.get().result()
-            if not outbox and not self.runs_for(outbox):
-                break
         return outbox.take()
-
-    def notify(self, outbox: Outbox, reply: Callable[[Outcome], object]) -> None:
-        """`Engine.notify` in every copy that runs for the outbox."""
-        running = [engine for engine in self.engines if engine.runs_for(outbox)]
-        # A copy that is asleep or closed answers with the error of `Engine.wait`.
-        for engine in running or self.engines[:1]:
-            engine.notify(outbox, reply)
 
     def runs_for(self, outbox: Outbox) -> bool:
         """Returns whether a request of an outbox is unfinished."""
