@@ -101,7 +101,7 @@ def test_programs_that_merge_several_heads_give_the_same_bits(query_lens, seed, 
     case = paged_case(seed, seq_lens=lens, query_lens=query_lens, num_heads=4, num_kv_heads=2, head_size=16)
     results = []
     for merges, heads in ((1 << 20, 1), (1, 4)):
-        monkeypatch.setattr(split, "_MERGES", merges)
+        monkeypatch.setattr(partials, "_MERGES", merges)
         plan = plan_call.__wrapped__(case.call().map(array_spec), DeviceLimits(arch=89))
         assert dict(plan.launches[-1].constexprs)["HEADS"] == heads
         results.append(run_interpreted_operation(plan, case.call().arrays())["out"])
