@@ -29,7 +29,8 @@ _AS_PUBLISHED = {
     "KimiLinearForCausalLM": (r"block_sparse_moe\.(?=\w+_proj)", "mlp.", "block_sparse_moe.gate_proj"),
 }
 #: Families that transformers 5.17 lacks, or computes or writes in another way than 5.23.
-_NEWER = {"AXK1ForCausalLM", "FlintForCausalLM", "MiniMaxM2ForCausalLM"}
+_NEWER = {"AXK1ForCausalLM", "BailingHybridForCausalLM", "BambaForCausalLM", "FlintForCausalLM"}
+_NEWER |= {"InternLM3ForCausalLM", "Lfm3ForCausalLM", "MiniCPM3ForCausalLM", "MiniMaxM2ForCausalLM"}
 #: Options with an entry for each layer, of which a case has the first two.
 _BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta", "num_attention_heads_per_layer")
 _BY_LAYER += ("indexer_types", "attention_types")
