@@ -97,7 +97,7 @@ def backward_shapes() -> list[AttentionCase]:
         sinks = np.linspace(-1, 1, sizes["num_heads"], dtype=np.float32) if head_size == value_head_size else None
         more = {"value_head_size": value_head_size, **({} if sinks is None else {"sinks": sinks})}
         case = dense_case(1, key_lens=[700, 60, 0, 130], **more, **sizes)
-        cases += [case, replace(case, limits={**case.limits, "max_query_len": 4096})]
+        cases += [case, case.with_longest_query(4096)]
     return cases
 
 
@@ -106,7 +106,7 @@ def dropout_shapes() -> list[AttentionCase]:
     sizes = [_long_sizes(64, None), _long_sizes(128, 100), _long_sizes(256, None)]
     sizes.append({**_long_sizes(80, None), "dtype": "float32"})
     cases = [dense_case(1, key_lens=[333, 60, 0, 130], **size) for size in sizes]
-    long = replace(cases[1], limits={**cases[1].limits, "max_query_len": 8192})
+    long = cases[1].with_longest_query(8192)
     return [with_dropout(case, 0.2) for case in (*cases, long)]
 
 
@@ -250,7 +250,7 @@ def _packed_shapes() -> list[AttentionCase]:
 def _wide_key_shapes() -> list[AttentionCase]:
     """Returns the problems whose keys have 192 elements and values 128, for both tiles of the Hopper kernel."""
     case = dense_case(1, key_lens=[333, 60, 0, 130], value_head_size=128, **_long_sizes(192, None))
-    return [case, replace(case, limits={**case.limits, "max_query_len": 4096})]
+    return [case, case.with_longest_query(4096)]
 
 
 def _tall_shapes() -> list[AttentionCase]:
@@ -262,7 +262,7 @@ def _tall_shapes() -> list[AttentionCase]:
         cases.append(dense_case(1, key_lens=[333, 60, 0, 130], **sizes))
     sizes = {**_long_sizes(64, 100), "dtype": "float8_e4m3fn"}
     cases.append(paged_case(1, seq_lens=[333, 60, 0, 130], block_size=48, **sizes))
-    return [replace(case, limits={**case.limits, "max_query_len": 4096}) for case in cases]
+    return [case.with_longest_query(4096) for case in cases]
 
 
 def _long_sizes(head_size: int, window: int | None) -> dict[str, Any]:

@@ -21,9 +21,10 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 _SIZES = {"num_heads": 4, "num_kv_heads": 1, "dtype": "float8_e4m3fn", "q_scale": 0.5, "k_scale": 2.5, "v_scale": 0.25}
 
 
-def _run(case: AttentionCase, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = plan_call(case.call("cuda").map(array_spec), device_limits(torch.device("cuda", 0)))
+def _run(case: AttentionCase, warpgroups: int = 2, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = plan_call(case.call("cuda", **changes).map(array_spec), device_limits(torch.device("cuda", 0)))
     assert plan.launches[0].name == "hopper_fp8_prefill_kernel"
+    assert dict(plan.launches[0].constexprs)["WARPGROUPS"] == warpgroups
     return case.run(paged_attention_with_lse, device="cuda", **changes)
 
 
@@ -45,7 +46,7 @@ def test_a_random_problem_is_as_exact_as_torch_with_e4m3_weights(seed):
 def test_the_taller_tile_of_long_queries_has_the_same_bits(seed):
     case = random_fp8_case(seed, head_size=64)
     # A size that is given keeps keys whole, which a planner may cut in one of the two calls alone.
-    _assert_same(_run(case, kv_chunk_size=1024), _run(case, kv_chunk_size=1024, max_query_len=2048))
+    _assert_same(_run(case, kv_chunk_size=2048), _run(case.with_longest_query(2048), 3, kv_chunk_size=2048))
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])

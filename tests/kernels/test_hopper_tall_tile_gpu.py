@@ -22,18 +22,10 @@ _TALL_BOUND = 4096
 _SHORT_BOUND = 1000
 
 
-def _wide_case(seed: int, **options: Any) -> AttentionCase:
-    """Makes a paged problem whose table has room for the longer bound: no query is longer than its keys."""
-    case = paged_case(seed, **options)
-    table = case.operands["block_tables"]
-    columns = _TALL_BOUND // case.operands["kv_cache"].shape[2]
-    case.operands["block_tables"] = np.pad(table, ((0, 0), (0, columns - table.shape[1])), constant_values=-1)
-    return case
-
-
 def _run(case: AttentionCase, *, max_query_len: int, warpgroups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    case = case.with_longest_query(max_query_len)
     # Taken whole: where tiles are few, their size says how keys are cut.
-    changes: dict[str, Any] = {"max_query_len": max_query_len, **({"kv_chunk_size": _TALL_BOUND} if case.paged else {})}
+    changes: dict[str, Any] = {"kv_chunk_size": _TALL_BOUND} if case.paged else {}
     call = case.call("cuda", **changes)
     plan = plan_call(call.map(array_spec), device_limits(torch.device("cuda", 0)))
     assert dict(plan.launches[0].constexprs)["WARPGROUPS"] == warpgroups
@@ -78,7 +70,7 @@ def _random_case(seed: int) -> AttentionCase:
     if seed % 3 == 2:
         return dense_case(seed, key_lens=seq_lens, query_lens=query_lens, **sizes, **options)
     block_size = int(rng.choice([8, 16, 16, 32, 64, 128, 256]))
-    return _wide_case(seed, seq_lens=seq_lens, query_lens=query_lens, block_size=block_size, **sizes, **options)
+    return paged_case(seed, seq_lens=seq_lens, query_lens=query_lens, block_size=block_size, **sizes, **options)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -91,14 +83,14 @@ def test_a_random_problem_is_as_exact_as_torch_and_has_the_bits_of_the_other_til
 def test_lengths_around_the_rows_of_one_warpgroup_and_of_the_tile(rows, edge, seed):
     """The last tile has rows for one warpgroup, two, or three; the others let the keys pass."""
     n = 192 + rows + edge
-    _check(_wide_case(seed, seq_lens=[n, n + 64, 300], query_lens=[n, 192 + edge, 130], num_heads=4, num_kv_heads=1,
+    _check(paged_case(seed, seq_lens=[n, n + 64, 300], query_lens=[n, 192 + edge, 130], num_heads=4, num_kv_heads=1,
                       head_size=64, dtype="bfloat16"))  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [0, 3, 100, 129])
 def test_a_window_that_hides_tiles_from_some_of_the_warpgroups(window, seed):
     spec = AttentionSpec(scale=0.125, window_left=window)
-    _check(_wide_case(seed, seq_lens=[900, 401], query_lens=[500, 200], num_heads=4, num_kv_heads=2, head_size=64,
+    _check(paged_case(seed, seq_lens=[900, 401], query_lens=[500, 200], num_heads=4, num_kv_heads=2, head_size=64,
                       dtype="bfloat16", spec=spec, padding_tokens=7))  # fmt: skip
 
 
@@ -110,7 +102,7 @@ def test_queries_longer_than_their_sequence_see_what_there_is(seed):
 
 def test_more_sequences_than_are_looked_at_together(seed):
     lens = [130, 1, 0, 64, 200, 193] * 12
-    _check(_wide_case(seed, seq_lens=lens, query_lens=lens, num_heads=4, num_kv_heads=1, head_size=64,
+    _check(paged_case(seed, seq_lens=lens, query_lens=lens, num_heads=4, num_kv_heads=1, head_size=64,
                       dtype="bfloat16"))  # fmt: skip
 
 
@@ -126,13 +118,13 @@ def test_maxima_that_rise_in_every_tile_and_maxima_that_stay(seed):
 
 
 def test_a_captured_graph_follows_new_lengths_and_tables(seed):
-    case = _wide_case(seed, seq_lens=[700, 3, 264, 0], query_lens=[500, 1, 140, 0], num_heads=4, num_kv_heads=1,
-                      head_size=64, dtype="bfloat16")  # fmt: skip
+    case = paged_case(seed, seq_lens=[700, 3, 264, 0], query_lens=[500, 1, 140, 0], num_heads=4, num_kv_heads=1,
+                      head_size=64, dtype="bfloat16").with_longest_query(_TALL_BOUND)  # fmt: skip
     live = case.tensors("cuda")
     static = {name: tensor.clone() for name, tensor in live.items()}
     for name in ("block_tables", "seq_lens", "query_start_loc"):
         static[name].zero_()
-    arguments = {**static, "spec": case.spec, "max_query_len": _TALL_BOUND, "out": torch.empty_like(static["query"])}
+    arguments = {**static, "spec": case.spec, **case.limits, "out": torch.empty_like(static["query"])}
     paged_attention_with_lse(**arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -12,6 +12,7 @@ from tests.kernels import sanitize
 from tests.support.latent_cases import LatentCase
 from torch_core.attention.backward_call import backward_of
 from torch_core.attention.call import AttentionCall, DenseCall
+from torch_core.attention.hopper_prefill import longest_query
 from torch_core.attention.kernels.backward_hopper.plan import hopper_backward_tile
 from torch_core.attention.kernels.hopper.plan import hopper_tile
 from torch_core.attention.kernels.hopper_fp8.plan import hopper_fp8_tile
@@ -60,7 +61,7 @@ def test_every_tile_has_a_problem(kernel: str) -> None:
 
     run = {
         size: {
-            tile_of(head_size=size, max_query_len=call.max_query_len)
+            tile_of(head_size=size, max_query_len=longest_query(call))
             for call, _ in _launches(kernel)
             if call.head_size == size
         }

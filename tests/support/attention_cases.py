@@ -85,6 +85,15 @@ class AttentionCase:
         function = reference.paged_attention_with_lse if self.paged else reference.attention_with_lse
         return self.run(function, compute_dtype=compute_dtype)
 
+    def with_longest_query(self, tokens: int) -> AttentionCase:
+        """Returns the same problem, stated to have queries of up to `tokens`, and a table of at least as many keys."""
+        operands = dict(self.operands)
+        if self.paged:
+            table, block_size = operands["block_tables"], operands["kv_cache"].shape[2]
+            columns = max(0, -(-tokens // block_size) - table.shape[1])
+            operands["block_tables"] = np.pad(table, ((0, 0), (0, columns)), constant_values=_TABLE_GARBAGE[0])
+        return replace(self, operands=operands, limits={**self.limits, "max_query_len": tokens})
+
     def lse_terms(self) -> float:
         """Returns how large a log-sum-exp would be if the products that add up to its scores did not cancel."""
         magnitudes = {
