@@ -110,7 +110,7 @@ def run(
     model = random_decoder(shape_config(shape), mesh)
     if fp8_weights:
         quantize_fp8(model)
-    batched_tokens = batched_tokens or default_config().max_num_batched_tokens
+    batched_tokens = batched_tokens or default_config(model).max_num_batched_tokens
     bench = _Bench(model, batched_tokens, new_tokens, rounds, profile)
     tuned = replace(bench, adapters=random_adapters(model.config, rank) if adapters else None)
     of_tuned = {"enable_lora": True, "max_lora_rank": rank}

@@ -9,11 +9,14 @@ from typing import Any
 import jax
 import pytest
 
-from jattn.llm.engine import Engine, EngineConfig
+from jattn.llm.engine import LLM, Engine, EngineConfig
+from jattn.llm.engine.clients import engine as engine_client
+from jattn.llm.engine.clients import llm as llm_client
 from jattn.llm.engine.device import device as engine_device
 from jattn.llm.engine.device import programs as engine_programs
 from jattn.llm.engine.device.buckets import Bucket
 from jattn.llm.engine.device.programs import Programs
+from jattn.llm.engine.options import defaults
 from jattn.llm.engine.options.defaults import default_config
 from jattn.llm.engine.options.params import SamplingKind
 from jattn.llm.models import Decoder
@@ -172,3 +175,35 @@ def test_without_a_config_a_gpu_gets_the_sizes_of_a_server_by_its_memory(
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     config = default_config()
     assert (config.max_num_seqs, config.max_num_batched_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("limit", "weights", "options", "tokens"),
+    [
+        (59 << 30, 0, {}, 8192),
+        (59 << 30, 1 << 40, {}, 16384),
+        (59 << 30, 1 << 40, {"fixed_shapes": True}, 8192),
+        (59 << 30, 1 << 40, {"max_num_batched_tokens": 300}, 300),
+        (47 << 30, 1 << 40, {}, 2048),
+    ],
+)
+def test_a_small_model_on_a_large_gpu_has_longer_steps(
+    decoder: Decoder, limit: int, weights: int, options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "SMALL_MODEL_BYTES", weights)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: {"bytes_limit": limit})])
+    assert default_config(decoder, **options).max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 9}])
+def test_an_llm_has_the_sizes_of_its_model(
+    decoder: Decoder, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sized(model: Any = None, **given: Any) -> EngineConfig:
+        return EngineConfig(**given, max_model_len=9 if model is decoder else None)
+
+    for module in (engine_client, llm_client):
+        monkeypatch.setattr(module, "default_config", sized)
+    with LLM(decoder, **options) as llm:
+        assert llm.max_model_len == 9

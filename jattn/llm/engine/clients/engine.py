@@ -48,7 +48,7 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
     Args:
         model: a `Decoder`, or any `nnx.Module` that is a `jattn.llm.models.PagedModel`. The engine keeps its arrays
             alive, and not the module.
-        config: sizes and options; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048 tokens per step.
+        config: sizes and options; None for `EngineConfig()`, and on a GPU for the sizes that `LLM` has.
         model_fingerprint: identifies the weights in prefix keys; needed only if keys outlive the engine.
         tokenizer: tokenizer of the model, for the texts in `SamplingParams` (bad_words, structured_outputs); None
             refuses these.
@@ -79,7 +79,7 @@ class Engine(AddsRequests, ServesAdapters, ClosingOwner):
         tokenizer: TextTokenizer | None = None,
         follow: bool | None = True,
     ) -> None:
-        config = default_config() if config is None else config
+        config = default_config(model) if config is None else config
         check_types(model, config)
         config = switched(model, config)
         self._follower = None if follow is None else Follower(cast(nnx.Module, model), follow)

@@ -74,7 +74,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
             see `jattn.llm.load.load_model`; not for a module.
         hf_overrides: values that replace those of config.json; see there; not for a module.
         config: sizes and options of the engine; None for `EngineConfig()`, and on a GPU for 64 sequences and 2,048
-            tokens per step, or 256 and 8,192 where JAX may use 48 GiB.
+            tokens per step, or 256 and 8,192 where JAX may use 48 GiB (16,384 for models of less than 4 GiB).
         use_generation_config: use the sampling parameters of the folder's generation_config.json for requests without
             their own.
         follow: arrays that are replaced in a module replace those of the engine; see `Engine`.
@@ -163,6 +163,8 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         served: Any = model
         self.model: PagedModel = served
         self.tokenizer = tokenizer
+        if engine_options:
+            config = default_config(served, **engine_options)
         self._logprobs_mode = EngineConfig().logprobs_mode if config is None else config.logprobs_mode
         # An encoder generates nothing and needs no cache.
         is_encoder = isinstance(served, Decoder) and served.config.is_encoder
