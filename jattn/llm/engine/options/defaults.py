@@ -42,4 +42,5 @@ def _is_small(model: Any) -> bool:
     if not isinstance(model, nnx.Module):
         return False
     weights = jax.tree.leaves(nnx.state(model, nnx.Param))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in weights) < SMALL_MODEL_BYTES
+    # A number of Python's has no size.
+    return sum(getattr(leaf, "nbytes", 0) for leaf in weights) < SMALL_MODEL_BYTES
