@@ -164,6 +164,7 @@ class LLM(ServesAdapters, VectorsOfTexts, ClosingOwner):
         self.model: PagedModel = served
         self.tokenizer = tokenizer
         if engine_options:
+            # Checked before the model was loaded; sizes that are not among them follow from it.
             config = default_config(served, **engine_options)
         self._logprobs_mode = EngineConfig().logprobs_mode if config is None else config.logprobs_mode
         # An encoder generates nothing and needs no cache.
